@@ -12,8 +12,8 @@ import pytest
 from tests.run_all import says
 
 # The slowest mark that a test carries decides after how many seconds it hangs for certain, also on a busy machine.
-LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 450, "notebook": 360, "gpu": 360, "netns": 360,
-          "engine": 240, "ranks": 180}  # fmt: skip
+LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 900, "notebook": 900, "gpu": 360, "netns": 600,
+          "engine": 600, "ranks": 400}  # fmt: skip
 # Of a test's cases on real ranks `make test` runs one in so many, and at least one; of the others `make test-long` and
 # CI run one in so many, and the rest is run with EVERY=1.
 ONE_IN, ONE_LATER = 8, 64

@@ -24,7 +24,7 @@ def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after:
     for text, code in after.items():
         at = next(i for i, c in enumerate(book.cells) if c.cell_type == "code" and text in c.source)
         book.cells.insert(at + 1, nbformat.v4.new_code_cell(code))
-    client = NotebookClient(book, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     nbformat.write(book, tmp_path / name)
     return book

@@ -104,7 +104,7 @@ def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) 
     return sessions
 
 
-def run(experiment: Experiment, *changes: Change, within: float = 120.0) -> list[Session]:
+def run(experiment: Experiment, *changes: Change, within: float = 300.0) -> list[Session]:
     """Runs to the end; fails the test when a rank fails or hangs."""
     sessions = live(experiment, changes)
     for s in sessions:
@@ -140,7 +140,7 @@ def _kept(s: Session, index: int, own: Any) -> Any:
     return own if kept is None else kept
 
 
-def ended(sessions: list[Session], within: float = 60.0) -> None:
+def ended(sessions: list[Session], within: float = 120.0) -> None:
     """Waits until all have ended; fails the test when one hangs, and says where every thread stands."""
     until = time.monotonic() + within
     for s in sessions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -260,6 +261,13 @@ def functions(path: Path) -> dict[str, str]:
 @cache
 def asserting() -> set[str]:
     return {f"{module(p)}.{name}" for p in TESTS for name, words in functions(p).items() if "assert " in words}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=module)
+def test_no_test_asserts_how_long_something_took_on_the_wall(path: Path) -> None:
+    """Others keep the machine busy: count steps, take the processor's time, a virtual clock, or wait for what comes."""
+    found = re.findall(r"assert [^\n]*(?:monotonic|perf_counter|time\.time)\(\) - \w+ <", path.read_text())
+    assert not found
 
 
 @pytest.mark.parametrize("path", TESTS, ids=module)

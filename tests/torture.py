@@ -38,7 +38,7 @@ from workbench.settings import KnobError, knobs, members
 from workbench.strategies import Strategy
 from workbench.tasks import Digits
 
-ANSWER = 30.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
+ANSWER = 90.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
 SPARE = 3  # threads or descriptors that a process may open on its own
 
 KINDS = ("strategy", "strategy", "partition", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault",

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+PATIENT = 120.0  # seconds: others may keep the machine busy, and a test that passes waits for none of them
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+
+def until(condition: Callable[[], Any], seconds: float = PATIENT) -> bool:
     """Whether `condition` came true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ARTEFACTS = ROOT / "artefacts"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+PATIENT = 120  # seconds for whatever is waited for: others may keep the machine busy
 FAILED = pytest.StashKey[bool]()
 PLACES = {
     "JUPYTER_CONFIG_DIR": "config",
@@ -111,11 +112,17 @@ def _answers(said: Path, server: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(f"JupyterLab did not answer in 120 s: {log.read_text()[-2000:]}")
 
 
+def patient(page: Any) -> Any:
+    """`page`, which waits longer for what it is to wait for than it does by itself."""
+    page.set_default_timeout(1000 * PATIENT)
+    return page
+
+
 class Sheet:
     """A notebook open in JupyterLab, as a person handles it."""
 
     def __init__(self, page: Any, jupyter: Jupyter) -> None:
-        self.page = page
+        self.page = patient(page)
         self.jupyter = jupyter
         page.add_locator_handler(page.get_by_text("Select kernel for:"), self._same_kernel)
 
@@ -126,14 +133,14 @@ class Sheet:
 
     def ready(self, side_bar: bool = False) -> None:
         """Waits until the notebook is there and its kernel is connected: keys pressed earlier are lost."""
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         if not side_bar and self.page.locator("#jp-left-stack").is_visible():
             self.page.keyboard.press("Control+b")
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENT
         while not self._connected():
-            assert time.monotonic() < end, "the notebook's kernel is not connected after 60 s"
+            assert time.monotonic() < end, f"the notebook's kernel is not connected after {PATIENT} s"
             self.page.wait_for_timeout(200)
-        self.page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
+        self.page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]")
 
     def _same_kernel(self) -> None:
         """Now and then JupyterLab asks a second tab for a kernel; a person takes the one that the first tab has."""
@@ -145,7 +152,7 @@ class Sheet:
 
     def _connected(self) -> bool:
         with urllib.request.urlopen(
-            f"{self.jupyter.url}/api/sessions?token={self.jupyter.token}", timeout=10
+            f"{self.jupyter.url}/api/sessions?token={self.jupyter.token}", timeout=PATIENT
         ) as answer:
             kernels = [s["kernel"] for s in json.load(answer) if s["path"] == self.name]
         return any(k["connections"] > 0 and k["execution_state"] == "idle" for k in kernels)
@@ -174,7 +181,7 @@ class Sheet:
         before = file.stat().st_mtime_ns
         self.page.get_by_role("menuitem", name="File", exact=True).click()
         self.page.get_by_role("menuitem", name=re.compile("^Save Notebook")).first.click()
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENT
         while file.stat().st_mtime_ns == before or not file.read_text().strip().endswith("}"):
             assert time.monotonic() < end, f"{file.name} was not saved"
             self.page.wait_for_timeout(100)
@@ -189,7 +196,7 @@ class Sheet:
         menu.get_by_text("Theme", exact=True).hover()
         menu.get_by_text(name, exact=True).click()
         changed = "(before) => document.body.dataset.jpThemeName !== before"
-        self.page.wait_for_function(changed, arg=before, timeout=20_000)
+        self.page.wait_for_function(changed, arg=before)
         self.page.wait_for_timeout(1500)
 
     def control(self, path: str) -> Any:
@@ -199,7 +206,7 @@ class Sheet:
     def button(self, name: str) -> Any:
         return self.page.locator(".twb-transport").get_by_role("button", name=re.compile(name)).first
 
-    def state(self, text: str, timeout: float = 60) -> None:
+    def state(self, text: str, timeout: float = PATIENT) -> None:
         """Waits until the line beside the buttons says `text`."""
         self.page.locator(".twb-state", has_text=text).first.wait_for(timeout=timeout * 1000)
 
@@ -208,7 +215,7 @@ class Sheet:
         found = re.search(r"step (\d+)", self.page.locator(".twb-state").first.inner_text())
         return int(found.group(1)) if found else -1
 
-    def past(self, step: int, timeout: float = 60) -> None:
+    def past(self, step: int, timeout: float = PATIENT) -> None:
         """Waits until the run is past `step`."""
         end = time.monotonic() + timeout
         while self.step() <= step:

@@ -19,7 +19,7 @@ from workbench.settings import Change
 from workbench.strategies import ZeRO3
 from workbench.tasks import ByteGPT
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.browser
 TASK = ByteGPT(layers=4)
 RUNS = {  # what lies how at the end: a dashboard shows the last steps, and each run changes once
     "pipeline": (Whole(), Change(4, "partition", Pipeline(stages=2))),
@@ -48,7 +48,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 def seen(sheet: Sheet) -> dict[str, Any]:
     """What a person has before them: the views from top to bottom, the timeline's legend, the texts."""
-    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws > 0", timeout=60_000)
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws > 0")
     sheet.page.wait_for_timeout(1500)
     return dict(sheet.page.evaluate(f"""() => ({{
       views: [...document.querySelectorAll('.wb-panel')].filter((e) => e.checkVisibility()).map((e) => e.dataset.view),

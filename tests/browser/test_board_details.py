@@ -117,16 +117,15 @@ def test_a_rank_is_set_off_by_its_name_in_the_legend(browser: Any, tmp_path: Pat
     plain = bridge.page.evaluate(shown)
     assert len({dash for dash, _ in plain}) == 3 and {opacity for _, opacity in plain} == {0.75}
     button = bridge.page.locator("[data-view=loss] .wb-rank[data-rank='1']")
+    alone = [0.15, 1, 0.15]
     button.focus()
-    bridge.settle(1500)
-    assert [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.15, 1, 0.15]
+    bridge.until(lambda: [opacity for _, opacity in bridge.page.evaluate(shown)] == alone)
     bridge.page.keyboard.press("Enter")
     button.blur()
     bridge.settle(1500)
     assert button.get_attribute("aria-pressed") == "true"
-    assert [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.15, 1, 0.15]
+    bridge.until(lambda: [opacity for _, opacity in bridge.page.evaluate(shown)] == alone)
     button.click()
     bridge.page.mouse.move(0, 0)
     button.blur()
-    bridge.settle(1500)
-    assert [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.75] * 3
+    bridge.until(lambda: [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.75] * 3)

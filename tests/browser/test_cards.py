@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser.conftest import patient
 from tests.browser.test_board import Bridge
 from tests.browser.test_board import browser as browser
 from tests.sim.virtual import paced, stack
@@ -32,9 +33,10 @@ def test_a_rate_is_the_same_under_the_pointer_and_in_the_table_and_is_the_links(
     panel = bridge.page.locator("[data-view=timeline]")
     panel.locator("input[type=number]").fill("5")
     panel.locator("input[type=number]").press("Enter")
+    bridge.until(lambda: bridge.fact("timeline", "first-step") == 5)
     bridge.settle(1000)
     panel.get_by_role("button", name="Data table").click()
-    bridge.settle(500)
+    bridge.until(lambda: panel.locator("tbody tr").count())
     spans = run.timeline.spans.rows()
     mine = spans[spans.equal("lane", "comm") & (spans.step == 5) & (spans.rank == 0) & (spans.t0 < spans.t0.max())]
     first = mine[:1]
@@ -51,9 +53,9 @@ def test_a_rate_is_the_same_under_the_pointer_and_in_the_table_and_is_the_links(
 def test_no_column_of_a_card_is_cut_off(browser: Any, tmp_path: Path, width: int, height: int) -> None:
     changes = ((60, "strategy", "LocalSGD"), (90, "strategy.every", 16), (118, "lr", 0.1))
     file = write_report(recorded(steps=120, ranks=2, changes=changes), tmp_path / "run.html")
-    page = browser.new_page(viewport={"width": width, "height": height})
+    page = patient(browser.new_page(viewport={"width": width, "height": height}))
     page.goto(file.as_uri())
-    page.wait_for_selector("[data-view=cards] table", timeout=60_000)
+    page.wait_for_selector("[data-view=cards] table")
     ends = page.evaluate("""[...document.querySelectorAll('[data-view=cards] :is(td, th)')].map((e) =>
       e.getBoundingClientRect().right - e.closest('.wb-panel').getBoundingClientRect().right)""")
     assert len(ends) > 40 and max(ends) <= 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import ARTEFACTS
+from tests.browser.conftest import ARTEFACTS, patient
 from tests.browser.test_board import Bridge, part
 from tests.browser.test_board import browser as browser
 from tests.unit.encoded import DENSE, SLOW, TOPK, WHOLE, Author
@@ -34,13 +34,11 @@ def test_the_panels_appear_with_the_first_compression_and_follow_it(browser: Any
     assert "Nothing is compressed" in text.inner_text() and not chart.is_visible()
     part(author.run, 99.0, live, dense - 1e-6)
     bridge.drawn("compression")
-    bridge.settle(3000)
-    assert "on this link Dense would be faster" in text.inner_text()
-    assert bridge.fact("compression", "points") == [40, 8, 8, 8]
+    bridge.until(lambda: bridge.fact("compression", "points") == [40, 8, 8, 8])
+    bridge.until(lambda: "on this link Dense would be faster" in text.inner_text())
     assert bridge.fact("compression", "marks") == ["TopK(density=0.01)"]
     chart.get_by_role("button", name="Data table").click()
-    bridge.settle(300)
-    assert chart.locator("tbody tr").count() == 8
+    bridge.until(lambda: chart.locator("tbody tr").count() == 8)
     chart.get_by_role("button", name="Data table").click()
     sizes = bridge.page.evaluate("""[...document.querySelectorAll('[data-view=pays] *, [data-view=compression] text')]
       .filter((e) => e.textContent.trim()).map((e) => parseFloat(getComputedStyle(e).fontSize))""")
@@ -79,11 +77,12 @@ def test_where_it_is_narrow_no_title_of_an_axis_lies_on_its_neighbour_and_no_col
     e = Experiment(task=ByteGPT(layers=1, width=32, context=32), ranks=2, steps=60, pace=20, measure_every=2,
                    compressor=TopK(), fabric=Fabric(link=Link(bandwidth=1, latency=0.5)), bucket_mb=0.05)  # fmt: skip
     file = write_report(simulate(e, real=True), tmp_path / "run.html")
-    page = browser.new_page(viewport={"width": 576, "height": 768})
+    page = patient(browser.new_page(viewport={"width": 576, "height": 768}))
     page.goto(file.as_uri())
     for view in ("compression", "collectives"):
         page.locator(f"[data-view={view}]").scroll_into_view_if_needed()
         page.wait_for_timeout(1500)
+    page.wait_for_function("document.querySelectorAll('[data-view=compression] text.y3title').length == 1")
     ARTEFACTS.mkdir(exist_ok=True)
     page.screenshot(path=ARTEFACTS / "compression-narrow.png", full_page=True)
     assert page.locator("[data-view=compression] text.y3title").count() == 1

@@ -16,10 +16,10 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.browser.conftest import ARTEFACTS, CHROMIUM, FLAGS, Sheet, opened, served
+from tests.browser.conftest import ARTEFACTS, CHROMIUM, FLAGS, PATIENT, Sheet, opened, patient, served
 from tests.browser.legible import cut_off, touching
 
-pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser, pytest.mark.long]
 SHOWN = """from tests.browser.still import still
 from widgets import Dashboard
 lab = still()
@@ -46,18 +46,18 @@ def notebook(folder: Path, *cells: str) -> None:
 
 def used(page: Any) -> None:
     """Draws, is steered, and its boxes are walked along by keyboard."""
-    page.wait_for_function(DRAWN, timeout=120_000)
+    page.wait_for_function(DRAWN)
     assert "running" in page.locator(".twb-state").first.inner_text()
     row = page.locator(".twb-row[data-path='bucket_mb']").first
     row.locator("input.twb-entry").fill("2.5")
     row.locator("input.twb-entry").press("Enter")
-    page.locator(".twb-request.twb-applied", has_text="bucket_mb = 2.5").first.wait_for(timeout=30_000)
+    page.locator(".twb-request.twb-applied", has_text="bucket_mb = 2.5").first.wait_for()
     page.locator("[data-view=timeline] .wb-frame").first.focus()
     for key in ("ArrowRight", "ArrowRight", "Enter"):
         page.keyboard.press(key)
         page.wait_for_timeout(500)
     said = page.locator("[data-view=timeline] .wb-said").first
-    page.wait_for_function("(e) => e.textContent.endsWith(', pinned.')", arg=said.element_handle(), timeout=30_000)
+    page.wait_for_function("(e) => e.textContent.endsWith(', pinned.')", arg=said.element_handle())
     assert said.inner_text().startswith("Rank 0, step ")
     looked_at(page)
 
@@ -77,7 +77,7 @@ def paged(*, width: int = 1440, height: int = 900) -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": width, "height": height})
+        page = patient(browser.new_page(viewport={"width": width, "height": height}))
         troubles: list[str] = []
         page.on("pageerror", lambda error: troubles.append(str(error)))
         yield page
@@ -98,7 +98,7 @@ def test_it_is_docked_beside_the_notebook_and_stays_in_sight(tmp_path: Path, req
         sheet.open("look.ipynb")
         sheet.run("dashboard.dock()", keys="Control+Enter")
         panel = sheet.page.locator(".twb-dashboard:not(.jp-NotebookPanel *)")
-        panel.wait_for(timeout=60_000)
+        panel.wait_for()
         assert sheet.page.locator(".twb-dashboard").count() == 1  # in the panel alone
         used(sheet.page)
         sheet.page.locator(".jp-CodeCell").last.scroll_into_view_if_needed()
@@ -121,7 +121,7 @@ def test_notebook_7_shows_it_and_steers_by_it(tmp_path: Path, request: pytest.Fi
         sheet.page.set_viewport_size({"width": 1440, "height": 900})
         sheet.name = "look.ipynb"
         sheet.page.goto(f"{jupyter.url}/notebooks/look.ipynb?token={jupyter.token}")
-        sheet.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
+        sheet.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         _connected(sheet)
         sheet.run("Dashboard(lab)", keys="Control+Enter")
         used(sheet.page)
@@ -129,9 +129,9 @@ def test_notebook_7_shows_it_and_steers_by_it(tmp_path: Path, request: pytest.Fi
 
 
 def _connected(sheet: Sheet) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENT
     while not sheet._connected():
-        assert time.monotonic() < end, "the notebook's kernel is not connected after 60 s"
+        assert time.monotonic() < end, f"the notebook's kernel is not connected after {PATIENT} s"
         sheet.page.wait_for_timeout(200)
 
 
@@ -214,7 +214,7 @@ class Wire:
         (folder / "anywidget.js").write_text(bundle.read_text())
         (folder / "page.html").write_text(PAGE)
         page.goto((folder / "page.html").as_uri())
-        page.wait_for_function("window.ready", timeout=60_000)
+        page.wait_for_function("window.ready")
 
     def made(self, **given: Any) -> Any:
         """A comm of a new widget, as `comm.create_comm` makes one."""
@@ -245,7 +245,7 @@ class Wire:
                     self.page.evaluate("(m) => window.hear(...m)", [kind.removeprefix("comm_"), comm, what, coded])
             self.page.wait_for_timeout(50)
 
-    def until(self, condition: str, seconds: float = 60) -> None:
+    def until(self, condition: str, seconds: float = PATIENT) -> None:
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"not in {seconds} s: {condition}"
@@ -270,7 +270,7 @@ def test_html_manager_which_vs_code_renders_by_shows_it_and_steers_by_it(
         try:
             wire.pump(200)
             page.evaluate("(id) => void window.show(id)", dashboard.model_id)
-            wire.until(f"({DRAWN})()", 120)
+            wire.until(f"({DRAWN})()")
             wire.until("document.querySelector('.twb-state').innerText.includes('running')")
             entry = page.locator(".twb-row[data-path='bucket_mb'] input.twb-entry")
             entry.fill("2.5")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.browser.conftest import Sheet, opened, served
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.browser
 LATE = 3.0  # seconds that the page's code takes to come where it comes late; anywidget waits for 2
 CELLS = (
     "from tests.browser.still import still\nfrom widgets import Dashboard\nlab = still()",
@@ -42,7 +42,7 @@ def show(sheet: Sheet) -> None:
     """Shows the dashboard and waits until its timeline is drawn."""
     sheet.run("once more", keys="Control+Enter")
     drawn = "document.querySelector('.jp-OutputArea-output [data-view=timeline]')?.dataset.draws > 0"
-    sheet.page.wait_for_function(drawn, timeout=60_000)
+    sheet.page.wait_for_function(drawn)
 
 
 def test_a_cell_that_is_run_again_shows_a_board_that_hears(empty: Sheet) -> None:
@@ -50,7 +50,7 @@ def test_a_cell_that_is_run_again_shows_a_board_that_hears(empty: Sheet) -> None
     for _ in range(2):
         show(empty)
     empty.run("complain", keys="Control+Enter")
-    empty.page.locator(".wb-trouble", has_text="this was heard").wait_for(timeout=60_000)
+    empty.page.locator(".wb-trouble", has_text="this was heard").wait_for()
     empty.page.wait_for_timeout(17_000)  # as long as the page waits for an answer
     assert empty.page.locator(".wb-apart").count() == 0
 
@@ -61,10 +61,10 @@ def test_a_page_whose_code_came_late_hears_all_the_same(empty: Sheet) -> None:
     row = empty.control("bucket_mb").locator(".twb-entry")
     row.fill("0")
     row.press("Enter")
-    empty.control("bucket_mb").locator(".twb-error").wait_for(timeout=60_000)
+    empty.control("bucket_mb").locator(".twb-error").wait_for()
     row.fill("2")
     row.press("Enter")
-    empty.page.locator(".twb-request", has_text="bucket_mb = 2").wait_for(timeout=60_000)
+    empty.page.locator(".twb-request", has_text="bucket_mb = 2").wait_for()
     empty.run("lab.end()", keys="Control+Enter")
-    empty.page.locator(".twb-state[data-state=idle]").wait_for(timeout=60_000)
+    empty.page.locator(".twb-state[data-state=idle]").wait_for()
     assert empty.page.locator(".wb-apart").count() == 0

@@ -12,10 +12,10 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.browser.conftest import Sheet, opened, served
+from tests.browser.conftest import PATIENT, Sheet, opened, served
 from tests.browser.legible import cut_off, hard_to_read, touching
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.browser
 CELLS = (
     "from tests.browser.still import still\nfrom widgets import Dashboard\nlab = still()\nDashboard(lab)",
     "lab.end()",
@@ -45,7 +45,7 @@ def show(sheet: Sheet) -> None:
     """Runs the first cell and waits until its charts are drawn."""
     sheet.run("Dashboard(lab)", keys="Control+Enter")
     drawn = "['timeline', 'loss', 'ranks'].every((v) => document.querySelector(`[data-view=${v}]`)?.dataset.draws > 0)"
-    sheet.page.wait_for_function(drawn, timeout=90_000)
+    sheet.page.wait_for_function(drawn)
     sheet.page.wait_for_timeout(1500)
 
 
@@ -54,7 +54,7 @@ def sized(sheet: Sheet, size: str) -> None:
     width, height = SIZES[size]
     sheet.page.set_viewport_size({"width": width, "height": height})
     sheet.page.locator(".twb-dashboard").evaluate("(e) => e.scrollIntoView({ block: 'start' })")
-    sheet.page.wait_for_function(FIT, timeout=60_000)
+    sheet.page.wait_for_function(FIT)
     sheet.page.wait_for_timeout(800)
 
 
@@ -91,13 +91,13 @@ def test_single_ranks_are_acted_on_and_stacks_shown_without_anything_cut_off(sho
     assert panel.locator("option").all_text_contents() == ["rank 0", "rank 1", "rank 3"]
     panel.locator("select").select_option("3")
     panel.locator("[data-do=evict]").click()
-    panel.get_by_text("rank=3: the others cannot go on alone").wait_for(timeout=30_000)
+    panel.get_by_text("rank=3: the others cannot go on alone").wait_for()
     shown.run("lab.hang()", keys="Control+Enter")
     alert = shown.page.locator(".twb-alert:visible .twb-stacks")
-    alert.wait_for(timeout=30_000)
+    alert.wait_for()
     (alert if size == "small" else shown.page.locator(".twb-stacks:visible").first).click()
     box = shown.page.locator(".twb-code:visible textarea")
-    box.wait_for(timeout=30_000)
+    box.wait_for()
     assert box.input_value() == "rank 0: in forward of step 5"
     assert cut_off(shown.page, ".twb-members") == [] == cut_off(shown.page, ".twb-transport")
     assert touching(shown.page, ".twb-members button, .twb-members select") == []
@@ -105,7 +105,7 @@ def test_single_ranks_are_acted_on_and_stacks_shown_without_anything_cut_off(sho
     panel.locator("details").evaluate("(e) => { e.open = false; }")
     shown.page.locator(".twb-code:visible button").click()
     shown.run("lab.hang('')", keys="Control+Enter")
-    shown.page.locator(".twb-alert").wait_for(state="hidden", timeout=30_000)
+    shown.page.locator(".twb-alert").wait_for(state="hidden")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -151,12 +151,12 @@ def test_every_handle_is_reached_by_tab_shows_that_it_is_and_keeps_its_keys(show
         shown.page.wait_for_timeout(500)
     shown.page.keyboard.press("Enter")
     slider = shown.page.locator(".twb-whatif .noUi-handle").first
-    slider.wait_for(timeout=20_000)
+    slider.wait_for()
     slider.focus()
     before = slider.get_attribute("aria-valuenow")
     shown.page.keyboard.press("ArrowRight")
-    shown.page.wait_for_timeout(500)
-    assert slider.get_attribute("aria-valuenow") != before
+    moved = "([e, before]) => e.getAttribute('aria-valuenow') !== before"
+    shown.page.wait_for_function(moved, arg=[slider.element_handle(), before])
     fold.focus()
     shown.page.keyboard.press("Enter")
 
@@ -228,7 +228,7 @@ def test_a_chart_that_was_hidden_when_it_was_to_be_drawn_is_drawn_when_it_is_bac
     sized(shown, "large")
     shown.page.locator(".twb-dashboard").evaluate("(e) => { e.style.width = '800px'; }")
     shown.page.wait_for_timeout(1500)
-    shown.page.wait_for_function(FIT, timeout=60_000)
+    shown.page.wait_for_function(FIT)
     shown.page.evaluate(HIDDEN)
     assert fits(shown)
 
@@ -250,7 +250,7 @@ def test_the_box_of_a_step_holds_five_digits(shown: Sheet) -> None:
 def test_the_picture_is_hidden_beside_a_living_dashboard_and_saved_with_the_notebook(shown: Sheet) -> None:
     shown.run("lab.end()", keys="Control+Enter")
     cell = shown.page.locator(".jp-CodeCell", has_text="Dashboard(lab)").first
-    cell.locator("img").wait_for(state="attached", timeout=60_000)
+    cell.locator("img").wait_for(state="attached")
     assert not cell.locator("img").is_visible() and shown.page.locator(".twb-dashboard").is_visible()
     shown.save()
     saved = nbformat.read(shown.jupyter.folder / "look.ipynb", as_version=4).cells[0].outputs
@@ -261,11 +261,11 @@ def test_the_picture_is_hidden_beside_a_living_dashboard_and_saved_with_the_note
 def kernel(sheet: Sheet, method: str, what: str) -> None:
     """Asks the server for something about the notebook's kernel or session."""
     ask = f"{sheet.jupyter.url}/api/{{}}?token={sheet.jupyter.token}"
-    with urllib.request.urlopen(ask.format("sessions"), timeout=20) as answer:
+    with urllib.request.urlopen(ask.format("sessions"), timeout=PATIENT) as answer:
         (session,) = [s for s in json.load(answer) if s["path"] == sheet.name]
     at = f"kernels/{session['kernel']['id']}/{what}" if what else f"sessions/{session['id']}"
     request = urllib.request.Request(ask.format(at), method=method)
-    urllib.request.urlopen(request, timeout=60).close()
+    urllib.request.urlopen(request, timeout=PATIENT).close()
 
 
 def handles(sheet: Sheet) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def handles(sheet: Sheet) -> dict[str, Any]:
 
 
 def gone(sheet: Sheet) -> None:
-    sheet.page.locator(".twb-state[data-state=gone]").wait_for(timeout=60_000)
+    sheet.page.locator(".twb-state[data-state=gone]").wait_for()
     now = handles(sheet)
     assert now["buttons"] == [] and now["inert"] and "no kernel answers" in now["said"], now
     assert sheet.page.locator(".wb-apart").first.is_visible()
@@ -295,7 +295,7 @@ def test_a_kernel_that_is_silent_restarted_or_shut_down_is_said_and_one_that_ans
         shown.shot("looks-kernel-silent")
     finally:
         os.kill(process, signal.SIGCONT)
-    shown.page.locator(".twb-state:not([data-state=gone])").wait_for(timeout=60_000)
+    shown.page.locator(".twb-state:not([data-state=gone])").wait_for()
     assert "Copy as Python" in handles(shown)["buttons"] and not handles(shown)["inert"]
     assert shown.page.locator(".wb-apart").count() == 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser.conftest import patient
 from tests.browser.test_board import browser as browser
 from tests.unit.synthetic import run as recorded
 from widgets.report import write_report
@@ -24,23 +25,23 @@ END = "document.querySelector('.wb-moment').textContent.startsWith('step 199 of 
 
 def test_a_recorded_page_is_what_it_was_at_a_time_and_plays_on(browser: Any, tmp_path: Path) -> None:
     run = recorded(steps=200, changes=((100, "strategy", "LocalSGD"), (150, "strategy.every", 16)))
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page = patient(browser.new_page(viewport={"width": 1280, "height": 900}))
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(write_report(run, tmp_path / "run.html").as_uri())
     page.wait_for_selector("[data-view=loss][data-draws]")
     ended = run.spans[run.spans["lane"] == "step"].groupby("step").t1.max()
     page.evaluate(AT, float(ended[120]) + 1e-4)
-    page.wait_for_function(f"({LONGEST})() === 120", timeout=20_000)
+    page.wait_for_function(f"({LONGEST})() === 120")
     said = page.inner_text(".wb-player")
     assert "step 120 of 199" in said and "LocalSGD() since step 100" in said and "strategy.every" not in said
-    page.wait_for_function("document.querySelector('[data-view=timeline]').dataset.firstStep >= 115", timeout=20_000)
+    page.wait_for_function("document.querySelector('[data-view=timeline]').dataset.firstStep >= 115")
     assert int(page.get_attribute("[data-view=timeline]", "data-first-step")) <= 125
     assert "every" not in page.get_attribute("[data-view=loss]", "data-marks")
     page.select_option(".wb-player select", "100")
     page.click(".wb-play")
-    page.wait_for_function(END, timeout=20_000)
-    page.wait_for_function(f"({LONGEST})() >= 199", timeout=20_000)
+    page.wait_for_function(END)
+    page.wait_for_function(f"({LONGEST})() >= 199")
     assert page.inner_text(".wb-play") == "▶ Play"
     assert "strategy.every 16 since step 150" in page.inner_text(".wb-player")
     assert not troubles

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser.conftest import patient
 from tests.browser.test_board import Bridge
 from tests.browser.test_board import browser as browser
 from tests.unit.synthetic import run as recorded
@@ -97,9 +98,9 @@ def looked_at(page: Any) -> None:
 
 
 def test_a_report_shows_tags_as_text(browser: Any, tmp_path: Path, run: Run) -> None:
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page = patient(browser.new_page(viewport={"width": 1280, "height": 900}))
     page.goto(write_report(run, tmp_path / "report.html").as_uri())
-    page.locator("[data-view=timeline][data-draws]").wait_for(timeout=60_000)
+    page.locator("[data-view=timeline][data-draws]").wait_for()
     looked_at(page)
     untouched(page)
     text = page.evaluate("document.body.textContent")
@@ -124,7 +125,7 @@ def test_the_bar_of_a_lab_shows_tags_as_text(browser: Any, tmp_path: Path) -> No
               "error": {"title": tag("title"), "text": tag("text"), "more": tag("more")}}  # fmt: skip
     js = str(Transport._esm).replace("export default", "const made =")
     (tmp_path / "bar.html").write_text(BAR.format(js=js, traits=b64encode(json.dumps(traits).encode()).decode()))
-    page = browser.new_page()
+    page = patient(browser.new_page())
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto((tmp_path / "bar.html").as_uri())

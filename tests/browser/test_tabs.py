@@ -8,7 +8,7 @@ import pytest
 from tests.browser.conftest import Sheet
 from tests.browser.test_first_run import applied, typed
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.browser
 CELL = "from workbench import Lab\nlab = Lab(ranks=1)\nlab"
 
 
@@ -18,13 +18,13 @@ def test_two_tabs_show_and_turn_the_same_run_and_one_may_be_closed(sheet: Sheet)
     nbformat.write(book, sheet.jupyter.folder / "tabs.ipynb")
     sheet.open("tabs.ipynb")
     sheet.run("lab = Lab(ranks=1)", keys="Control+Enter")
-    sheet.control("strategy").wait_for(timeout=90_000)
+    sheet.control("strategy").wait_for()
     sheet.button("Start").click()
-    sheet.past(2, 120)
+    sheet.past(2)
     other = Sheet(sheet.page.context.browser.new_page(viewport={"width": 1280, "height": 720}), sheet.jupyter)
     other.open("tabs.ipynb")
     other.run("lab = Lab(ranks=1)", keys="Control+Enter")  # the lab there is, with its run
-    other.control("strategy").wait_for(timeout=90_000)
+    other.control("strategy").wait_for()
     typed(other, "pace", "30")
     assert applied(other, "pace = 30") == applied(sheet, "pace = 30") > 0
     typed(sheet, "bucket_mb", "0.5")
@@ -34,4 +34,4 @@ def test_two_tabs_show_and_turn_the_same_run_and_one_may_be_closed(sheet: Sheet)
     other.page.close()
     sheet.past(sheet.step() + 10)
     sheet.button("Stop").click()
-    sheet.state("stopped", 30)
+    sheet.state("stopped")

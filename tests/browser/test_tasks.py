@@ -209,7 +209,7 @@ def guess_stands(sheet: Sheet) -> None:
     radios.first.focus()
     sheet.page.keyboard.press("Space")
     told = sheet.page.locator(".twb-told")
-    told.get_by_text("Your prediction: the first.").wait_for(timeout=30_000)
+    told.get_by_text("Your prediction: the first.").wait_for()
     sheet.shot("lesson-prediction")
 
 
@@ -227,15 +227,15 @@ def riddle_is_kept(sheet: Sheet, w: Watched) -> None:
     scrolled(sheet, "bottom")
     radios = sheet.page.locator(".twb-lesson input[type=radio]")
     radios.nth(1).click()
-    sheet.page.locator(".twb-told", has_text="the run has begun").first.wait_for(timeout=30_000)
+    sheet.page.locator(".twb-told", has_text="the run has begun").first.wait_for()
     assert radios.first.is_checked()
     sheet.run("guess.against(")
-    sheet.page.get_by_text("You predicted: the first. The record says: the last.").first.wait_for(timeout=30_000)
+    sheet.page.get_by_text("You predicted: the first. The record says: the last.").first.wait_for()
     sheet.shot("lesson-answer")
     sheet.run("riddle.give_up()")
     scrolled(sheet, "top")
     slow = sheet.page.locator("[data-view=straggler]", has_text=re.compile(r"Rank \d is the cause"))
-    slow.first.wait_for(timeout=60_000)
+    slow.first.wait_for()
     assert sheet.page.locator(".twb-row[data-path='fabric.faults.0']").count() > 0
 
 
@@ -247,7 +247,7 @@ def test_each_task_of_the_first_notebook_does_what_its_text_says(sheet: Sheet, b
     sheet.page.set_viewport_size({"width": 1440, "height": 900})
     sheet.open(BOOK)
     sheet.run("lab = Lab(ranks=4)")
-    sheet.control("strategy").wait_for(timeout=90_000)
+    sheet.control("strategy").wait_for()
     sheet.button("Start").click()
     sheet.state("running", 120)
     sheet.past(3, 120)

@@ -9,7 +9,7 @@ from tests.browser.conftest import Sheet
 from tests.browser.legible import hard_to_read
 
 TIMELINE = ".twb-taught [data-view=timeline]"
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.browser
 
 
 def test_it_is_drawn_and_can_be_read(sheet: Sheet) -> None:
@@ -19,12 +19,10 @@ def test_it_is_drawn_and_can_be_read(sheet: Sheet) -> None:
     sheet.page.set_viewport_size({"width": 1024, "height": 768})
     sheet.open("one.ipynb")
     sheet.run("lesson(")
-    sheet.page.wait_for_function(f"document.querySelectorAll('{TIMELINE}').length == 2", timeout=120_000)
+    sheet.page.wait_for_function(f"document.querySelectorAll('{TIMELINE}').length == 2")
     for number in (0, 1):  # a chart is drawn once it is seen
         sheet.page.locator(TIMELINE).nth(number).scroll_into_view_if_needed()
-        sheet.page.wait_for_function(
-            f"document.querySelectorAll('{TIMELINE}')[{number}].dataset.draws", timeout=60_000
-        )
+        sheet.page.wait_for_function(f"document.querySelectorAll('{TIMELINE}')[{number}].dataset.draws")
     taught = sheet.page.locator(".twb-taught")
     wide = taught.evaluate("(e) => [e.scrollWidth, e.clientWidth]")
     assert wide[0] <= wide[1] + 1, f"{wide[0]} px in {wide[1]}"

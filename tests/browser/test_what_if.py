@@ -12,7 +12,7 @@ from tests.browser.legible import hard_to_read
 from workbench import simulate
 from workbench.experiment.recipes import first_run
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.browser
 CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.open('recorded'))"
 
 
@@ -27,11 +27,11 @@ def record(sheet: Sheet, cell: str = CELL) -> None:
 
 def opened(sheet: Sheet) -> Any:
     """The panel, once the charts above it are drawn: what grows above it moves it away from under the mouse."""
-    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws", timeout=60_000)
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws")
     sheet.page.wait_for_timeout(1000)
     sheet.page.locator(".twb-fold").get_by_text("What if? The simulator beside the run").click()
     panel = sheet.page.locator(".twb-whatif")
-    panel.wait_for(timeout=20_000)
+    panel.wait_for()
     return panel
 
 
@@ -46,10 +46,10 @@ def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
     for _ in range(4):
         sheet.page.keyboard.press("ArrowRight")
     said = panel.get_by_text("What if 8 ranks, 300 Mbit/s, 0.5 ms")
-    said.wait_for(timeout=60_000)
+    said.wait_for()
     assert "simulated (the same)" in panel.inner_text(), panel.inner_text()
     view = panel.locator("[data-view=timeline]").first
-    view.locator("canvas, .main-svg").first.wait_for(timeout=60_000)
+    view.locator("canvas, .main-svg").first.wait_for()
     sheet.page.wait_for_timeout(1500)
     panel.scroll_into_view_if_needed()
     sheet.shot("what-if")
@@ -72,6 +72,6 @@ def test_charts_come_though_the_first_request_for_plotly_is_lost(sheet: Sheet) -
     record(sheet, DEAF + CELL)
     sheet.open("ask.ipynb")
     sheet.run("Dashboard(")
-    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws", timeout=30_000)
-    timeline = sheet.page.locator("[data-view=timeline]")
-    assert int(timeline.get_attribute("data-draws") or 0) > 0 and int(timeline.get_attribute("data-spans") or 0) > 100
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws")
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]').dataset.draws > 0")
+    assert int(sheet.page.locator("[data-view=timeline]").get_attribute("data-spans") or 0) > 100

@@ -19,7 +19,7 @@ from workbench.settings import Change
 from workbench.strategies import LocalSGD
 from workbench.tasks import Digits
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 SCRIPT = SCRIPTS["a scheduler per step"]
 
 
@@ -59,11 +59,11 @@ def test_a_script_with_a_model_of_its_own_is_turned_live_and_gives_the_model_bac
 
 def test_a_live_run_gives_its_model_and_goes_on(lab: Lab) -> None:
     run = lab.run(Experiment(task=SCRIPT.task(), ranks=2, eval_every=0, strategy=LocalSGD(every=64), pace=5.0))
-    assert until(lambda: run.made > 3, 60)
+    assert until(lambda: run.made > 3)
     first = run.model().state_dict()
     assert run.live
     lab.pause()
-    assert until(lambda: lab.state == "paused", 60)
+    assert until(lambda: lab.state == "paused")
     second, again = run.model().state_dict(), run.model().state_dict()
     torch.testing.assert_close(second, again, rtol=0, atol=0)
     assert any(not torch.equal(x, second[name]) for name, x in first.items())

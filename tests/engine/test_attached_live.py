@@ -12,7 +12,7 @@ from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
 from workbench.lab import Lab
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 def members(lab: Lab) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.every
-@pytest.mark.timeout(480)
 def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     path = f"{tmp_path / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}"

@@ -18,7 +18,7 @@ from workbench.run import Run, RunError
 from workbench.strategies import LocalSGD
 from workbench.tasks import Task
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 def task() -> Task:

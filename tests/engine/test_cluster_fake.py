@@ -104,6 +104,8 @@ class FakeSession:
             self.record.span(self.at, "step", "fake", began, began, now, 0)
             self.record.sample(self.at, "loss", now, 1.0 / (1 + self.at))
             self.at += 1
+        if self.left:
+            self.mark("torn", {})
         self.say("stopped" if self.stopping else "failed" if self.left else "done")
 
     def step(self, seed: int) -> None:

@@ -29,7 +29,7 @@ from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 from workbench.settings import Change, KnobError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 HERE = str(Path(__file__).parent)
 RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # as in test_cluster_fake
 
@@ -53,14 +53,14 @@ def _idle(lab: Lab) -> Iterator[None]:
     yield
     if lab.live:
         lab.stop()
-        assert until(lambda: not lab.live, 10)
+        assert until(lambda: not lab.live)
 
 
 def test_a_run_comes_home_whole(lab: Lab) -> None:
     run = lab.run(Experiment(steps=30))
     asked = run.epoch
     assert run.live and lab.run() is run
-    assert run.wait(30) is run
+    assert run.wait(60) is run
     assert (run.state, run.live, lab.state, run.missing) == ("done", False, "idle", 0)
     for rank in (0, 1):
         mine = run.spans[run.spans["rank"] == rank]
@@ -86,17 +86,19 @@ def test_another_number_of_ranks_is_refused_while_a_run_is_live(lab: Lab) -> Non
 def test_a_turn_is_answered_with_its_step(lab: Lab) -> None:
     lab.run(Experiment())
     assert until(lambda: lab.state == "running")
+    began = time.monotonic()
     change = lab.set("bucket_mb", 2.0)
-    assert change.wait(5) is change and change.refused is None
+    assert change.wait(60) is change and change.refused is None
+    took = time.monotonic() - began
     assert lab.experiment.bucket_mb == 2.0
     assert change.applied_at > 0 and change in lab.changes
-    assert change.seconds < 1.0
+    assert 0 < change.seconds < took + 0.1, "no more than a person has waited"
     assert "applied at step" in repr(change)
 
 
 def test_running_the_cell_again_gives_the_run_under_way(lab: Lab) -> None:
     run = lab.run(Experiment(steps=10_000))
-    lab.set("bucket_mb", 2.0).wait(5)
+    lab.set("bucket_mb", 2.0).wait(60)
     assert lab.run(Experiment(steps=10_000)) is run and lab.run() is run
     with pytest.raises(ClusterError, match="a run is live; set its knobs"):
         lab.run(Experiment(steps=20))
@@ -105,7 +107,7 @@ def test_running_the_cell_again_gives_the_run_under_way(lab: Lab) -> None:
 def test_turns_are_checked_against_what_was_asked_before(lab: Lab) -> None:
     lab.run(Experiment())
     lab.set("strategy", "LocalSGD")
-    assert lab.set("strategy.every", 16).wait(5).applied_at is not None
+    assert lab.set("strategy.every", 16).wait(60).applied_at is not None
     assert lab.experiment.strategy.every == 16
 
 
@@ -123,7 +125,7 @@ def test_a_turn_that_the_ranks_refuse_says_why(lab: Lab) -> None:
     lab.run(Experiment())
     change = lab.set("lr", 99.0)
     with pytest.raises(KnobError, match="does not like it"):
-        change.wait(5)
+        change.wait(60)
     assert lab.experiment.lr != 99.0
 
 
@@ -152,16 +154,16 @@ def test_a_class_of_the_notebook_reaches_the_engines_before_its_name(lab: Lab, m
     monkeypatch.setattr(Mine, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
     lab.run(Experiment())
-    assert lab.set("compressor", Mine()).wait(5).applied_at is not None
+    assert lab.set("compressor", Mine()).wait(60).applied_at is not None
 
 
 def test_pause_step_and_resume(lab: Lab) -> None:
     lab.run(Experiment())
     assert until(lambda: lab.state == "running")
     lab.pause()
-    assert until(lambda: lab.state == "paused", 3)
+    assert until(lambda: lab.state == "paused")
     lab.resume()
-    assert until(lambda: lab.state == "running", 3)
+    assert until(lambda: lab.state == "running")
 
 
 def test_orders_without_a_run_say_so(lab: Lab) -> None:
@@ -169,33 +171,33 @@ def test_orders_without_a_run_say_so(lab: Lab) -> None:
         lab.pause()
 
 
-def test_cells_and_orders_work_while_it_trains(lab: Lab) -> None:
+def test_cells_and_orders_work_while_it_trains(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(Experiment())
     assert until(lambda: lab.state == "running")
-    view = lab.view
-    busy = view.execute("import time; print('from a cell', workbench_session.rank); time.sleep(2)", block=False)
-    began = time.monotonic()
-    lab.set("bucket_mb", 3.0).wait(5)
-    lab.stop()
-    assert until(lambda: not lab.live, 5)
-    assert time.monotonic() - began < 2.0 and not busy.ready()
-    busy.get(10)
+    wait = f"while not __import__('os').path.exists({str(tmp_path / 'go')!r}): __import__('time').sleep(0.05)"
+    busy = lab.view.execute(f"print('from a cell', workbench_session.rank)\n{wait}", block=False)
+    try:
+        lab.set("bucket_mb", 3.0).wait(60)
+        lab.stop()
+        assert until(lambda: not lab.live) and not busy.ready()
+    finally:
+        (tmp_path / "go").touch()
+    busy.get(60)
     assert busy.stdout[1].strip() == "from a cell 1"
     assert run.state == "stopped"
 
 
 def test_stop_reaches_a_rank_that_is_blocked(lab: Lab) -> None:
     run = lab.run(Experiment(seed=BLOCKS))
-    assert until(lambda: lab.status[0]["step"], 5)
-    began = time.monotonic()
+    assert until(lambda: lab.status[0]["step"])
     lab.stop()
-    assert until(lambda: not lab.live, 5)
-    assert time.monotonic() - began < 2.0 and run.state == "stopped"
+    assert until(lambda: not lab.live) and run.state == "stopped"
+    assert not run.details("torn"), "it was told, and not made to leave"
 
 
 def test_what_ranks_say_is_recorded_by_rank(lab: Lab) -> None:
     run = lab.run(Experiment(seed=TALKS, steps=20))
-    run.wait(20)
+    run.wait(60)
     said = {(d["stream"], d["text"].split(" (")[0]) for _, _, d in run.details("log", rank=1)}
     assert {("stdout", "hello from 1"), ("stderr", "to stderr"), ("log", "WARNING user: a log line")} <= said
     assert any(stream == "warning" and "UserWarning: a warning" in text for stream, text in said)
@@ -204,7 +206,7 @@ def test_what_ranks_say_is_recorded_by_rank(lab: Lab) -> None:
 def test_an_error_of_all_ranks_comes_home_as_one(lab: Lab) -> None:
     run = lab.run(Experiment(seed=RAISES_EVERYWHERE))
     with pytest.raises(RankError, match="ranks 0, 1, step 5, forward: ValueError: shapes do not fit") as caught:
-        run.wait(20)
+        run.wait(60)
     assert caught.value.ranks == [0, 1] and len(caught.value.all) == 2
     assert lab.state == "failed" and run.state == "failed"
     assert any("shapes do not fit" in note for note in lab.notes)
@@ -213,13 +215,13 @@ def test_an_error_of_all_ranks_comes_home_as_one(lab: Lab) -> None:
 def test_an_error_of_one_rank_is_told_from_its_consequences(lab: Lab) -> None:
     text = r"rank 1, step 5, forward: ValueError: only rank 1.*rank 0 was freed"
     with pytest.raises(RankError, match=text) as caught:
-        lab.run(Experiment(seed=RAISES)).wait(20)
+        lab.run(Experiment(seed=RAISES)).wait(60)
     assert (caught.value.rank, caught.value.step, caught.value.op) == (1, 5, "forward")
 
 
 def test_a_loss_that_is_not_a_number_pauses_and_says_where(lab: Lab) -> None:
     lab.run(Experiment(seed=NAN), on_nan="pause")
-    assert until(lambda: lab.state == "paused", 5)
+    assert until(lambda: lab.state == "paused")
     assert any("rank 1's loss was nan at step 5" in note for note in lab.notes)
 
 
@@ -227,7 +229,7 @@ def test_a_loss_that_is_not_a_number_pauses_where_a_dashboard_is_on_show(lab: La
     lab.watchers.append(lambda: True)
     try:
         lab.run(Experiment(seed=NAN))
-        assert until(lambda: lab.state == "paused", 5)
+        assert until(lambda: lab.state == "paused")
     finally:
         lab.watchers.pop()
 
@@ -236,7 +238,7 @@ def test_a_loss_that_is_not_a_number_pauses_where_a_dashboard_is_on_show(lab: La
 def test_a_loss_that_is_not_a_number_with_nobody_watching_ends_the_run_with_a_sentence(lab: Lab, on_nan: Any) -> None:
     run = lab.run(Experiment(seed=NAN), on_nan=on_nan)
     with pytest.raises(RankError, match="rank 1, step 5: FloatingPointError: the loss is nan, and the run was ended"):
-        run.wait(20)
+        run.wait(60)
     assert (lab.state, run.state, type(run).open(run.path).state) == ("failed", "failed", "failed")
 
 
@@ -252,7 +254,7 @@ def test_an_experiment_that_cannot_be_sent_says_so(lab: Lab) -> None:
     lock = threading.Lock()
     task = Task(model=lambda: lock, data=lambda *a: [], loss=lambda m, b: 0, optimizer=lambda p: None)
     with pytest.raises(ClusterError, match="cannot be sent to the engines"):
-        lab.run(Experiment(task=task)).wait(20)
+        lab.run(Experiment(task=task)).wait(60)
     assert lab.state == "failed"
 
 
@@ -260,7 +262,7 @@ def test_interrupting_a_wait_stops_the_run(lab: Lab) -> None:
     run = lab.run(Experiment())
     assert until(lambda: lab.state == "running")
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert run.wait(20) is run
+    assert run.wait(60) is run
     assert run.state == "stopped"
 
 
@@ -290,7 +292,7 @@ def test_it_says_what_it_is_in_one_line(lab: Lab) -> None:
 
 
 def test_listening_costs_next_to_nothing(lab: Lab) -> None:
-    lab.run(Experiment(steps=100)).wait(30)
+    lab.run(Experiment(steps=100)).wait(60)
     relay = lab.cluster.relay
     assert relay.errors == []
     assert 0 < relay.seconds < 1.0
@@ -329,7 +331,7 @@ def test_rows_come_from_ranks_whose_disk_is_not_seen_here(lab: Lab, monkeypatch:
 
     monkeypatch.setattr(Live, "take", loses)
     run = lab.run(Experiment(steps=100))
-    run.wait(30)
+    run.wait(60)
     assert lost
     assert len(type(run).open(run.path).spans) == len(run.spans) == 200
 
@@ -341,8 +343,8 @@ def test_a_second_interrupt_gives_up_a_rank_that_cannot_be_stopped_and_the_next_
     for seconds in (0.5, 2.0):
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        run.wait(20)
-    assert until(lambda: not lab.live, 10) and lab.state == "idle"
+        run.wait(60)
+    assert until(lambda: not lab.live) and lab.state == "idle"
     assert lab.run(Experiment(steps=3)).wait(60).state == "done"
     assert not set(pids) & {row["pid"] for row in lab.status}
 
@@ -351,11 +353,9 @@ def test_a_dead_engine_fails_the_run_and_the_next_run_gets_new_ones(lab: Lab) ->
     run = lab.run(Experiment())
     assert until(lambda: lab.state == "running")
     victim = lab.status[1]["pid"]
-    began = time.monotonic()
     psutil.Process(victim).kill()
     with pytest.raises(RankError, match=rf"rank 1, step \d+.*its engine \(pid {victim}\) ended with signal SIGKILL"):
-        run.wait(20)
-    assert time.monotonic() - began < 3.0
+        run.wait(60)
     assert lab.state == "failed" and run.state == "failed"
     assert [d["type"] for _, _, d in type(run).open(run.path).details("error", rank=1)] == ["EngineDied"]
     assert lab.view.client.ids == [0]

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import until
 from workbench.cluster import cluster as cluster_module
 from workbench.cluster import launch
 from workbench.cluster.place import ClusterError, alive, places
@@ -28,7 +29,7 @@ from workbench.lab import Lab
 from workbench.run import Run
 from workbench.settings import KnobError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BEGIN = f"""
@@ -38,9 +39,10 @@ from workbench.cluster import launch
 launch.SESSION = "test_cluster_fake:FakeSession"
 from workbench.lab import Lab
 from workbench.experiment import Experiment
+from workbench.run import Run
 def say(**what):
     print(json.dumps(what), flush=True)
-def until(condition, seconds=20):
+def until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, (lab.state, lab.progress, lab.notes, lab.status)
@@ -91,27 +93,26 @@ RUNNING = """
 lab = Lab(ranks=2, name="{name}")
 run = lab.run(Experiment())
 until(lambda: lab.state == "running", 90)
-time.sleep(1.5)
+until(lambda: len(Run.open(run.path).spans) > 0)
 say(processes=lab.cluster.place.read()["processes"], path=str(run.path), guard=lab.cluster.guard.pid,
     guarded=psutil.Process(lab.cluster.guard.pid).create_time())
 """
 
 AGAIN = """
-until(lambda: not run.live, 60)  # a guest that closes stops the run that it sees
+until(lambda: not run.live)  # a guest that closes stops the run that it sees
 run = lab.run(Experiment())
-until(lambda: lab.state == "running", 60)
+until(lambda: lab.state == "running")
 say(live=run.live)
 time.sleep(100)
 """
 
 
-def gone(processes: list[Any], seconds: float) -> float:
-    """Seconds until all are gone; fails if they are not within `seconds`."""
-    began = time.monotonic()
+def gone(processes: list[Any], seconds: float = 60.0) -> None:
+    """Waits until all are gone; fails if they are not within `seconds`."""
+    end = time.monotonic() + seconds
     while living := [p for p in processes if alive(p[:2])]:
-        assert time.monotonic() - began < seconds, f"still there: {living}"
+        assert time.monotonic() < end, f"still there: {living}"
         time.sleep(0.05)
-    return time.monotonic() - began
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "with a frozen engine"])
@@ -122,9 +123,9 @@ def test_nothing_survives_a_killed_kernel(frozen: bool) -> None:
         if frozen:
             os.kill(said["processes"][1][0], signal.SIGSTOP)
         kernel.process.kill()
-        gone(said["processes"], 10)
+        gone(said["processes"])
     assert len(Run.open(said["path"]).spans) > 0
-    gone([[said["guard"], said["guarded"]]], 3)
+    gone([[said["guard"], said["guarded"]]])
     assert places() == []
 
 
@@ -134,14 +135,14 @@ def test_nothing_survives_when_the_guard_was_killed_first() -> None:
         assert len(said["processes"]) >= 4 and all(alive(p[:2]) for p in said["processes"])
         os.kill(said["guard"], signal.SIGKILL)
         kernel.process.kill()
-        gone(said["processes"], 10)
+        gone(said["processes"])
     assert not any(alive(p[:2]) for p in said["processes"])
 
 
 def test_a_kernel_that_ends_in_order_leaves_nothing() -> None:
     with Kernel(RUNNING.format(name="orderly")) as kernel:
         said = kernel.hears()
-        assert kernel.process.wait(20) == 0
+        assert kernel.process.wait(60) == 0
         gone(said["processes"], 0.5)
     assert places() == []
 
@@ -150,22 +151,22 @@ def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
     with Kernel(RUNNING.format(name="left") + "lab.detach(); say(state=lab.state)") as kernel:
         said = kernel.hears()
         assert kernel.hears()["state"] == "closed"
-        kernel.process.wait(20)
-    time.sleep(3.0)
+        kernel.process.wait(60)
+    assert until(lambda: Run.open(said["path"]).spans.groupby("rank").step.max().min() > 150), "it goes on"
     assert all(alive(p[:2]) for p in said["processes"])
     lab = Lab.attach()
     try:
         assert (lab.name, lab.ranks, lab.state) == ("left", 2, "running")
         run = lab.run_now
         assert run and run.live and str(run.path) == said["path"] and Lab.attach("left") is lab
-        assert lab.set("bucket_mb", 2.0).wait(5).applied_at > 100
+        assert lab.set("bucket_mb", 2.0).wait(60).applied_at > 100
         lab.stop()
-        assert run.wait(20).state == "stopped"
+        assert run.wait(60).state == "stopped"
         for rank in (0, 1):
             mine = run.spans[run.spans["rank"] == rank]
             assert list(mine["step"]) == list(range(len(mine))) and len(mine) > 100
         assert run.missing == 0
-        assert lab.run(Experiment(steps=3)).wait(20).state == "done"
+        assert lab.run(Experiment(steps=3)).wait(60).state == "done"
     finally:
         lab.close()
     gone(said["processes"], 1)
@@ -174,7 +175,7 @@ def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
 def test_a_detached_run_is_found_though_its_directory_is_gone() -> None:
     with Kernel(RUNNING.format(name="bare") + "lab.detach()") as kernel:
         path = Path(kernel.hears()["path"])
-        kernel.process.wait(20)
+        kernel.process.wait(60)
     while path.exists():  # a rank may begin another file meanwhile
         shutil.rmtree(path, ignore_errors=True)
     lab = Lab.attach("bare")
@@ -182,7 +183,7 @@ def test_a_detached_run_is_found_though_its_directory_is_gone() -> None:
         run = lab.run_now
         assert run and run.live and "could not be read from disk" in run.warnings[0]
         lab.stop()
-        assert run.wait(20).state == "stopped" and len(run.timeline.spans) > 0
+        assert run.wait(60).state == "stopped" and len(run.timeline.spans) > 0
         assert 0 < run.unwritten == sum(len(run.timeline.table(kind)) for kind in ("spans", "samples", "marks"))
         assert "run.save('elsewhere') writes all rows that are shown here" in lab.notes[-1]
         rest = Run.open(run.save(path.with_name("rest")))
@@ -194,11 +195,11 @@ def test_a_detached_run_is_found_though_its_directory_is_gone() -> None:
 def test_a_lab_that_was_attached_dies_with_its_new_kernel() -> None:
     with Kernel(RUNNING.format(name="handed") + "lab.detach()") as kernel:
         said = kernel.hears()
-        kernel.process.wait(20)
+        kernel.process.wait(60)
     with Kernel("lab = Lab.attach('handed'); say(state=lab.state); time.sleep(100)") as second:
         assert second.hears()["state"] == "running"
         second.process.kill()
-        gone(said["processes"], 10)
+        gone(said["processes"])
 
 
 def test_a_guest_sees_a_run_that_another_kernel_owns_and_takes_nothing_with_it() -> None:
@@ -206,13 +207,13 @@ def test_a_guest_sees_a_run_that_another_kernel_owns_and_takes_nothing_with_it()
         said = host.hears()
         lab = Lab.attach("hosted")
         assert lab.state == "running" and len(lab.run_now.spans) > 0
-        assert lab.set("bucket_mb", 2.0).wait(5).applied_at > 0
+        assert lab.set("bucket_mb", 2.0).wait(60).applied_at > 0
         lab.close()
         assert all(alive(p[:2]) for p in said["processes"])
         assert host.hears()["live"]
         again = Lab.attach("hosted")
         host.process.kill()
-        gone(said["processes"], 10)
+        gone(said["processes"])
         with pytest.raises(ClusterError, match="the kernel that owned lab 'hosted' ended, and its ranks with it"):
             again.run_now.wait(60)
         assert again.state == "failed" and any(n.endswith("and its ranks with it") for n in again.notes)
@@ -224,7 +225,7 @@ def test_a_lab_of_another_size_takes_the_place_of_an_idle_one_even_while_it_star
     began = one.cluster.place.read()["processes"]
     with Lab(ranks=2, name="resized") as two:
         assert one.state == "closed" and two.ranks == 2
-        gone(began, 8)
+        gone(began)
         assert len(two.wait(60).status) == 2
 
 
@@ -237,11 +238,11 @@ def test_two_kernels_with_labs_of_one_name_do_not_meet() -> None:
     with Kernel(RUNNING.format(name="lab") + "time.sleep(100)") as one, Kernel(RUNNING.format(name="lab")) as two:
         first, second = one.hears(), two.hears()
         assert not {p[0] for p in first["processes"]} & {p[0] for p in second["processes"]}
-        two.process.wait(20)
+        two.process.wait(60)
         gone(second["processes"], 1)
         assert all(alive(p[:2]) for p in first["processes"])
         one.process.kill()
-        gone(first["processes"], 10)
+        gone(first["processes"])
 
 
 # -- clusters that somebody else started
@@ -275,7 +276,7 @@ def by_hand(tmp_path: Path) -> Iterator[Any]:
 def ready(file: Path, engines: int) -> None:
     import ipyparallel
 
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 60
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     with ipyparallel.Client(str(file), timeout=30) as client:
@@ -299,9 +300,9 @@ def test_a_cluster_started_by_hand_is_used_and_left(
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     with Lab(ranks=1, name="again", profile="hand") as lab:
         run = lab.run(Experiment())
-        psutil.Process(lab.wait(30).status[0]["pid"]).kill()
+        psutil.Process(lab.wait(60).status[0]["pid"]).kill()
         with pytest.raises(Exception, match="is gone"):
-            run.wait(20)
+            run.wait(60)
 
 
 def test_an_engine_with_other_versions_is_named_before_anything_runs(by_hand: Any, tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_an_engine_that_is_late_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_no_connection_file_there() -> None:
     with Lab(ranks=1, name="nowhere", cluster="nowhere.json") as lab:
         with pytest.raises(ClusterError, match="no such connection"):
-            lab.wait(30)
+            lab.wait(60)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 1.5, True, 65])

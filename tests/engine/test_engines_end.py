@@ -11,7 +11,7 @@ from tests.labs import apart, endless, reached
 from workbench.lab import Lab
 from workbench.strategies import DDP
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -27,7 +27,7 @@ from workbench.cluster.place import alive, places
 from workbench.cluster.processes import end
 from workbench.record.run import Run
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BEGIN = f"""
@@ -44,14 +44,14 @@ RUNS = """
 lab = Lab(ranks=2, name="served")
 run = lab.run(Experiment(steps=0))
 assert until(lambda: lab.state == "running", 90)
-assert until(lambda: len(Run.open(run.path).spans) > 0, 30)  # a rank writes down a few times a second
+assert until(lambda: len(Run.open(run.path).spans) > 0)  # a rank writes down a few times a second
 print(json.dumps({"processes": lab.cluster.place.read()["processes"], "path": str(run.path)}))
 """
 AGAIN = """
 lab = Lab.attach("served")
 found = lab.run_now
 lab.stop()
-found.wait(30)
+found.wait(60)
 steps = [sorted(found.spans[found.spans["rank"] == rank].step) for rank in (0, 1)]
 whole = all(mine == list(range(len(mine))) and len(mine) > 5 for mine in steps)
 print(json.dumps({"whole": whole, "missing": found.missing, "path": str(found.path), "state": found.state}))
@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_lab_once_jupyterlab_is_gone(start: Any, how: int) 
     said = server.does(RUNS)
     assert len(said["processes"]) >= 4 and all(alive(p[:2]) for p in said["processes"])
     server.ends(how)
-    assert until(lambda: not any(alive(p[:2]) for p in said["processes"]) and places() == [], 10)
+    assert until(lambda: not any(alive(p[:2]) for p in said["processes"]) and places() == [])
     assert len(Run.open(said["path"]).spans) > 0
 
 
@@ -157,4 +157,4 @@ def test_a_detached_lab_is_found_in_the_jupyterlab_that_is_started_next(start: A
     assert all(alive(p[:2]) for p in said["processes"])
     found = start().does(AGAIN)
     assert found == {"whole": True, "missing": 0, "path": said["path"], "state": "stopped"}
-    assert until(lambda: not any(alive(p[:2]) for p in said["processes"]), 10)
+    assert until(lambda: not any(alive(p[:2]) for p in said["processes"]))

@@ -20,7 +20,7 @@ from workbench.cluster.place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text("utf8")
 COMMANDS = {

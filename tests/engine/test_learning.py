@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from workbench import Experiment, Lab
+from workbench.engine import cost
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.tasks import ByteGPT, Digits, Task
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
+MINUTE = 2 * 60  # seconds of the processor in a minute of two cores: others may have more of them than we
 
 
 @pytest.fixture(scope="module")
@@ -24,35 +27,33 @@ def lab() -> Iterator[Lab]:
 
 
 def held_out(run: Run, name: str = "held_out") -> list[tuple[float, float]]:
-    """(seconds since the first step, value)."""
+    """(processor seconds of all ranks together, told now and then and so rather too many, value)."""
     v = run.samples
-    began = run.spans.query("lane == 'step'").t1.min()
-    return [(row.t - began, row.value) for row in v[v.name == name].itertuples()]
+    took = v[v.name == "cpu_process"]
+    return [(took[took.t < row.t + 2 * cost.EVERY].value.sum(), row.value) for row in v[v.name == name].itertuples()]
 
 
-def watch(lab: Lab, run: Run, reached: Any, within: float) -> list[tuple[float, float]]:
-    """Waits until a held-out number is good enough or the time is over, then stops the run."""
-    import time
-
-    end = time.monotonic() + within + 30
-    while run.live and time.monotonic() < end and not reached(run):
+def watch(lab: Lab, run: Run, reached: Any) -> None:
+    """Waits until a held-out number is good enough, then stops the run."""
+    end = time.monotonic() + 200
+    while run.live and time.monotonic() < end and not (len(run.samples) and reached(run)):
         time.sleep(0.5)
     lab.stop()
-    run.wait(20)
-    return held_out(run)
+    run.wait(60)
 
 
-def test_byte_gpt_learns_within_a_minute(lab: Lab, tmp_path: Path) -> None:
+def test_byte_gpt_learns_within_a_minute_of_two_cores(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(Experiment(task=ByteGPT()), out=tmp_path / "gpt")
-    points = watch(lab, run, lambda r: len(r.samples) and any(v < 2.9 for _, v in held_out(r)), 60)
+    watch(lab, run, lambda r: any(v < 2.9 for _, v in held_out(r)))
+    points = held_out(run)
     assert points[0][1] == pytest.approx(5.55, abs=0.1)
-    assert min(v for t, v in points if t < 60) < 3.0
+    assert min(v for seconds, v in points if seconds < MINUTE) < 3.0, points
 
 
-def test_digits_are_read_within_a_minute(lab: Lab, tmp_path: Path) -> None:
+def test_digits_are_read_within_a_minute_of_two_cores(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(Experiment(task=Digits(), eval_every=10), out=tmp_path / "digits")
-    watch(lab, run, lambda r: len(r.samples) and any(v > 0.91 for _, v in held_out(r, "held_out:accuracy")), 60)
-    assert max(v for t, v in held_out(run, "held_out:accuracy") if t < 60) >= 0.90
+    watch(lab, run, lambda r: any(v > 0.91 for _, v in held_out(r, "held_out:accuracy")))
+    assert max(v for seconds, v in held_out(run, "held_out:accuracy") if seconds < MINUTE) >= 0.90
 
 
 def test_a_run_steered_by_hand_repeats_to_the_bit_from_its_python(lab: Lab, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from workbench.cluster.place import ClusterError
 from workbench.lab import Lab
 from workbench.strategies import LocalSGD
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture

@@ -11,20 +11,23 @@ from tests.lessons import texts
 pytestmark = pytest.mark.notebook
 FOUND = {"strategy": "StreamingDiLoCo", "strategy.every": 2, "strategy.fragments": 1, "strategy.outer_lr": 1.0,
          "strategy.outer_momentum": 0.0}  # fmt: skip
+# What the real ranks show, on a clock that a busy machine has no part in.
+VIRTUAL = """[where_time_goes(simulate(start.set("steps", 17).set("strategy", s)), last=16)["exposed"]
+ for s in (DDP(), LocalSGD(every=H))]"""
 
 
-@pytest.mark.timeout(360)
 def test_talking_less_often_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(much)", "cold = Prediction": "cold.choose(gain)",
             "warm = Prediction": "warm.choose(far)",
-            "goal.check": f"[goal.check({FOUND}), took, losses, warmed]"}  # fmt: skip
+            "goal.check": f"[goal.check({FOUND}), took, losses, warmed, {VIRTUAL}]"}  # fmt: skip
     shown = texts("05_talk_less_often.ipynb", tmp_path, monkeypatch, **more)
     assert any("You predicted: more than a quarter higher. The record says: less than a twentieth" in s for s in shown)
     assert any("The record says: higher: momentum does harm here" in s for s in shown), shown
     assert any("The record says: much closer to DDP's" in s for s in shown), shown
     assert any("Not yet: 12.5 % of the start's bytes per step" in s for s in shown), shown
-    _, took, losses, warmed = eval(next(s for s in shown if "Found: 6.45 % of the start's bytes per step" in s))
-    assert took["LocalSGD"]["exposed"] < took["DDP"]["exposed"] / 2
+    found = next(s for s in shown if "Found: 6.45 % of the start's bytes per step" in s)
+    _, took, losses, warmed, exposed = eval(found)
+    assert exposed[1] < exposed[0] / 2
     assert set(took) == {"DDP", "LocalSGD", "SlowMo", "BMUF", "DiLoCo", "StreamingDiLoCo"}
     cold = losses["DiLoCo(every=8)"] / losses["DDP"]
     assert losses["LocalSGD(every=8)"] / losses["DDP"] < 1.05 < cold

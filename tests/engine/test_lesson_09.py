@@ -8,7 +8,7 @@ import pytest
 
 from tests.lessons import texts
 
-pytestmark = [pytest.mark.notebook, pytest.mark.timeout(360)]
+pytestmark = pytest.mark.notebook
 
 
 def test_send_it_coarsely_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ NOTED = """[seen, fit.check({}), fit.check({"strategy": "ZeRO2", "checkpoint": "
  fit.check({"strategy": "ZeRO3", "checkpoint": "units"}), fit.check({"batch": 1}), repr(worksheet("12"))]"""
 
 
-@pytest.mark.timeout(360)
 def test_what_does_not_fit_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(kinds[0])", "bytes_sent = Prediction": "bytes_sent.choose(twice)",
             "worksheet(": NOTED}  # fmt: skip

@@ -14,7 +14,6 @@ TRIES = """[exercise.check(schedule="ZeroBubble", micros=16), exercise.check(mic
 
 
 @pytest.mark.notebook
-@pytest.mark.timeout(360)
 def test_in_stages_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(answers[none])", "turn = Prediction": "turn.choose(smaller)",
             "exercise = Exercise": TRIES}  # fmt: skip

@@ -11,7 +11,6 @@ from tests.lessons import texts
 pytestmark = pytest.mark.notebook
 
 
-@pytest.mark.timeout(360)
 def test_a_layer_on_two_ranks_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = "[mesh.check(Tensor(ways=8)), mesh.check(Tensor(ways=4)), took, over, inside]"
     more = {"guess = Prediction": "guess.choose(twice)", "sequence = Prediction": "sequence.choose(less)",

@@ -21,7 +21,6 @@ TRIES = (
 )
 
 
-@pytest.mark.timeout(420)
 def test_large_batches_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ", ".join(f"(exercise.check({answer}), worksheet('15').items[-1].get('right'))" for answer in TRIES)
     more = {"guess = Prediction": "guess.choose(everywhere)", "rescue = Prediction": "rescue.choose(both)",

@@ -37,7 +37,6 @@ class Cheat(Policy):
 
 
 @pytest.mark.notebook
-@pytest.mark.timeout(480)
 def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(early)", "patient = Prediction": "patient.choose(saves)",
             "goal = Exercise": OWN}  # fmt: skip

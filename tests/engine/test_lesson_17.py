@@ -11,7 +11,6 @@ from tests.lessons import texts
 pytestmark = pytest.mark.notebook
 
 
-@pytest.mark.timeout(360)
 def test_ranks_that_are_not_yours_show_what_they_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = "fewer_clients.check(share=0.25), fewer_clients.check(share=0.25, bits=8), sent, base, clients, others"
     more = {"guess = Prediction": "guess.choose(stale_more)", "half = Prediction": "half.choose(worse)",

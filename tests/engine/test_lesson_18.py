@@ -16,7 +16,6 @@ after(lambda: lab.kill(lab.members[-1]))
 
 
 @pytest.mark.notebook
-@pytest.mark.timeout(360)
 def test_when_one_dies_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(everything)", "shards = Prediction": "shards.choose(same)",
             "exercise = Exercise": TRIES}  # fmt: skip

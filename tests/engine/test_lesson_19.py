@@ -38,7 +38,6 @@ class Silent(Solved):
  *map(exercise.check, (Qsparse, Forgetful, Silent, Unsaid, Solved)), repr(worksheet("19"))]"""
 
 
-@pytest.mark.timeout(360)
 def test_a_strategy_from_a_cell_is_right_on_both_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(near)", "broken = Prediction": "broken.choose(answers[0])",
             "worksheet(": RIGHT}  # fmt: skip

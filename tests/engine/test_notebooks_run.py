@@ -32,7 +32,6 @@ more_steps(run, 14)
 before, exercise.check()"""
 
 
-@pytest.mark.timeout(240)
 def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     book = execute("00_first_run.ipynb", tmp_path, monkeypatch, **{"Hidden(run)": TWO_WAYS})
     first = next(c for c in book.cells if c.cell_type == "code")
@@ -49,7 +48,6 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
     assert (tmp_path / "00_first_run.ipynb").stat().st_size < 1_000_000
 
 
-@pytest.mark.timeout(300)
 def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = "[riddle.check(r, 'victim') for r in range(4)], riddle.check(riddle._rank, 'cause'), riddle._rank"
     more = {"guess = Prediction": "guess.choose(hides)", "lab.run(slow)": LATE, "riddle.check": answers,
@@ -74,7 +72,6 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "01_reading_a_timeline.ipynb").stat().st_size < 1_000_000
 
 
-@pytest.mark.timeout(300)
 def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = """[ratio, found.error, challenge.check({"strategy": "LocalSGD", "every": 32}),
  challenge.check({"ranks": 2}), again.summary()["changes"], run.summary()["changes"]]"""

@@ -20,7 +20,7 @@ from workbench.settings import KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO1
 from workbench.tasks import ByteGPT, Digits
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     reached(lab, 10)
     came = lab.resize(4).wait(90)
     assert lab.experiment.ranks == 4 and lab.changes[-1] is came and came.applied_at is not None
-    assert lab.set("strategy", LocalSGD(every=4)).wait(30).applied_at is not None
+    assert lab.set("strategy", LocalSGD(every=4)).wait(60).applied_at is not None
     gone = lab.resize(3).wait(60)
     assert gone.applied_at is not None
     reached(lab, gone.applied_at + 5)
@@ -66,11 +66,11 @@ def test_who_was_to_come_and_is_not_wanted_leaves_and_its_engine_is_free_again(l
     reached(lab, 10)
     with pytest.raises(KnobError, match="group=3 does not divide 4 ranks"):
         lab.resize(4).wait(60)
-    assert lab._live is not None and until(lambda: lab._live.ending.inside == {0, 1, 2}, 10)
-    lab.set("strategy", DDP()).wait(30)
+    assert lab._live is not None and until(lambda: lab._live.ending.inside == {0, 1, 2})
+    lab.set("strategy", DDP()).wait(60)
     engines = {row["pid"] for row in lab.status}
     (unwanted,) = lab._live.been - {0, 1, 2}
-    assert until(lambda: lab._live.ending.left.get(unwanted), 20), "its session is over"
+    assert until(lambda: lab._live.ending.left.get(unwanted)), "its session is over"
     assert lab.resize(4).wait(90).applied_at is not None and len(lab.members) == 4 and unwanted not in lab.members
     assert {row["pid"] for row in lab.status} == engines, "no other engine was started for it"
     lab.stop()
@@ -83,7 +83,7 @@ def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab, way: Partition) -> 
     run = lab.run(endless(task=task, strategy=DDP(), ranks=4, on_death="go on", partition=way))
     reached(lab, 10)
     patient = Patient(lab, Random(3))
-    assert cut(patient).startswith("cut ") and until(lambda: run.details("members"), 60)
+    assert cut(patient).startswith("cut ") and until(lambda: run.details("members"))
     patient.goes_on("cut")
     assert any("a connection between ranks was lost; ranks 0, 1, 2, 3 went on from step" in note for note in lab.notes)
     lab.stop()
@@ -95,11 +95,11 @@ def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_g
     reached(lab, 10)
     found = kill(lab, 0)
     assert found.on is not None and "rank 0 is lost; ranks 1, 2, 3 went on from step" in found.said
-    assert lab.set("bucket_mb", 0.05).wait(30).applied_at is not None, "another rank hears for all"
+    assert lab.set("bucket_mb", 0.05).wait(60).applied_at is not None, "another rank hears for all"
     second = kill(lab, 2)
     assert second.on is not None and "ranks 1, 3 went on" in second.said
     lab.pause()
-    until(lambda: lab.state == "paused", 30)
+    until(lambda: lab.state == "paused")
     lab.resume()
     lab.stop()
     run.wait(60)
@@ -117,13 +117,13 @@ def test_a_fault_crashes_an_engine(lab: Lab) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
     reached(lab, 10)
     pid = lab.status[0]["pid"]
-    made = lab.set("faults", [Crash(rank=0)]).wait(30)
+    made = lab.set("faults", [Crash(rank=0)]).wait(60)
     assert made.applied_at is not None, "rank 0 crashes, and has said before that all have made the change"
-    assert until(lambda: run.details("members"), 60)
+    assert until(lambda: run.details("members"))
     ((_, _, said),) = run.details("members")
     assert said["gone"] == [0] and said["step"] == made.applied_at
     reached(lab, made.applied_at + 5)
-    assert until(lambda: not psutil.pid_exists(pid), 10) and lab._live is not None and lab._live.members == (1, 2)
+    assert until(lambda: not psutil.pid_exists(pid)) and lab._live is not None and lab._live.members == (1, 2)
     lab.stop()
     assert run.wait(60).state == "stopped"
     assert [detail["text"] for _, _, detail in run.details("fault")] == ["crashed, as a fault says"]
@@ -161,7 +161,7 @@ def test_others_come_where_ranks_held_parts(lab: Lab, way: Partition, strategy: 
     e = endless(task=task, strategy=strategy, ranks=ranks, on_death="replace", partition=way, save_every=5)
     run = lab.run(e)
     reached(lab, 10)
-    assert until(lambda: run.details("saved"), 60)
+    assert until(lambda: run.details("saved"))
     found = kill(lab, 1)
     assert found.on is not None and taken in found.said
     assert until(lambda: len(lab._live.members) == ranks, 120), lab.notes

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
-pytestmark = [pytest.mark.notebook, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.notebook
 
 CELLS = (
     "from tests.unit.synthetic import run as recorded\nwhole = recorded(steps=150)\nwhole.live = True\nwhole",
@@ -23,7 +23,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> nb
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     NotebookClient(
-        book, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(Path(__file__).parents[2])}}
+        book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(Path(__file__).parents[2])}}
     ).execute()
     return book
 

@@ -20,7 +20,7 @@ from workbench.experiment.recipes import recipe
 from workbench.lab import Lab
 from workbench.policies import Decision, Policy, Seen
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ def test_a_policy_from_a_cell_is_set_live_told_by_name_overruled_and_put_off(lab
     e: Experiment = recipe("digits").set("ranks", 2).set("lr", 0.0016).set("eval_every", 0).set("pace", 20.0)
     run = lab.run(e)
     lab.set("policy", Lowering(look_every=50)).wait(60)  # slow enough for a person to be there before it fails
-    until(lambda: any(c.change.by for c in lab.changes), 60)
+    until(lambda: any(c.change.by for c in lab.changes))
     mine = lab.set("lr", 0.001).wait(60)
-    until(lambda: any("leaves lr alone" in note for note in lab.notes), 60)
+    until(lambda: any("leaves lr alone" in note for note in lab.notes))
     assert lab.experiment.lr == 0.001
     lab.set("policy", Lowering(look_every=5)).wait(60)
-    until(lambda: any("is put off" in note for note in lab.notes), 60)
-    until(lambda: lab.experiment.policy.paused, 60)
+    until(lambda: any("is put off" in note for note in lab.notes))
+    until(lambda: lab.experiment.policy.paused)
     lab.stop()
     run.wait(60)
     assert mine.change.by == ""

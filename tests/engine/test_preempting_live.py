@@ -22,7 +22,7 @@ from workbench.run import Run, RunError
 from workbench.settings import KnobError
 from workbench.strategies import DDP, LocalSGD
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 SCRIPT = '''
 import json, os, resource, sys, time
@@ -62,7 +62,7 @@ if __name__ == "__main__":
         run = lab.run(Experiment(task=task(loss), steps=40, fabric=fast), changes).wait(120)
         said["state"], said["missing"], said["notes"] = run.state, run.missing, list(lab.notes)
         said["applied"] = len(run.changes)
-        said["set"] = lab.run(Experiment(task=task(loss))) and lab.set("lr", 0.02).wait(30).applied_at
+        said["set"] = lab.run(Experiment(task=task(loss))) and lab.set("lr", 0.02).wait(60).applied_at
         lab.stop()
         lab.run_now.wait(60)
         if where:

@@ -31,9 +31,9 @@ from workbench.run import Run
 from workbench.strategies import AsyncServer
 from workbench.tasks import Task
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.engine
 LEAST = 5.0  # seconds of silence here, half of what a person waits: so these tests take half as long
-BOUND = 60.0  # seconds within which one must have been named, on a machine that is busy with other things
+BOUND = 120.0  # seconds within which one must have been named, on a machine that is busy with other things
 
 
 def model() -> nn.Module:
@@ -97,12 +97,12 @@ def _idle(lab: Lab, files: tuple[Path, Path]) -> Iterator[None]:
         file.unlink(missing_ok=True)
     if lab.live:
         lab.abort()
-        assert until(lambda: not lab.live, 30)
+        assert until(lambda: not lab.live)
 
 
 def running(lab: Lab, experiment: Experiment, out: Path | None = None) -> Run:
     run = lab.run(experiment, out=out)
-    assert until(lambda: (lab.state == "running" and (lab.status[0]["step"] or 0) > 2) or not lab.live, 60), lab.notes
+    assert until(lambda: (lab.state == "running" and (lab.status[0]["step"] or 0) > 2) or not lab.live), lab.notes
     return run
 
 
@@ -126,14 +126,14 @@ def test_a_frozen_rank_is_named_and_its_freeze_is_on_the_record(lab: Lab, files:
         assert "rank 2 has said nothing" in repr(run) and "rank 2 has said nothing" in repr(lab) and lab.run_now.holdup
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert until(lambda: run.details("stood still", 2), 20)
+    assert until(lambda: run.details("stood still", 2))
     detail = run.details("stood still", 2)[0][2]
     assert detail["seconds"] > 0.8 * LEAST and not detail["machine"]
     step = lab.status[0]["step"]
-    assert until(lambda: lab.status[0]["step"] > step + 3, 30)
-    assert until(lambda: any(n.startswith("rank 2 stood still for ") for n in lab.notes), 20), lab.notes
+    assert until(lambda: lab.status[0]["step"] > step + 3)
+    assert until(lambda: any(n.startswith("rank 2 stood still for ") for n in lab.notes)), lab.notes
     assert not [n for n in lab.notes if "has said nothing" in n]
-    assert until(lambda: not lab.run_now.holdup, 5), "the status line takes it back at its next look"
+    assert until(lambda: not lab.run_now.holdup), "the status line takes it back at its next look"
 
 
 def test_a_hanging_iterator_and_a_sleeping_loss_are_named_by_what_they_are_in(lab: Lab, files: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_hanging_iterator_and_a_sleeping_loss_are_named_by_what_they_are_in(la
     note = named(lab, 1)
     assert note.startswith("rank 1 has been in its data iterator of step ") and "; 0, 2, 3 wait in " in note
     stuck.unlink()
-    assert until(lambda: any("rank 1 stood still for" in n and "went on" in n for n in lab.notes), 30), lab.notes
+    assert until(lambda: any("rank 1 stood still for" in n and "went on" in n for n in lab.notes)), lab.notes
     dreams.touch()
     note = named(lab, 2)
     assert note.startswith("rank 2 has been in forward of step ") and "; 0, 1, 3 wait in " in note
@@ -162,7 +162,7 @@ def test_without_lockstep_a_still_rank_is_named_while_the_others_go_on(lab: Lab,
 def test_a_pause_is_no_silence(lab: Lab, files: Any) -> None:
     running(lab, Experiment(task=task(*files)))
     lab.pause()
-    assert until(lambda: lab.state == "paused", 30)
+    assert until(lambda: lab.state == "paused")
     time.sleep(LEAST + 2.0)
     assert lab.notes == [] and not lab.run_now.holdup
     lab.resume()

@@ -17,8 +17,8 @@ from workbench.lab import Lab
 from workbench.strategies import DDP
 from workbench.tasks import Digits
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-BOUND = 90.0  # seconds, on a machine that is busy with other things
+pytestmark = pytest.mark.engine
+BOUND = 120.0  # seconds, on a machine that is busy with other things
 
 
 @pytest.fixture(scope="module")

@@ -86,5 +86,5 @@ def test_the_right_rank_and_side_are_named_within_twenty_steps(tmp_path: Path) -
                     found.append(judged(lab, run, fault))
         lab.set("faults", []).wait(60)
         lab.stop()
-        run.wait(20)
+        run.wait(60)
     assert not set(found) - {"", SILENT}

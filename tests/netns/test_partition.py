@@ -12,7 +12,7 @@ import pytest
 
 from tests.network import Network, why_not
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.netns
 
 
 @pytest.mark.parametrize("seconds", [2, 45], ids="{} s".format)  # and longer than the 30 s after which much gives up

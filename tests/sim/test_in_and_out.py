@@ -21,7 +21,7 @@ OTHERS = [n for n, cls in ALL.items() if cls.plain or n in RATES]
 IN, OUT, AFTER = 30, 50, 50  # steps: another strategy from IN to OUT, judged so many steps after
 SEEDS = range(5)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 def held_out(run: Run) -> float:

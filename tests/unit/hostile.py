@@ -306,14 +306,14 @@ def tried(first: int, stop: int, out: Path) -> dict[str, Any]:
         shutil.copytree(start, path)
         way = WAYS[seed % len(WAYS)]
         way(path, rng)
-        began = time.monotonic()
-        signal.alarm(30)
+        began = time.process_time()  # of the processor: others may keep it busy
+        signal.alarm(300)
         try:
             opened += used(path, path / "out") == "opened"
         except BaseException as error:
             failed[f"{seed} {way.__name__}"] = "".join(traceback.format_exception(error))[-1500:]
         signal.alarm(0)
-        longest = max(longest, time.monotonic() - began)
+        longest = max(longest, time.process_time() - began)
         shutil.rmtree(path)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return {"failed": failed, "opened": opened, "longest_s": longest, "grown_mb": grown}

@@ -148,7 +148,7 @@ def test_a_window_of_a_long_run_is_quick() -> None:
     analysis.breakdown(tl, 880, 900)
     took = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()  # of the processor: others may keep it busy
         analysis.breakdown(tl, 880, 900)
-        took.append(time.perf_counter() - began)
+        took.append(time.process_time() - began)
     assert min(took) < 0.05, "the one that nobody disturbed"

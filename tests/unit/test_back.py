@@ -56,7 +56,7 @@ def said(sessions: list[Session], mark: str) -> list[dict[str, Any]]:
 
 
 def waited(sessions: list[Session], condition: Any) -> None:
-    met = until(condition, 60)
+    met = until(condition)
     if not met:
         for s in sessions:
             s.abort()

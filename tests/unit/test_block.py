@@ -107,7 +107,7 @@ def test_a_run_that_ends_earlier_ends_the_block_and_not_what_follows(how: str) -
     train = block(seen, many=1 if how == "steps" else 10**4)
     sessions = live(of(train, 2, strategy=LocalSGD(every=64), steps=7 if how == "steps" else 0))
     if how == "stop":
-        assert until(lambda: sessions[0].rank.step > 3, 30)
+        assert until(lambda: sessions[0].rank.step > 3)
         sessions[0].request({"kind": "stop", "id": "e"})
     ended(sessions)
     assert len(seen) == 2 and not any(s.error for s in sessions)
@@ -173,7 +173,7 @@ def test_a_script_may_exit_inside_of_its_block() -> None:
 def test_a_rank_that_fails_by_itself_runs_nothing_behind_the_block() -> None:
     seen: list[Any] = []
     sessions = live(of(block(seen, many=10**4), 2))
-    assert until(lambda: sessions[0].rank.step > 3, 30)
+    assert until(lambda: sessions[0].rank.step > 3)
     for s in sessions:
         s.abort()
     ended(sessions)

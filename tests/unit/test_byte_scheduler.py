@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -190,20 +190,28 @@ class Credits(Strategy):
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
-        children = [await rank.start(_sum(rank, "first"), name="first", priority=1, share=1.0)]
-        time.sleep(0.01)  # it has begun
+        begun, all_there = threading.Event(), threading.Event()
+        first = _sum(rank, "first", begun, all_there)
+        children = [await rank.start(first, name="first", priority=1, share=1.0)]
+        begun.wait(60)
         for number in range(6):
             child = _sum(rank, f"child {number}")
             children.append(await rank.start(child, name=f"child {number}", priority=number + 1, share=self.share))
         children.append(await rank.start(_sum(rank, "last"), name="last"))
         children.append(await rank.start(_sum(rank, "behind"), name="behind", priority=9))
+        all_there.set()
         for child in reversed(children):
             await rank.wait(child)
         await rank.backward()
         await rank.update()
 
 
-async def _sum(rank: Rank, name: str) -> None:
+async def _sum(rank: Rank, name: str, begun: threading.Event | None = None, go: threading.Event | None = None) -> None:
+    """Tells that it has begun, and waits to be let go: on a busy machine others may be asked for late."""
+    if begun is not None:
+        begun.set()
+    if go is not None:
+        go.wait(60)
     await rank.all_reduce(torch.ones(2000), "sum", name)
 
 
@@ -220,16 +228,22 @@ class Overtaking(Strategy):
     """Four ready, and while the first of them is under way one more that is the most urgent of all."""
 
     share: ClassVar[float] = 1.0
+    held: ClassVar[bool] = True  # do those under way wait until the others are there? On a virtual clock they do anyway
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
-        children = [await rank.start(_sum(rank, "zero"), name="zero")]
+        four_there, urgent_there = (threading.Event(), threading.Event()) if self.held else (None, None)
+        children = [await rank.start(_sum(rank, "zero", go=four_there), name="zero")]
         for number in range(4):
-            child = _sum(rank, f"child {number}")
+            child = _sum(rank, f"child {number}", go=urgent_there if number == 1 else None)
             children.append(await rank.start(child, name=f"child {number}", priority=1, share=self.share))
+        if four_there is not None:
+            four_there.set()
         await rank.wait(children[0])
         await rank.wait(children[1])
         children.append(await rank.start(_sum(rank, "urgent"), name="urgent", priority=5, share=self.share))
+        if urgent_there is not None:
+            urgent_there.set()
         for child in children[2:]:
             await rank.wait(child)
         await rank.backward()
@@ -240,6 +254,7 @@ class Overtaking(Strategy):
 @pytest.mark.parametrize("real", [True, False], ids=["engine", "simulator"])
 def test_what_fits_into_a_credit_is_overtaken_by_nothing(credit: int, real: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(Overtaking, "share", 1.0 / credit)
+    monkeypatch.setattr(Overtaking, "held", real)
     e = experiment(2, 2, strategy=Overtaking(), pace=5.0, fabric=Fabric(link=Link(bandwidth=2.0)))
     rows = went(run(e)[1]) if real else comm(simulate(e, real=False), 1)
     names = [name.removeprefix("all_reduce ") for step, name, _ in rows if step == 1]
@@ -287,7 +302,7 @@ async def _urgent_copy(rank: Rank) -> None:
 def test_the_engine_says_in_words_what_cannot_be(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Misplaced, "asks", staticmethod(asks))
     (session,) = live(experiment(1, 2, strategy=Misplaced()))
-    assert session.join(20)
+    assert session.join(60)
     assert session.error is not None and words in session.error["text"]
 
 
@@ -317,7 +332,7 @@ def test_an_error_in_the_strategy_ends_the_run_and_says_so(monkeypatch: pytest.M
 
     monkeypatch.setattr(Misplaced, "asks", staticmethod(fails))
     (session,) = live(experiment(1, 2, strategy=Misplaced()))
-    assert session.join(20) and session.error is not None and session.error["text"].endswith("no more of this")
+    assert session.join(60) and session.error is not None and session.error["text"].endswith("no more of this")
 
 
 # -- refused in words

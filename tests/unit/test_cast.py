@@ -33,7 +33,7 @@ def on_gloo(ranks: int, what: Callable[[int, Wire], torch.Tensor]) -> list[torch
     tag, made = uuid.uuid4().hex, {}
 
     def one(rank: int) -> None:
-        wire = Wire(connect_store(host, port, tag), rank, ranks, "hook", Leaving(), timeout=20)
+        wire = Wire(connect_store(host, port, tag), rank, ranks, "hook", Leaving(), timeout=60)
         made[rank] = what(rank, wire)
         wire.close()
 
@@ -41,7 +41,7 @@ def on_gloo(ranks: int, what: Callable[[int, Wire], torch.Tensor]) -> list[torch
     for t in threads:
         t.start()
     for t in threads:
-        t.join(30)
+        t.join(60)
     del store
     return [made[r] for r in range(ranks)]
 

@@ -214,7 +214,7 @@ def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
     goes, true = threading.Event(), Keeper._serve
 
     def slow(self: Keeper, *rest: Any) -> None:
-        goes.wait(20.0)
+        goes.wait(60)
         true(self, *rest)
 
     monkeypatch.setattr(Keeper, "_serve", slow)
@@ -231,7 +231,7 @@ def test_ranks_that_keep_no_common_step_make_the_same_ones(tmp_path: Path) -> No
     slow = (Slow(rank=3, factor=1.3), Slow(rank=0, factor=1.1))
     e = Experiment(task=ClickThrough(), strategy=ShadowSync(), ranks=4, steps=24, eval_every=0, save_every=5, pace=5.0)
     sessions = live(e.set("fabric.faults", slow).checked(), run_dir=tmp_path)
-    ended(sessions, 40)
+    ended(sessions)
     assert {s.phase for s in sessions} == {"done"} and said(sessions, "saved")
 
 
@@ -240,12 +240,12 @@ def test_a_run_that_is_ended_meanwhile_leaves_nothing_torn(tmp_path: Path, monke
 
     def slow(*rest: Any) -> Any:
         begun.set()
-        goes.wait(20.0)
+        goes.wait(60)
         return true(*rest)
 
     monkeypatch.setattr(filing, "filed", slow)
     sessions = live(experiment(2, 0, save_every=3, pace=5.0), run_dir=tmp_path)
-    assert begun.wait(20.0)
+    assert begun.wait(60)
     for s in sessions:
         s.abort(asked=True)
     goes.set()

@@ -176,7 +176,6 @@ def test_show_says_which_directory_is_missing_or_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(180)
 def test_the_demo_trains_switches_live_and_writes_its_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "workbench.cli", "demo", "--ranks", "2", "--seconds", "12", "--out", "demo.html"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

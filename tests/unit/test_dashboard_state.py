@@ -123,7 +123,7 @@ def advice(*settings: dict[str, Any]) -> Advised:
 def asked(view: Causes, run: Any, request: dict[str, Any]) -> str:
     """The panel's text once what was asked for is there."""
     view.ask(request)
-    assert until(lambda: not view._busy, 10)
+    assert until(lambda: not view._busy)
     return view._said if (html := view.update(run).html) is None else html  # type: ignore[return-value]
 
 

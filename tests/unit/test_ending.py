@@ -220,7 +220,7 @@ def test_a_thread_that_others_wait_for_survives_what_its_looks_raise(caplog: pyt
         it = Steady("steady", look, over, said.append).start()
         assert until(lambda: len(looks) > 4)
         over.set()
-        assert it.join(5)
+        assert it.join(60)
     assert [str(e) for e in said] == ["cannot join thread before it is started"] * 2
     (record,) = [r for r in caplog.records if r.name.endswith("steady")]
     assert record.exc_info, "the traceback is in the log, once"
@@ -239,7 +239,7 @@ def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
     it = Steady("steady", look, over, said).start()
     assert until(lambda: len(looks) > 2)
     over.set()
-    assert it.join(5)
+    assert it.join(60)
 
 
 def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_quicker_than_its_end() -> None:

@@ -24,7 +24,7 @@ from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo
 pytestmark = pytest.mark.ranks
 
 
-def until(ask: object, within: float = 30.0) -> None:
+def until(ask: object, within: float = 60.0) -> None:
     end = time.monotonic() + within
     while not ask():
         assert time.monotonic() < end, "waited in vain"
@@ -77,15 +77,16 @@ def test_ranks_of_one_host_meet_for_a_ticket_only_when_there_is_one(strategy: St
             s.abort()
 
 
-def test_a_change_acts_within_a_step_and_200_ms(three: list[Session]) -> None:
-    late = []
+def test_a_change_acts_before_the_step_after_the_next(three: list[Session]) -> None:
+    """It waits for the step in hand, and for one more where rank 0 had looked into its inbox by then.
+
+    How many milliseconds that takes is in docs/benchmarks.md.
+    """
     for k in range(12):
-        asked = three[0].clock.now()
         three[0].request({"kind": "change", "id": str(k), "path": "bucket_mb", "value": 0.01 + 0.01 * k})
+        asked = three[0].rank.step
         until(lambda k=k: len(three[0].record.noted("change")) > k)
-        late.append(three[0].record.noted("change")[k][2] - asked)
-    steps = [r[5] - r[4] for r in three[0].record if r[1] == "step"]
-    assert max(late) < max(steps) + 0.2
+        assert three[0].record.noted("change")[k][0] <= asked + 2
 
 
 def test_a_refused_change_says_why_and_training_goes_on(three: list[Session]) -> None:
@@ -124,11 +125,11 @@ def test_an_abort_that_was_asked_is_no_failure_even_while_paused(three: list[Ses
 
 
 def test_an_abort_that_was_asked_frees_a_rank_blocked_in_a_collective_and_fails_nobody() -> None:
-    hang = threading.Event()
+    hang, over = threading.Event(), threading.Event()
 
     def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
         if hang.is_set() and threading.current_thread().name.startswith("rank 1"):
-            time.sleep(1.5)  # the user's own code hangs, deaf to everything
+            over.wait(120)  # the user's own code hangs, deaf to everything
         return mse(model, pair)
 
     sessions = live(experiment(2, 0, task=toy(loss=loss), pace=5.0))
@@ -136,15 +137,14 @@ def test_an_abort_that_was_asked_frees_a_rank_blocked_in_a_collective_and_fails_
     hang.set()
     until(lambda: "wait" in sessions[0].training.host.op)
     time.sleep(0.2)
-    asked = time.monotonic()
     sessions[0].request({"kind": "stop"})
     for s in sessions:
         s.hurry()
     for s in sessions:
         s.abort(asked=True)
-    assert sessions[0].join(2)
-    assert time.monotonic() - asked < 1.0
-    assert sessions[1].join(3)
+    assert sessions[0].join(60) and not sessions[1].join(0), "it does not wait for the other, who hangs on"
+    over.set()
+    assert sessions[1].join(60)
     assert {s.phase for s in sessions} == {"stopped"}
 
 

@@ -64,11 +64,9 @@ def test_messages_of_one_sender_come_in_order_and_kinds_do_not_mix(boxes: list[M
 
 def test_a_copy_is_sent_and_the_sender_never_waits(boxes: list[Mailbox]) -> None:
     x = torch.ones(2_000_000)
-    began = time.perf_counter()
-    for other in (1, 2):
+    for other in (1, 2):  # nobody asks for it before this is over: a send that waited for that would do so for ever
         boxes[0].send(x, other)
     x.zero_()
-    assert time.perf_counter() - began < 1.0, "nobody has asked for it yet"
     for other in (1, 2):
         data, source = boxes[other].recv(torch.empty(2_000_000), 0, "")
         assert source == 0 and float(data.sum()) == 2_000_000.0

@@ -48,7 +48,7 @@ def boxes() -> Iterator[list[Mailbox]]:
 def stranger(mailbox: Mailbox) -> socket.socket:
     """A caller at a rank's door."""
     host, port = mailbox.door.where.split()
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def is_closed(s: socket.socket) -> bool:
@@ -112,7 +112,7 @@ def test_a_rank_does_not_send_to_who_cannot_prove_that_it_was_meant(boxes: list[
         boxes[0].store.set("mailbox/1", f"127.0.0.1 {listener.getsockname()[1]}")
         boxes[0].send(torch.full((100,), 7.0), 1, "weights")
         s, _ = listener.accept()
-        s.settimeout(5)
+        s.settimeout(60)
         s.sendall(bytes(greeting.RANDOM))
         heard += s.recv(4096)
         s.sendall(bytes(greeting.PROOF))
@@ -171,7 +171,7 @@ def test_what_goes_wrong_on_the_posts_thread_is_said_where_messages_are_awaited(
         boxes[0].recv(None, 1, "x")
     goes_on = threading.Event()
     boxes[0].do(goes_on.set)
-    assert goes_on.wait(5), "its thread has not ended"
+    assert goes_on.wait(60), "its thread has not ended"
 
 
 def test_a_rank_turned_away_for_a_while_calls_again_and_lets_messages_pass_meanwhile(boxes: list[Mailbox]) -> None:
@@ -186,7 +186,7 @@ def test_a_rank_turned_away_for_a_while_calls_again_and_lets_messages_pass_meanw
 
     boxes[0].do(lambda: boxes[0].selector.modify(boxes[0].door.socket, selectors.EVENT_READ, admit))
     boxes[0].do(shut.set)
-    assert shut.wait(20)
+    assert shut.wait(60)
     boxes[1].send(torch.full((2,), 5.0), 0, "x")
     assert until(lambda: len(turned) > 2)
     boxes[0].send(torch.ones(2), 1, "y")
@@ -204,5 +204,5 @@ def test_a_rank_that_is_turned_away_for_ever_gives_up(boxes: list[Mailbox], monk
         boxes[0].send(torch.ones(1), 1, "x")
         for _ in range(5):
             listener.accept()[0].close()
-        assert until(lambda: boxes[0].gone == {1}, 5)
+        assert until(lambda: boxes[0].gone == {1})
     assert sum(sockets.pause(k) for k in range(1, 400)) == pytest.approx(20.0, abs=1.0)

@@ -115,9 +115,9 @@ def test_two_then_four_then_three(strategy: Strategy) -> None:
         crowd.resize(1, 2, 3)
         crowd.reach(crowd.first.rank.step + 9)
         crowd.first.request({"kind": "pause", "id": "p"})
-        crowd.until(lambda: crowd.first.phase == "paused")
+        crowd.paused()
         crowd.resize(2)  # all is whole, and every update is made
-        crowd.until(lambda: crowd.first.phase == "paused")
+        crowd.paused()
         each_once_in_an_epoch(crowd.first)
 
 

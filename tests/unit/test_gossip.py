@@ -160,7 +160,7 @@ def test_a_change_acts_on_all_before_the_same_step_though_they_meet_only_neighbo
     finally:
         for s in sessions:
             s.abort()
-            assert s.join(20)
+            assert s.join(60)
 
 
 def test_a_rank_that_fails_frees_its_neighbours() -> None:

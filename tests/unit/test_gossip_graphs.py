@@ -273,7 +273,7 @@ def test_with_rare_rounds_a_change_still_acts_on_all_before_the_same_step() -> N
     finally:
         for s in sessions:
             s.abort()
-            assert s.join(20)
+            assert s.join(60)
 
 
 WAITING = [Gossip(), Gossip(graph="shift_one", order="adapt-then-combine"), StochasticGradientPush(overlap=2),

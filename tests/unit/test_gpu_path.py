@@ -260,12 +260,13 @@ def test_on_an_emulated_link_the_lane_waits_until_the_data_is_there(gpus: list[G
     def body(rank: Any) -> None:
         rank.lane.port.fabric = Fabric(link=Link(bandwidth=1.0))
         rank.group.gate.clear()
-        threading.Timer(0.3, rank.group.gate.set).start()
+        there: list[float] = []
+        threading.Timer(0.3, lambda: (there.append(rank.lane.clock.now()), rank.group.gate.set())).start()
         x = rank.ones(1250)  # 5000 bytes to send at 1 Mbit/s: 40 ms
         rank.lane.wait(rank.lane.start(added(x), "bucket"))
         assert rank.group.pending[-1].is_completed()
         (span,) = [r for r in rank.rows if r[1] == "comm"]
-        assert span[5] - span[4] > 0.3
+        assert span[5] > there[0] > span[4]
 
     in_threads(body)
 
@@ -297,9 +298,9 @@ def test_a_stop_frees_a_rank_whose_peer_does_not_come(gpus: list[Gpu]) -> None:
     time.sleep(0.3)
     for s in sessions:
         s.abort(asked=True)
-    assert sessions[0].join(20) and sessions[0].phase == "stopped"
+    assert sessions[0].join(60) and sessions[0].phase == "stopped"
     go.set()
-    assert sessions[1].join(20) and sessions[1].phase == "stopped"
+    assert sessions[1].join(60) and sessions[1].phase == "stopped"
     assert all(c.aborted for gpu in gpus for c in gpu.communicators)
 
 

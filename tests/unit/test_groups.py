@@ -165,7 +165,7 @@ class TwoLanes(Strategy):
             await rank.all_reduce(torch.ones(8), "sum", "first")
             ORDER.append((rank.id, "first over"))
             if self.other == "beside":
-                assert BEGUN[rank.id].wait(30), "the child on the other lane has not begun"
+                assert BEGUN[rank.id].wait(60), "the child on the other lane has not begun"
 
         async def second() -> None:
             BEGUN[rank.id].set()

@@ -69,7 +69,7 @@ def _nothing_is_left_behind(_opened_once: None, request: pytest.FixtureRequest) 
     kept = 5 if "TorchDDP" in request.node.name else 0  # torch's DDP holds on to the last run's store, whoever follows
     before = len(os.listdir("/proc/self/fd")) + kept, threading.active_count()
     yield
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         gc.collect()
         now = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -258,16 +258,16 @@ def test_no_byte_is_sent() -> None:
         assert not [row for r in range(4) for row in comm(simulate(chosen, real=real), r)]
 
 
-def test_a_rank_that_stands_still_for_3_seconds_holds_up_none() -> None:
+def test_a_rank_that_stands_still_holds_up_none() -> None:
     sessions = live(experiment(3, 0, strategy=Hogwild(), pace=10.0))
     try:
         until(lambda: all(s.rank.step > 3 for s in sessions), sessions)
-        asked = {"path": "faults", "value": [{"Freeze": {"rank": 1, "seconds": 3.0}}]}
+        asked = {"path": "faults", "value": [{"Freeze": {"rank": 1, "seconds": 60.0}}]}
         sessions[0].request({"kind": "change", "id": "f", **asked})
         until(lambda: sessions[0].record.noted("change"), sessions)
-        began, at = time.monotonic(), [s.rank.step for s in sessions]
+        at = [s.rank.step for s in sessions]
         until(lambda: all(sessions[r].rank.step > at[r] + 40 for r in (0, 2)), sessions)
-        assert time.monotonic() - began < 2.5 and sessions[1].rank.step <= at[1] + 1
+        assert sessions[1].rank.step <= at[1] + 1, "it stands still all the while"
     finally:
         over(sessions)
     frozen = simulate(paced(3, 20, strategy=Hogwild()), changes=[Change(5, "faults", (Freeze(rank=1, seconds=3.0),))])

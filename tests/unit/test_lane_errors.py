@@ -74,7 +74,7 @@ def heard(lane: Lane, child: Any) -> BaseException | None:
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive(), "it waits for ever"
     return raised[0] if raised else None
 

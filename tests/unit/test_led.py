@@ -200,12 +200,12 @@ def test_a_loop_pauses_between_two_steps_goes_on_and_stops() -> None:
             did.append("left")
 
     (session,) = live(of(train))
-    assert until(lambda: len(did) > 3, 30)
+    assert until(lambda: len(did) > 3)
     session.request({"kind": "pause", "id": "p"})
-    assert until(lambda: session.phase == "paused", 30)
+    assert until(lambda: session.phase == "paused")
     before = session.rank.step
     session.request({"kind": "step", "n": 2, "id": "s"})
-    assert until(lambda: session.phase == "paused" and session.rank.step == before + 2, 30)
+    assert until(lambda: session.phase == "paused" and session.rank.step == before + 2)
     assert len(did) == before + 1  # it waits where the last step's optimizer has stepped
     session.request({"kind": "stop", "id": "e"})
     session.hurry()

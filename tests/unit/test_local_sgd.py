@@ -376,7 +376,7 @@ def test_groups_live_a_turn_a_pause_and_a_stop_reach_all_before_the_same_step() 
     finally:
         for s in sessions:
             s.abort()
-            assert s.join(20)
+            assert s.join(60)
 
 
 def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
@@ -392,7 +392,7 @@ def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
     for s in sessions:
         s.abort()
-        assert s.join(20)
+        assert s.join(60)
 
 
 def test_compressed_displacements_and_groups_end_in_one_value() -> None:

@@ -141,7 +141,7 @@ def test_a_change_reaches_all_round_the_ring_before_the_same_step() -> None:
     finally:
         for s in sessions:
             s.abort()
-            assert s.join(20)
+            assert s.join(60)
 
 
 def test_in_and_out_without_learning_changes_nothing() -> None:

@@ -161,7 +161,7 @@ def test_ranks_name_rank_layer_and_step_and_pause(how: Any, first: Any, layer: s
     assert first[1] is None or detail["rank"] == first[1]
     for s in sessions:
         s.abort()
-        assert s.join(20)
+        assert s.join(60)
 
 
 # -- a step that is skipped --
@@ -332,7 +332,7 @@ def test_a_run_that_goes_on_after_a_pause_is_not_paused_for_the_same_again() -> 
     until(lambda: s.rank.step > 40)
     assert s.phase == "running" and len(noted(s, "diverged")) == 1
     s.abort()
-    assert s.join(20)
+    assert s.join(60)
 
 
 # -- what is done --
@@ -351,7 +351,7 @@ def test_a_simulation_goes_on_for_nobody_waits_or_stops_where_it_is_to(policy: s
 def test_ranks_stop_where_they_are_to_also_if_that_is_set_live(changes: Any) -> None:
     policy = "pause" if changes else "stop"
     sessions = live(experiment(2, 0, task=breaking(forth), on_nan=policy), changes)
-    assert all(s.join(30) for s in sessions)
+    assert all(s.join(60) for s in sessions)
     assert [s.phase for s in sessions] == ["stopped"] * 2 and sessions[0].rank.step < 10
 
 

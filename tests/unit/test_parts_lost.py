@@ -33,7 +33,7 @@ from workbench.settings import Change, to_plain
 from workbench.strategies import DDP, HSDP, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import ByteGPT, ClickThrough, Digits
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 WAYS = [Pipeline(), Pipeline(schedule=GPipe()), Pipeline(schedule=PipeDream2BW()), Tensor()]
 

@@ -88,7 +88,7 @@ def test_people_turn_it_pause_it_and_stop_it_at_any_time(way: Pipeline) -> None:
     step = sessions[0].rank.step
     until(lambda: sessions[0].rank.step > step + 6)
     sessions[0].request({"kind": "stop", "id": "d"})
-    ended(sessions, within=20)
+    ended(sessions)
     assert all(s.phase == "stopped" and s.error is None for s in sessions)
     assert not sessions[0].record.noted("refused") and len({s.rank.step for s in sessions}) == 1
 
@@ -123,7 +123,7 @@ def test_batches_out_of_their_order_are_refused_in_words() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DDP, "step", step)
         sessions = live(piped(2, 4, partition=dream(2)))
-        ended(sessions, within=20)
+        ended(sessions)
     assert any("is not the next one: under schedule=PipeDream" in s.error["text"] for s in sessions if s.error)
 
 
@@ -179,5 +179,5 @@ def test_when_one_stage_fails_the_others_leave(stage: int) -> None:
     calls: dict[str, int] = {}
     task = toy(model=deep, data=batches, loss=failing, evaluate=None)
     sessions = live(piped(3, 0, partition=dream(3), task=task))
-    ended(sessions, within=20)
+    ended(sessions)
     assert "on purpose" in sessions[stage].error["text"]

@@ -288,7 +288,7 @@ def test_when_a_stage_fails_the_others_leave(stage: int) -> None:
     calls: dict[str, int] = {}
     task = toy(model=deep, data=batches, loss=failing, evaluate=None)
     sessions = live(piped(3, 0, partition=Pipeline(stages=3), task=task))
-    ended(sessions, within=20)
+    ended(sessions)
     assert "on purpose" in sessions[stage].error["text"]
     assert all(s.error is None or s.error["consequence"] for s in sessions if s is not sessions[stage])
 
@@ -301,7 +301,7 @@ def test_when_evaluation_fails_on_one_stage_the_others_leave() -> None:
 
     task = toy(model=deep, data=batches, loss=loss, evaluate=failing)
     sessions = live(piped(3, 4, partition=Pipeline(stages=3), task=task))
-    ended(sessions, within=20)
+    ended(sessions)
     assert "on purpose" in sessions[0].error["text"]
 
 
@@ -314,7 +314,7 @@ def test_it_is_stopped_and_paused_like_any_run() -> None:
     sessions[0].request({"kind": "resume", "id": "c"})
     until(lambda: bool(sessions[0].record.noted("partition")[1:]))
     sessions[0].request({"kind": "stop", "id": "d"})
-    ended(sessions, within=20)
+    ended(sessions)
     assert all(s.phase == "stopped" and s.error is None for s in sessions)
 
 

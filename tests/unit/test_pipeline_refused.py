@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_cut_is_refused_in_words_and_the_run_goes_on(give
     assert words in json.loads(refused[3])["reason"]
     assert len(seen(sessions[0], "loss")) == 6
     (begun, _) = live(piped(2, 6, task=task, partition=Pipeline()))
-    assert begun.join(20) and begun.error is not None and words in begun.error["text"]
+    assert begun.join(60) and begun.error is not None and words in begun.error["text"]
 
 
 def test_more_pieces_than_parts_are_refused_with_the_number_there_may_be() -> None:

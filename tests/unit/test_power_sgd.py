@@ -237,7 +237,7 @@ class Two:
     """Two ranks as threads, in the place of `torch.distributed` in torch's hook: only the wire is ours."""
 
     def __init__(self) -> None:
-        self.here = threading.Barrier(2, timeout=20)
+        self.here = threading.Barrier(2, timeout=60)
         self.given: dict[int, torch.Tensor] = {}
 
     def all_reduce(self, x: torch.Tensor, group: OneOfTwo, async_op: bool) -> OneOfTwo:
@@ -285,7 +285,7 @@ def by_torchs_hook(
         for t in threads:
             t.start()
         for t in threads:
-            t.join(20)
+            t.join(60)
     assert len(outs[0]) == len(outs[1]) == len(steps)
     assert all(torch.equal(a, b) for a, b in zip(outs[0], outs[1], strict=True))
     return outs[0]

@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from workbench.cluster import relay
 from workbench.engine import recorder as module
 from workbench.engine import spool
 from workbench.engine.recorder import Recorder
@@ -42,7 +44,7 @@ def fill(r: Recorder, n: int, first: int = 0) -> None:
         r.span(i // 10, "comm", f"bucket {i % 4}", i * 1e-3, i * 1e-3, i * 1e-3 + 1e-4, i)
 
 
-def until(true: Any, seconds: float = 5.0) -> None:
+def until(true: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it never came true"
@@ -77,16 +79,27 @@ def test_rows_are_numbered_without_holes(tmp_path: Path) -> None:
     assert expected == 100 and r.dropped == r.lost == 0
 
 
-def test_pushed_within_a_fraction_of_a_second_and_spooled_within_one(tmp_path: Path) -> None:
+def test_pushed_within_a_fraction_of_a_second_and_spooled_within_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first flush after it, and the first turn after that: how late a busy machine makes them is its own."""
+    assert module.PUSH_EVERY < 0.5 and module.PUSH_EVERY + spool.EVERY <= 1.0
+    monkeypatch.setattr(module, "PUSH_EVERY", 600.0)
+    monkeypatch.setattr(spool, "EVERY", 600.0)
     page = Page()
     r = Recorder(0, tmp_path, page)
     fill(r, 5)
-    began = time.monotonic()
-    until(lambda: page.got)
-    pushed = time.monotonic() - began
-    until(lambda: len(store.read(tmp_path).timeline.spans) == 5)
-    assert pushed < 1.0 and time.monotonic() - began < 2.0
+    r._flush()
+    assert len(page.values("spans", "step")) == 5 and not list(tmp_path.iterdir())
+    r._spool._turn()
+    assert len(store.read(tmp_path).timeline.spans) == 5
     r.close()
+
+
+def test_a_disk_that_fails_or_hangs_is_told_to_the_kernel_within_two_seconds() -> None:
+    """Of looks at the clock; how late a busy machine makes them is its own."""
+    there = module.PUSH_EVERY + relay.PAUSE
+    assert spool.EVERY + there < 2.0 and spool.HUNG + there < 2.0
 
 
 def test_many_threads_may_record_at_once(tmp_path: Path) -> None:
@@ -140,6 +153,7 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     until(lambda: page.details("spool"))
     assert page.details("spool")[0]["error"] == "No space left on device"
     assert page.details("spool")[0]["lost"] > 0
+    until(lambda: r.lost == 21)  # all of them have come to the disk while it was full
     time.sleep(2 * spool.RETRY_EVERY)
     full.clear()
     fill(r, 5, 30)
@@ -151,6 +165,27 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     assert loaded.missing == r.lost == 21, "twenty spans, and the mark that said so"
     assert page.details("spool")[1] == {"error": "", "lost": 21, "text": f"{spool.AGAIN}; 21 rows are not on disk"}
     assert (tmp_path / "spans-0.1.arrow").exists()
+
+
+def test_a_turn_of_several_slow_writes_is_no_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said, append = [0.0], list[str](), Writer.append
+    monkeypatch.setattr(spool, "EVERY", 600.0)
+    monkeypatch.setattr(spool, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))
+
+    def slow(self: Writer, columns: Any) -> None:
+        now[0] += 0.9 * spool.HUNG
+        said.extend(r._spool.said())
+        append(self, columns)
+
+    monkeypatch.setattr(Writer, "append", slow)
+    r = Recorder(0, tmp_path)
+    fill(r, 5)
+    r.sample(1, "loss", 0.1, 2.0)
+    r.mark(1, "state", 0.1, "{}")
+    r._flush()
+    r._spool._turn()
+    r.close()
+    assert now[0] > 2 * spool.HUNG and said == [] and r.lost == 0
 
 
 def test_a_batch_that_fits_only_in_part_is_cut_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +239,17 @@ def test_recording_costs_next_to_nothing(tmp_path: Path) -> None:
 
 
 def _timed(r: Recorder, n: int = 5000) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()  # of this thread: other work on the machine does not count
     for _ in range(n):
         r.span(1, "comm", "bucket 0", 0.1, 0.2, 0.3, 100)
-    return (time.perf_counter() - began) / n
+    return (time.thread_time() - began) / n
 
 
 CHILD = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from workbench.cluster import relay
 from workbench.engine import recorder as module
 from workbench.engine import spool
 spool.RETRY_EVERY = 0.2
@@ -230,10 +267,9 @@ def child(tmp_path: Path, script: str) -> subprocess.Popen[str]:
 
 @pytest.mark.engine
 def test_after_a_kill_all_but_the_last_second_is_there(tmp_path: Path) -> None:
-    script = "fill(3000); time.sleep(1.5); print(flush=True)\nwhile True: fill(20, 3000); time.sleep(.01)"
-    with child(tmp_path, script) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    """What was there once is not lost with what is being written; the test above says how soon it is there."""
+    with child(tmp_path, "fill(3000)\nwhile True: fill(20, 3000); time.sleep(.01)") as process:
+        until(lambda: len(store.read(tmp_path).timeline.spans) >= 3000)
         time.sleep(0.3)
         process.kill()
     loaded = store.read(tmp_path)
@@ -243,7 +279,7 @@ def test_after_a_kill_all_but_the_last_second_is_there(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_a_disk_that_is_really_full_for_a_while(tmp_path: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))\n"
-    steps = ["import resource", limit.format(40_000), "fill(4000)", "time.sleep(1)"]
+    steps = ["import resource", limit.format(40_000), "fill(4000)", "while not r.lost: time.sleep(.01)"]
     steps += ["fill(4000, 4000)", "time.sleep(2)"]
     after = [limit.format("resource.RLIM_INFINITY"), "time.sleep(2)", "fill(500, 8000)", "r.close()", "print(r.lost)"]
     out, _ = child(tmp_path, "\n".join([*steps, *after])).communicate(timeout=60)

@@ -23,7 +23,7 @@ from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy, 
 from workbench.tasks import ByteGPT, ClickThrough, Digits
 
 pytestmark = pytest.mark.ranks
-LIMIT = 60.0  # seconds for a step of a test
+LIMIT = 120.0  # seconds for a step of a test
 
 
 class Crowd:
@@ -38,7 +38,7 @@ class Crowd:
     def __exit__(self, *_: object) -> None:
         for s in self.every:
             s.abort(asked=True)
-        assert all(s.join(30) for s in self.every)
+        assert all(s.join(60) for s in self.every)
 
     @property
     def first(self) -> Session:
@@ -55,6 +55,10 @@ class Crowd:
                 assert s.error is None, s.error["traceback"]
             assert time.monotonic() < end, [s.status() for s in self.every]
             time.sleep(0.002)
+
+    def paused(self) -> None:
+        """Waits until all who train have come to the boundary at which the run is paused."""
+        self.until(lambda: all(s.phase == "paused" for s in self.there) and len({s.rank.step for s in self.there}) == 1)
 
     def reach(self, step: int) -> None:
         self.until(lambda: all(s.rank.step >= step for s in self.there))
@@ -138,10 +142,10 @@ def test_who_comes_has_to_the_bit_what_the_others_have() -> None:
     with Crowd(setting(DDP())) as crowd:
         crowd.reach(6)
         crowd.first.request({"kind": "pause", "id": "p"})
-        crowd.until(lambda: crowd.first.phase == "paused")
+        crowd.paused()
         before = state_hash(crowd.first.layout)
         crowd.resize(0, 1, 2)
-        crowd.until(lambda: crowd.first.phase == "paused")
+        crowd.paused()
         there = crowd.there
         assert {state_hash(s.layout) for s in there} == {before}
         held = [slots(s.layout, s.optimizer) for s in there]
@@ -153,11 +157,10 @@ def test_what_one_who_goes_owes_becomes_an_heirs() -> None:
     with Crowd(setting(DDP(), ranks=3, compressor=ErrorFeedback(of=TopK(density=0.01)), eval_every=0)) as crowd:
         crowd.reach(5)
         crowd.first.request({"kind": "pause", "id": "p"})
-        crowd.until(lambda: crowd.first.phase == "paused")
-        time.sleep(0.2)  # the others have come to the same boundary
+        crowd.paused()
         owed = total(crowd.there)
         crowd.resize(0, 1)
-        crowd.until(lambda: crowd.first.phase == "paused")
+        crowd.paused()
         after = total(crowd.there)
         assert owed.keys() == after.keys() and float(sum(x.abs().sum() for x in owed.values())) > 0
         for name, x in owed.items():
@@ -188,7 +191,7 @@ def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypat
         crowd.reach(4)
         crowd.resize(0, 1, 3)
         assert crowd.said("refused")[0]["reason"] == "ranks=3: a rank was lost before they had met; ask again"
-        assert crowd.every[3].join(30) and crowd.every[3].phase == "stopped" and crowd.every[3].error is None
+        assert crowd.every[3].join(60) and crowd.every[3].phase == "stopped" and crowd.every[3].error is None
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [(0, 2)] * 2, "who was to be taken out is still there"
         text = crowd.said("members")[0]["text"]
@@ -287,11 +290,11 @@ def test_who_has_come_together_does_not_go_without_one_whose_wire_broke(
         return used
 
     monkeypatch.setattr(resizing, "used_up", breaks)
+    monkeypatch.setattr("workbench.engine.outliving.PATIENCE", 10 * LIMIT)  # who was waited for in vain would be missed
     with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
         crowd.reach(4)
-        began = time.monotonic()
         crowd.resize(0, 1)
-        assert not broken and time.monotonic() - began < membership.PATIENCE, "nobody was waited for in vain"
+        assert not broken
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.member for s in crowd.stopped()] == [0, 1]
         assert [said["members"] for said in crowd.said("members")] == [[0, 1, 2, 3], [0, 1]]

@@ -139,7 +139,7 @@ def test_a_real_process_that_eats_too_much_is_told_from_one_that_was_killed(smal
             child.stdin.flush()
         else:
             child.kill()
-        assert child.wait(30) == KILLED
+        assert child.wait(60) == KILLED
         said = it.words(child.pid, KILLED)
         assert ("its cgroup may have 60 MB" in said) == eats and (said == "") != eats
         child.stdin.close()

@@ -200,5 +200,5 @@ def test_sequences_of_another_length_in_the_middle_of_a_run_end_it_in_words() ->
         return [some[0], some[1][:, :-1], *some[2:]]
 
     sessions = live(spread(2, 6, task=small(data=longer), partition=Tensor(sequence=True)))
-    ended(sessions, within=20)
+    ended(sessions)
     assert any("5 positions cannot be dealt out to 2 ranks evenly" in str(s.error) for s in sessions)

@@ -56,7 +56,7 @@ def test_a_live_run_is_told_step_by_step_to_its_end(trackio: Stand, monkeypatch:
         for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             live.timeline.table(kind).extend(part.columns)
     live.live = False
-    sink.wait(30)
+    sink.wait(60)
     assert trackio.finished and not sink.error and sink.told == 60
     assert [step for step, _ in trackio.rows] == list(range(60))
     assert trackio.config == {"project": "wires", "name": "live", "ranks": "4", "lr": "0.1"}
@@ -70,7 +70,7 @@ def test_a_live_run_is_told_step_by_step_to_its_end(trackio: Stand, monkeypatch:
 def test_a_tracker_that_fails_ends_the_sink_and_not_the_run(trackio: Stand) -> None:
     trackio.fails_at = 7
     sink = log_to(synthetic.run(steps=20, changes=()), "trackio")
-    sink.wait(30)
+    sink.wait(60)
     assert "the tracker is full" in sink.error and not trackio.finished and len(trackio.rows) == 7
 
 

@@ -218,7 +218,7 @@ def test_a_change_acts_on_all_before_the_same_step_though_messages_are_late() ->
     finally:
         for s in sessions:
             s.abort()
-            assert s.join(20)
+            assert s.join(60)
 
 
 def test_bytes_are_the_model_and_a_weight_per_receiver_and_round() -> None:

@@ -198,9 +198,11 @@ def test_a_realistic_record_is_small_and_loads_quickly(tmp_path: Path) -> None:
         writer.close()
     size = sum(file.stat().st_size for file in path.glob("*.arrow"))
     Run.open(path)  # the first to be opened imports pyarrow and others, which takes ten times as long
-    began = time.process_time()
-    read = Run.open(path).timeline.spans
-    seconds = time.process_time() - began
+    seconds = 9.0
+    for _ in range(3):  # the least of them: others may have the processor's caches
+        began = time.process_time()
+        read = Run.open(path).timeline.spans
+        seconds = min(seconds, time.process_time() - began)
     assert len(read) == len(written) and size / len(written) < 40
     assert seconds < 2.0 * max(len(written) / 1e6, 0.05)
 

@@ -294,7 +294,7 @@ def test_it_runs_over_a_link_and_a_stop_finds_nothing_hanging() -> None:
     finally:
         for s in sessions:
             s.abort()
-            assert s.join(20)
+            assert s.join(60)
 
 
 # -- what cannot be --

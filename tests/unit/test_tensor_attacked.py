@@ -75,7 +75,7 @@ def normed() -> nn.Module:
 def test_a_small_gradient_that_is_wrong_is_found_out() -> None:
     task = small(model=normed, evaluate=None)
     sessions = live(spread(2, 6, task=task, partition=Tensor()))
-    ended(sessions, within=20)
+    ended(sessions)
     said = str(sessions[0].error)
     assert re.search(r"blocks\.\d\.queries\.\w+ would learn something else than in the whole model", said)
     assert "is Partial()" in said
@@ -220,7 +220,7 @@ def test_a_word_that_no_rank_has_is_refused_as_ever() -> None:
         return [some[0], some[1].clone().index_fill_(1, torch.tensor([0]), 32)]
 
     sessions = live(spread(2, 6, task=small(data=odd, evaluate=None), partition=Tensor()))
-    ended(sessions, within=20)
+    ended(sessions)
     assert any("index out of range" in str(s.error) for s in sessions)
 
 

@@ -80,7 +80,7 @@ REFUSED = [
 def test_the_engine_refuses_in_words(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(asks))
     (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
-    assert session.join(20)
+    assert session.join(60)
     assert session.error is not None
     assert words in session.error["text"]
     assert session.error["step"] == 0
@@ -101,8 +101,8 @@ class LooksAtItsBatch(Strategy):
 def test_a_batch_and_the_clock_can_be_asked_for() -> None:
     LooksAtItsBatch.seen.clear()
     looked, plain = (live(experiment(1, 3, strategy=s))[0] for s in (LooksAtItsBatch(), DDP()))
-    assert looked.join(20)
-    assert plain.join(20)
+    assert looked.join(60)
+    assert plain.join(60)
     assert looked.record.losses() == plain.record.losses()
     assert LooksAtItsBatch.seen == sorted(set(LooksAtItsBatch.seen))
     assert len(LooksAtItsBatch.seen) == 3
@@ -125,7 +125,7 @@ class TwoForwards(Strategy):
 def test_a_backward_belongs_to_the_forward_of_its_micro_batch() -> None:
     TwoForwards.seen.clear()
     (session,) = live(experiment(1, 1, bucket_mb=1.0, strategy=TwoForwards()))
-    assert session.join(20)
+    assert session.join(60)
     assert session.error is None
     second, both = TwoForwards.seen
     for step, expected in ((1, second), (0, both - second)):
@@ -138,7 +138,7 @@ def test_a_backward_belongs_to_the_forward_of_its_micro_batch() -> None:
 def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(lambda rank, params: rank.backward(micro=3)))
     (session,) = live(experiment(1, 1, strategy=AsksForTooMuch()))
-    assert session.join(20)
+    assert session.join(60)
     assert session.error is not None
     assert "backward of micro-batch 3 was asked for before its forward" in session.error["text"]
 
@@ -147,7 +147,7 @@ def test_one_of_several_workers_may_not_ask_for_what_is_the_ranks(monkeypatch: p
     monkeypatch.setattr(AsksForTooMuch, "workers", 2)
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(lambda rank, params: rank.grads()))
     (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
-    assert session.join(20)
+    assert session.join(60)
     assert session.error is not None
     assert "`grads`: one of several workers cannot ask for it; take workers=1" in session.error["text"]
 

@@ -100,7 +100,7 @@ def test_the_panel_says_when_there_is_nothing_to_ask_about() -> None:
     panel = WhatIf(lambda: None)
     panel.ask()
     assert panel.working is not None
-    panel.working.join(10)
+    panel.working.join(60)
     assert "no run yet" in panel.said.value
     panel.close()
 

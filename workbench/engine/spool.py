@@ -189,6 +189,7 @@ class Spool:
                 self._unwritten += left
 
     def _append(self, kind: str, first: int, columns: dict[str, Any]) -> None:
+        self._since = time.monotonic()  # a turn of several slow writes is none that hangs
         if kind in self._parts and self._next[kind] != first:  # rows between were lost; a part has no holes
             self._end(kind)
         if kind not in self._parts:
