@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from workbench import Experiment, simulate
 from workbench.compressors import Dense, TopK
 from workbench.fabric import Fabric, Link
+from workbench.record.timeline import Timeline
 from workbench.sim import AlphaBeta, Costs
 from workbench.tasks import ByteGPT
 
@@ -50,3 +52,24 @@ def test_what_short_collectives_take_is_measured_on_the_link_itself() -> None:
     late = Costs.measured(simulate(long, costs=replace(paid, linked=AlphaBeta(), late=0.001)))
     assert late.late == pytest.approx(0.001, rel=0.05)
     assert late.linked == AlphaBeta()
+
+
+def test_what_queued_behind_one_stall_counts_it_once() -> None:
+    """A stop, or a busy machine, held the wire when a step's gathers had begun: all ended one by one after it."""
+    link, stall = Fabric(link=Link(bandwidth=1000.0, latency=0.01)), 0.5
+    e = Experiment(task=TASK, ranks=2, steps=12, eval_every=0, fabric=link, compressor=TopK(density=0.001),
+                   bucket_mb=0.02)  # fmt: skip
+    run = simulate(e, costs=Costs(forward=0.01, backward=0.02, linked=AlphaBeta(0.0016)))
+    rows = run.timeline.spans.rows()
+    held = rows.equal("lane", "comm") & (rows.step == e.steps - 1)
+    end = rows.t1.copy()
+    end[held] = end[held].max() + stall + 1e-3 * np.unique(end[held], return_inverse=True)[1]
+    stalled = Timeline()
+    stalled.spans.extend(rows.replaced(t1=end).columns)
+    stalled.samples.extend(run.timeline.samples.rows().columns)
+    stalled.marks.extend(run.timeline.marks.rows().columns)
+    before = Costs.measured(run).linked.message
+    run.timeline = stalled
+    each = int((rows.equal("lane", "comm") & (rows.rank == 0) & (rows.step >= 2)).sum())
+    assert held.sum() > 4
+    assert (Costs.measured(run).linked.message - before) * each == pytest.approx(stall, rel=0.1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.settings import KnobError
@@ -13,24 +14,33 @@ if TYPE_CHECKING:
 SHARING = ("ZeRO3", "ZeROInfinity")  # each keeps less on a device than the one before
 
 
-def roomier(e: Experiment, evaluating: bool = False, now: Experiment | None = None) -> list[str]:
+def roomier(e: Experiment, standing: bool = False, now: Experiment | None = None,
+            fits: Callable[[str, object], bool] | None = None) -> list[str]:  # fmt: skip
     """In words, what people may set instead.
 
-    evaluating: is it while the model is evaluated that there is too little? Then what backward keeps is not in the way
-    now: what is in force where `e` was asked for: what it has is no news, and what needs more than it is none either
+    standing: is there too little while nothing is trained (between two steps, or in an evaluation)? Then neither a
+              batch nor what backward keeps is in the way
+    now:  what is in force where `e` was asked for: what it has is no news, and what needs more than it is none either
+    fits: does it fit with that value of the knob of that path? Without it what nothing else refuses is said
     """
-    return list(_ways(e, evaluating, now or e))
+    return list(_ways(e, standing, now or e, fits))
 
 
-def _ways(e: Experiment, evaluating: bool, now: Experiment) -> Iterator[str]:
+def _ways(
+    e: Experiment, standing: bool, now: Experiment, fits: Callable[[str, object], bool] | None
+) -> Iterator[str]:
+    would = fits or partial(_can, e)
     mine = [type(one.strategy).__name__ for one in (e, now)]
     others = SHARING[max((SHARING.index(name) + 1 for name in mine if name in SHARING), default=0) :]
-    if able := [name for name in others if _can(e, "strategy", name)]:
+    if able := [name for name in others if would("strategy", name)]:
         yield f"strategy {' or '.join(able)}"
-    if evaluating:
+    if standing:
+        less = e.bucket_mb / 4
+        if fits and fits("bucket_mb", less):
+            yield f"bucket_mb={less:g}"
         return
     recomputed = [getattr(one.partition, "checkpoint", "none") != "none" for one in (e, now)]
-    if not any(recomputed) and _can(e, "partition.checkpoint", "units"):
+    if not any(recomputed) and would("partition.checkpoint", "units"):
         yield "partition.checkpoint='units'"
     yield "a smaller batch or bucket_mb"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from workbench.experiment import Experiment
 from workbench.experiment.roomier import roomier
 
 MB = 1e6
-STEP, EVALUATED = "in a step", "while the model is evaluated"
+STEP, BETWEEN, EVALUATED = "in a step", "between two steps", "while the model is evaluated"
 
 
 class OutOfMemory(RuntimeError):
@@ -18,23 +18,22 @@ class OutOfMemory(RuntimeError):
 
     lack: Lack | None = None
 
-    def beside(self, now: Experiment) -> str:
-        """The same, where a change of `now` would need it: what is in force there is not advised."""
-        return self.lack.text(now) if self.lack else str(self)
-
 
 @dataclass(frozen=True)
 class Lack:
-    """What is lacking. wanted: for what; said: how much, in words; enough: what would do; evaluating: only then?"""
+    """What is lacking. wanted: for what; needed: bytes; said: the same, in words; enough: what would do; when: at
+    which moment
+    """
 
     wanted: Experiment
+    needed: int
     said: str
     enough: str
-    evaluating: bool
+    when: str
 
-    def text(self, now: Experiment | None = None) -> str:
-        """In words, with what may be set instead, where `now` is in force."""
-        ways = ", ".join(roomier(self.wanted, self.evaluating, now))
+    def text(self, now: Experiment | None = None, fits: Callable[[str, object], bool] | None = None) -> str:
+        """In words, with what may be set instead where `now` is in force. fits: if it can be tried, what does"""
+        ways = ", ".join(roomier(self.wanted, self.when != STEP, now, fits))
         return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
 
 
@@ -52,7 +51,7 @@ def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> Non
     if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
         more = f"a memory_mb above {_mb(needed)}, and a step may take more"
     said = f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts})"
-    lack = Lack(e, said, more, evaluating=when.endswith(EVALUATED))
+    lack = Lack(e, needed, said, more, when)
     error = OutOfMemory(lack.text())
     error.lack = lack
     raise error

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.host import memory
-from workbench.host.budget import EVALUATED, MB, STEP, require_fits
+from workbench.host.budget import BETWEEN, EVALUATED, MB, STEP, require_fits
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
 from workbench.host.counted import Counts
@@ -79,7 +79,7 @@ class Ledger:
         self._fresh, self._seen = FRESH, None
         self._evaluated, self._evaluated_at = 0, -1
         told = self._write(between=True)
-        self._require(told, "between two steps")
+        self._require(told, BETWEEN)
         self._surge = 0
 
     def surge(self, nbytes: int) -> None:

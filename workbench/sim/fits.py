@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench import analysis
 from workbench.experiment import Experiment
-from workbench.host.budget import MB, OutOfMemory
+from workbench.host.budget import BETWEEN, MB, OutOfMemory
 from workbench.policies import ByHand
 from workbench.settings import Change, KnobError, each, knobs, resolve
 from workbench.sim.simulate import simulate
@@ -34,27 +34,66 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
     changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
     if not (wanted.memory_mb and set(changed) & set(FILLS)):
         return
-    before = STEPS + min(MOST, longest(e.strategy)) if path else 0
+    change = dict(each(path, value)) if path else {}
+    try:
+        found = _foreseen(e, change)
+    except OutOfMemory as error:
+        raise KnobError(_said(e, change, error)) from None
+    except Exception:
+        return
+    require_room(wanted, found)
+
+
+def _foreseen(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
+    """What each rank needs from the change on, or from the start. Raises OutOfMemory."""
+    wanted = e.set(change) if change else e
+    before = STEPS + min(MOST, longest(e.strategy)) if change else 0
     steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())
     last = steps if e.eval_every else 0  # an evaluation once all is there
     short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
+    run = simulate(short, changes=[Change(before, change)] if change else [], real=False)
+    return analysis.memory(run.timeline, before)
+
+
+def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
+    """The refusal in words. Where the switch itself has no room, only what was tried and fits is advised."""
+    lack = error.lack
+    if lack is None or not change:
+        return str(error)
+    if lack.when != BETWEEN:
+        return lack.text(e)
+    free, rest = replace(e, memory_mb=0.0), {path: value for path, value in change.items() if path != "memory_mb"}
     try:
-        run = simulate(short, changes=[Change(before, path, value)] if path else [], real=False)
-    except OutOfMemory as error:
-        raise KnobError(error.beside(e) if path else str(error)) from None
-    except Exception:
-        return
-    require_room(wanted, analysis.memory(run.timeline, before))
+        after = max(one.peak for one in _foreseen(free, rest)) + _late(lack.wanted)
+    except Exception:  # what comes after the switch, nobody can tell
+        return lack.text(e)
+    lack = replace(lack, enough=f"memory_mb={1.05 * max(lack.needed, after) / MB:.3g}")
+    return lack.text(e, lambda path, value: _fits(e, change | {path: value}))
+
+
+def _fits(e: Experiment, change: dict[str, Any]) -> bool:
+    try:
+        require_room(e.set(change), _foreseen(e, change))
+    except Exception:  # it is refused, or nobody can tell
+        return False
+    return True
+
+
+def _late(e: Experiment) -> int:
+    """Bytes of the buckets that may be outstanding on real ranks, whose sums take time."""
+    return _outstanding(e) * int(e.bucket_mb * MB)
+
+
+def _outstanding(e: Experiment) -> int:
+    return int(getattr(e.strategy, "outstanding", 0))
 
 
 def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
     """On real ranks as many buckets as may be `outstanding` can wait for their sum, which takes no time here."""
-    buckets = int(getattr(e.strategy, "outstanding", 0))
-    waiting = buckets * int(e.bucket_mb * MB)
-    worst = max(found, key=lambda one: one.peak)
+    waiting, worst = _late(e), max(found, key=lambda one: one.peak)
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(
             f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {worst.peak / MB:.3g} MB, and {waiting / MB:.3g} more "
-            f"where exchanges are late (outstanding={buckets} buckets of {e.bucket_mb:g} MB); take fewer or smaller "
-            f"buckets, or memory_mb={1.02 * (worst.peak + waiting) / MB:.3g}"
+            f"where exchanges are late (outstanding={_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
+            f"fewer or smaller buckets, or memory_mb={1.02 * (worst.peak + waiting) / MB:.3g}"
         )

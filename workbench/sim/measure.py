@@ -127,9 +127,7 @@ class _Recorded:
         p = len(self.ranks)
         if not which.any() or p < 2:
             return AlphaBeta()
-        end = np.max(c.t1, axis=1)
-        before = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
-        took = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
+        took = _alone(c)
         found: dict[tuple[int, int], list[float]] = defaultdict(list)
         for i in np.flatnonzero(which):
             messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, p)[1]
@@ -142,15 +140,16 @@ class _Recorded:
 
     def _shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Of collectives on a Link, those alike together: how many messages each is, one after the other, and of each
-        the seconds from the last arrival to its end, and those that the ports ask.
+        the seconds that it took once all were there, and those that the ports ask.
         """
         c, which = self._collectives(shaped=True)
+        took = _alone(c)
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i in np.flatnonzero(which & ~np.isnan(c.port).all(axis=1)).tolist():
             messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, len(self.ranks))[1]
             found[messages, int(c.nbytes[i].max())].append(i)
         for (messages, _), mine in found.items():
-            yield messages, c.t1[mine].max(axis=1) - c.last[mine], np.nanmax(c.port[mine], axis=1)
+            yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
 
     def late(self) -> float:
         """How late a collective ends on a Link, against its own description; of those that the Link makes long."""
@@ -185,6 +184,14 @@ class _Recorded:
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
+
+
+def _alone(c: Arrivals) -> np.ndarray:
+    """Seconds that each took from its last arrival, or from the end of those before it: they cross one by one."""
+    end = np.fmax.reduce(c.t1, axis=1)
+    before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
+    took: np.ndarray = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
+    return took
 
 
 def _short(took: np.ndarray, own: np.ndarray) -> bool:
