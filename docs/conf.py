@@ -19,7 +19,7 @@ ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Every page, in the order in which the sidebar names them; the first page is README.md.
 PAGES = {
-    "Begin": ["docs/using", "docs/clusters", "docs/glossary"],
+    "Begin": ["docs/using", "docs/clusters", "docs/wanted", "docs/glossary"],
     "Lessons": ["docs/notebooks", *lessons.PAGES],
     "For the teacher": [f"docs/course/{path.stem}" for path in sorted((ROOT / "docs" / "course").glob("*.md"))],
     "Reference": [

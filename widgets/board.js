@@ -210,6 +210,7 @@ class Place {
     this.player?.pause();
     this.player = this.hub.film && new Player(this.hub, this.hub.film);
     this.el.replaceChildren(...(this.player ? [this.player.el] : []), ...this.panels.map((p) => p.el));
+    if (this.el.closest(".wb-kept")) this.player?.follow();
     this.hub.pulse.tell();
     for (const panel of this.panels) this.sight.observe(panel.el);
     this.look();

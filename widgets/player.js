@@ -23,11 +23,23 @@ class Player {
     this.el.setAttribute("role", "region");
     this.el.setAttribute("aria-label", "Player: the run as it was at a time");
     for (const part of [this.button, this.slider, this.speed, this.whole]) part.dataset.lmSuppressShortcuts = "true";
-    this.button.onclick = () => (this.timer ? this.pause() : this.play());
+    this.button.onclick = () => (this.timer ? (this.pause(), this.address()) : this.play());
     this.slider.oninput = () => { this.pause(); this.go(Number(this.slider.value)); };
-    this.whole.onclick = () => { this.pause(); this.go(this.end); };
+    this.slider.onchange = () => this.address(); // once let go: browsers take few new addresses a second
+    this.whole.onclick = () => { this.pause(); this.go(this.end); this.address(); };
     this.pause();
     this.show();
+  }
+  // On a page of its own the address names the moment that is shown, so that it can be sent: run.html#at=12.5
+  follow() {
+    this.named = true;
+    const at = Number(/^#at=(\d+(?:\.\d+)?)$/.exec(location.hash)?.[1] ?? NaN);
+    if (at < this.end) this.go(at);
+  }
+  address() {
+    if (!this.named) return;
+    const whole = location.pathname + location.search;
+    history.replaceState(null, "", this.at < this.end ? `#at=${Math.max(this.at, 0).toFixed(3)}` : whole);
   }
   play() {
     if (this.at >= this.end) this.at = this.begin;

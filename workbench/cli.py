@@ -1,4 +1,6 @@
-"""The command line: `workbench lab | demo | run | tune | show | compare | export | open`. A mistake: one sentence.
+"""The command line: `workbench lab | demo | run | tune | show | what-if | compare | export | open`.
+
+A mistake is answered with one sentence.
 
 Heavy packages are imported inside the commands that need them, so that `workbench show` needs no torch.
 """
@@ -148,6 +150,28 @@ def show(
         from workbench.doors.report import write_page
 
         typer.echo(f"wrote {write_page(found, out)}")
+
+
+@app.command("what-if")
+@plainly
+def what_if(
+    rundir: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
+    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
+    network: Annotated[str, typer.Option(help="a network by its name, such as 100 GbE, in place of the run's")] = "",
+    ranks: Annotated[list[int] | None, typer.Option(help="how many ranks; given again, a row for each")] = None,
+    over: Annotated[bool, typer.Option("--over", help="a row for each of 2, 4, 8, ... 4,096 ranks")] = False,
+) -> None:
+    """Ask the simulator, calibrated from a recorded run, about other settings, networks and numbers of ranks."""
+    found, settings, some = opened(rundir), dict(map(setting, knobs or ())), ranks or []
+    try:
+        if over or len(some) > 1:
+            text = repr(found.scaling(settings, network, some or None))
+        else:
+            told = found.what_if(settings | ({"ranks": some[0]} if some else {}), network)
+            text = "\n".join([repr(told), *(f"- {assumed}" for assumed in told.assumptions)])
+    except ValueError as error:  # no step from which anything can be measured
+        raise RunError(str(error)) from None
+    typer.echo(text)
 
 
 @app.command()

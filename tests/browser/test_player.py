@@ -17,6 +17,7 @@ AT = """(t) => {
   const film = document.querySelector('.wb-film');
   film.value = t;
   film.dispatchEvent(new Event('input'));
+  film.dispatchEvent(new Event('change'));
 }"""
 LONGEST = """() => Math.max(
   ...document.querySelector('[data-view=loss] .wb-chart').data.map((d) => Math.max(...d.x, 0)))"""
@@ -45,3 +46,19 @@ def test_a_recorded_page_is_what_it_was_at_a_time_and_plays_on(browser: Any, tmp
     assert page.inner_text(".wb-play") == "▶ Play"
     assert "strategy.every 16 since step 150" in page.inner_text(".wb-player")
     assert not troubles
+
+
+def test_the_address_of_a_page_names_its_moment_and_is_opened_there(browser: Any, tmp_path: Path) -> None:
+    run = recorded(steps=200, changes=())
+    moment = float(run.spans[run.spans["lane"] == "step"].groupby("step").t1.max()[120]) + 1e-2
+    page, other = (browser.new_page(viewport={"width": 1280, "height": 900}) for _ in range(2))
+    page.goto(write_report(run, tmp_path / "run.html").as_uri())
+    page.wait_for_selector("[data-view=loss][data-draws]")
+    page.evaluate(AT, moment)
+    assert page.url.endswith(f"/run.html#at={moment:.3f}")
+    other.goto(page.url)
+    other.wait_for_selector("[data-view=loss][data-draws]")
+    other.wait_for_function(f"({LONGEST})() === 120", timeout=20_000)
+    assert "step 120 of 199" in other.inner_text(".wb-player")
+    page.get_by_role("button", name="Whole run").click()
+    assert page.url.endswith("/run.html")

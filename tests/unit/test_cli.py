@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -167,6 +168,25 @@ def test_show_prints_a_recorded_run_and_writes_its_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert say("show", str(path), "--out", str(page)).exit_code == 0
     assert "<html" in page.read_text().lower()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_what_if_asks_about_a_recorded_run_on_a_named_network_and_over_ranks(tmp_path: Path) -> None:
+    path = str(simulate(Experiment(ranks=2, steps=12, pace=20.0, eval_every=0)).save(tmp_path / "run"))
+    one = say("what-if", path, "--network", "100 GbE", "--ranks", "4", "--set", "bucket_mb=2")
+    assert one.exit_code == 0, one.output
+    assert re.match(r"measured [\d.]+ ms per step; simulated ", one.stdout) and "\n- 100 GbE: alpha 14 us" in one.stdout
+    rows = say("what-if", path, "--network", "400G InfiniBand", "--over").stdout.splitlines()
+    told = [re.split("  +", row) for row in rows if not row.startswith("- ")]
+    assert [ranks for ranks, *_ in told] == [f"{2**power:,}" for power in range(1, 13)]
+    assert all(step.endswith(" ms") and computing.endswith("% of it") for _, step, computing, _ in told)
+    some = say("what-if", path, "--ranks", "2", "--ranks", "64").stdout.splitlines()
+    assert [row.split()[0] for row in some[:2]] == ["2", "64"] and some[2].startswith("- ")
+    assert "did you mean 100 GbE?" in refused(say("what-if", path, "--network", "100GbE"))
+    assert "ranks=5000" in refused(say("what-if", path, "--ranks", "5000"))
+    none = str(Run(Experiment(), name="kept", epoch=1.0).save(tmp_path / "none"))
+    assert "has no step that ended on all ranks" in refused(say("what-if", none))
 
 
 def test_show_says_which_directory_is_missing_or_no_run(tmp_path: Path) -> None:

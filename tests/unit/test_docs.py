@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,19 @@ def test_words_of_a_docstring_are_not_taken_for_markup() -> None:
     assert reference.shown("    x <- y\n      <- z") == "```text\nx <- y\n  <- z\n```"
     assert reference.linked("https://a.org/b, then (https://c.org/d).") == "<https://a.org/b>, then (<https://c.org/d>)."
     assert reference.linked("see docs/gpu.md.") == "see [docs/gpu.md](../gpu.md)."
+
+
+def test_what_is_wanted_is_counted_and_every_test_that_shows_it_is_there() -> None:
+    rows = re.findall(r"^\| (\d+) \| .+? \| \**(yes|partly|no)\** \| (.+) \|$", page("wanted.md"), re.M)
+    assert [int(number) for number, *_ in rows] == list(range(1, 72))
+    count = Counter(verdict for _, verdict, _ in rows)
+    assert f"Of 71: **{count['yes']} yes, {count['partly']} partly, {count['no']} no.**" in page("wanted.md")
+    for number, verdict, where in rows:
+        named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", where)
+        assert named or verdict != "yes", number
+        for path, test in named:
+            text = next(p for p in (ROOT / "tests" / path, ROOT / path) if p.exists()).read_text()
+            assert f"def {test}" in text, (number, path, test)
 
 
 def test_every_lesson_is_on_the_list() -> None:

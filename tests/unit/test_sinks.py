@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,6 +68,21 @@ def test_a_live_run_is_told_step_by_step_to_its_end(trackio: Stand, monkeypatch:
     assert "held_out" in trackio.rows[20][1] and "held_out" not in said
 
 
+def test_wandb_has_each_step_in_a_run_of_its_own_and_hears_that_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    whole = synthetic.run(steps=20, changes=())
+    whole.timeline.marks.add([(0, 19, "state", 99.0, '{"state": "failed"}')])
+    sink = log_to(whole, "wandb", project="wires")
+    sink.wait(30)
+    assert not sink.error and whole.state == "failed"
+    begun, told = wandb.init.call_args.kwargs, wandb.init.return_value
+    assert begun["project"] == "wires" and begun["name"] == whole.name and begun["reinit"] == "create_new"
+    assert [call.kwargs["step"] for call in told.log.call_args_list] == list(range(20))
+    assert told.log.call_args_list[5].args[0].keys() >= {"step_seconds", "exposed_seconds", "bytes", "loss"}
+    told.finish.assert_called_once_with(exit_code=1)
+
+
 def test_a_tracker_that_fails_ends_the_sink_and_not_the_run(trackio: Stand) -> None:
     trackio.fails_at = 7
     sink = log_to(synthetic.run(steps=20, changes=()), "trackio")
@@ -79,8 +95,8 @@ def test_what_is_no_tracker_is_refused_in_words(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "mlflow.entities", None)
     with pytest.raises(RunError, match="tracker=mlflow: is not installed; pip install mlflow"):
         log_to(Run({"ranks": 1}), "mlflow")
-    with pytest.raises(RunError, match="tracker='wandb': must be one of mlflow, trackio"):
-        log_to(Run({"ranks": 1}), "wandb")
+    with pytest.raises(RunError, match="tracker='excel': must be one of mlflow, trackio, wandb"):
+        log_to(Run({"ranks": 1}), "excel")
 
 
 def test_steps_that_have_not_ended_everywhere_are_not_told() -> None:

@@ -1,6 +1,6 @@
 """A run told to an experiment tracker while it trains: loss, step time, exposed communication and bytes, step by step.
 
-    sink = log_to(run, "mlflow", project="wires")   # or "trackio"; returns at once, and follows the run to its end
+    sink = log_to(run, "mlflow", project="wires")   # or "wandb", "trackio"; returns at once, and follows the run
     sink.wait()
 
 A tracker is an optional package, imported when it is asked for. One that fails ends the sink and never the run: what it
@@ -95,7 +95,7 @@ def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str,
 
 
 def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
-    """Tells `run` to "mlflow" or "trackio", live or afterwards, as a run of `project`; returns at once.
+    """Tells `run` to "mlflow", "trackio" or "wandb", live or afterwards, as a run of `project`; returns at once.
 
     Raises RunError for another tracker, or one that is not installed.
     """
@@ -146,4 +146,21 @@ class Trackio:
         self._run.finish()
 
 
-TRACKERS: dict[str, Any] = {"mlflow": MLflow, "trackio": Trackio}
+class WandB:
+    """A run of Weights & Biases, in `project`; WANDB_MODE=offline keeps it on this machine, as wandb itself says."""
+
+    def __init__(self, run: Run, project: str) -> None:
+        import wandb
+
+        settings = worded(run.settings)
+        self._run = wandb.init(project=project, name=run.name, config=settings, reinit="create_new")
+
+    def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
+        for step, _, found in rows:
+            self._run.log(found, step=step)
+
+    def finish(self, well: bool) -> None:
+        self._run.finish(exit_code=0 if well else 1)
+
+
+TRACKERS: dict[str, Any] = {"mlflow": MLflow, "trackio": Trackio, "wandb": WandB}

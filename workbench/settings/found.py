@@ -1,6 +1,7 @@
 """Finding the members of a family: one exists because its file lies in the family's folder.
 
-There is no registration call; a class written in a notebook cell is found the same way as one that ships.
+There is no registration call; a class written in a notebook cell is found the same way as one that ships, and so is one
+of another package that is installed and names its module as an entry point of the group `workbench.members`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import warnings
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -28,6 +31,7 @@ def members(base: type[M]) -> dict[str, type[M]]:
         return {base.__name__: base}
     if home := getattr(base, "home", ""):
         _look(home)
+        _look_elsewhere()
     found: dict[str, type[M]] = {}
     todo: list[type[M]] = list(base.__subclasses__())
     while todo:
@@ -44,6 +48,17 @@ def _look(home: str) -> None:
     package = importlib.import_module(home)
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{home}.{info.name}")
+
+
+@cache
+def _look_elsewhere() -> None:
+    """Imports the modules that other packages name, once. One that fails is left out: nobody else's work needs it."""
+    for entry in entry_points(group="workbench.members"):
+        try:
+            entry.load()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            warnings.warn(f"workbench.members: {entry.name} = {entry.value} is left out ({said})", stacklevel=3)
 
 
 @cache

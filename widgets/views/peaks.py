@@ -1,0 +1,129 @@
+"""Each rank's memory over the run, where it changes: when it grew, and after which change."""
+
+from __future__ import annotations
+
+import time
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Grid, Patch, View, thin
+from workbench.analysis import readable
+from workbench.analysis.memory import PEAK, PREFIX
+
+NAMED = 8  # ranks that are listed one by one
+PERIOD = 1.0  # seconds between two looks at a live run
+
+
+class Peaks(View):
+    """A line of steps per rank, in the rank's own line; the record has a value where it changes."""
+
+    name: ClassVar[str] = "peaks"
+    title: ClassVar[str] = "Memory, step by step"
+    about: ClassVar[str] = (
+        "The most that each rank's memory held at a time in a step, of all categories together, as a line per rank, "
+        "against steps; a vertical mark at each change. There once it has changed."
+    )
+    order: ClassVar[int] = 27
+    axes: ClassVar[dict[str, str]] = {"x": "step"}
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 0.0
+        self._changed = False
+        self._lines: dict[int, _Line] = {}
+
+    def figure(self, run: Any) -> go.Figure:
+        axis = theme.axis("peak of a step", nticks=5, rangemode="tozero", tickformat="~s", ticksuffix="B")
+        figure = go.Figure(layout=theme.layout(
+            200, xaxis=theme.axis("step", nticks=8, rangemode="tozero"), yaxis=axis,
+            margin={"l": 84, "r": 10, "t": 8, "b": 46},
+        ))  # fmt: skip
+        ranks = self.ranks(run)
+        for rank in range(ranks):
+            figure.add_trace(go.Scatter(
+                x=[], y=[], mode="lines", line={**theme.rank_line(rank, 1.5), "shape": "hv"}, meta={"rank": rank},
+                name=f"rank {rank}" if ranks <= NAMED else "a line per rank", showlegend=ranks <= NAMED or rank == 0,
+                opacity=0.75, hovertemplate=f"rank {rank}: %{{y:.4~s}}B at step %{{x}}<extra></extra>",
+            ))  # fmt: skip
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        now = time.monotonic()
+        if run.live and now - self._at < PERIOD:
+            return Patch()
+        self._at = now
+        rows = self.fresh(run.timeline.samples)
+        rows = rows[rows.rank < self.ranks(run)]
+        for rank in np.unique(rows.rank):
+            mine = rows[rows.rank == rank]
+            told = mine[mine.equal("name", PREFIX + PEAK)]
+            line = self._lines.setdefault(int(rank), _Line())
+            line.told += zip(told.step.tolist(), told.value.tolist(), strict=True)
+            line.newest = int(mine.step.max())
+        for line in self._lines.values():
+            self._changed |= line.draw(line.newest + (not run.live))
+        if not self._changed:
+            return Patch()
+        new = {rank: line.taken() for rank, line in self._lines.items() if line.x}
+        return Patch(append={rank: thin({"x": np.array(x), "y": np.array(y)}) for rank, (x, y) in new.items()})
+
+    def table(self, run: Any) -> Grid:
+        rows = run.timeline.samples.rows()
+        rows = rows[rows.equal("name", PREFIX + PEAK)]
+        rows = rows[np.isin(rows.step, np.unique(rows.step)[-10:])]
+        out = [(int(r), int(s), readable(v)) for r, s, v in zip(rows.rank, rows.step, rows.value, strict=True)]
+        return Grid(("rank", "from step", "peak"), sorted(out), "The last 10 steps at which one changed")
+
+
+class _Line:
+    """One rank's line: of each step the most, of which the record may say several; behind it, what was said last."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, float]] = []  # step and bytes, of steps that are not drawn yet
+        self.newest = 0
+        self.x: list[float] = []
+        self.y: list[float] = []
+        self._end = self._since = 0  # the first step that is not drawn, and that from which on `_now` holds
+        self._now: float | None = None
+        self._shown: float | None = None
+
+    def draw(self, end: int) -> bool:
+        """Takes in the steps before `end`, of which all is told; returns whether the line is no longer level."""
+        level = True
+        for step, several in groupby(self.told, itemgetter(0)):
+            if step >= end:
+                break
+            level &= self._hold(step)
+            values = [value for _, value in several]
+            level &= self._put(step, max(values))
+            self._since, self._now = step + 1, values[-1]
+        self.told = [one for one in self.told if one[0] >= end]
+        level &= self._hold(end)
+        if self._now is not None and end > self._end:
+            self._put(end - 1, self._shown or 0.0)
+            self._end = end
+        return not level
+
+    def taken(self) -> tuple[list[float], list[float]]:
+        """What is new of it."""
+        new, self.x, self.y = (self.x, self.y), [], []
+        return new
+
+    def _hold(self, step: int) -> bool:
+        """What was said last, where it holds before `step` and is not what the line shows."""
+        if self._now is None or step <= self._since or self._now == self._shown:
+            return True
+        return self._put(self._since, self._now)
+
+    def _put(self, step: int, value: float) -> bool:
+        """A point; returns whether it is as high as the one before it."""
+        before, self._shown = self._shown, value
+        self.x.append(float(step))
+        self.y.append(value)
+        return before in (None, value)
