@@ -1,4 +1,4 @@
-"""voila shows the dashboard with no network but this machine's own; run where voila is installed beside the rest."""
+"""voila shows the dashboard with no network but this machine's own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def test_voila_shows_it_and_steers_by_it_without_a_network(tmp_path: Path) -> None:
-    pytest.importorskip("voila")
     notebook(tmp_path, f"{SHOWN}\ndashboard")
     with served(tmp_path) as address, paged() as page:
         cut = []
