@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs binder torture interrupts runs-end mutants course lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs binder torture interrupts soak runs-end mutants course lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make interrupts  a kernel interrupted 200 times at random moments of a lab's life (SEED=7)"
+	@echo "make soak  eight ranks for an hour, changed and killed (MINUTES=60): what of memory, descriptors and threads grows"
 	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7; OUT=a file: goes on there)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
 	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
@@ -72,6 +73,9 @@ torture: $(VENV)/.installed-test
 
 interrupts: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.interrupts $(if $(SEED),--seed $(SEED))
+
+soak: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json
 
 runs-end: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.runs_end $(if $(SEED),--seed $(SEED))

@@ -25,7 +25,7 @@ def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> Non
               {"round": 1, "point": "set", "hit": False, "outcome": "WRONG: it hangs"}]  # fmt: skip
     calm = [{"seed": 5, "wrong": "", "applied": 30, "refused": 2, "others": 4, "seconds": 120},
             {"seed": 6, "wrong": "AssertionError: step 3", "seconds": 60, "mended": "a ticket was lost."}]  # fmt: skip
-    text = reliability.page(rounds, broken, calm)
+    text = reliability.page(rounds, broken, calm, {})
     assert "| the engine of a rank killed (SIGKILL) | 4 | 3 | 1 | 0 | 0.3, 0.4 | 2.0, 3.0 |" in text
     assert "| every connection between two ranks shut down | 1 | 0 | 0 | 1 |  |  |" in text
     assert "| 7 | 3 | 3 | 45 | 3 | 5 | 1 | 1 |" in text
@@ -38,11 +38,11 @@ def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> Non
     assert "| close | 1 | 1 | 0 | 1 | 0 |" in text and "| set | 1 | 0 | 0 | 0 | 1 |" in text
     enough = [round_of(7, kill=500, applied=9_000), round_of(8)]
     held = [{**calm[0], "applied": 1_000}]
-    assert "That is reached. 0 ended wrong." in reliability.page(enough, [], held)
-    lost = reliability.page([{**enough[0], "wrong": "Stuck"}, round_of(8, cut=2, applied=7)], [], held)
+    assert "That is reached. 0 ended wrong." in reliability.page(enough, [], held, {})
+    lost = reliability.page([{**enough[0], "wrong": "Stuck"}, round_of(8, cut=2, applied=7)], [], held, {})
     assert "**The numbers are reached, but not with nothing lost.** 1 ended wrong:" in lost
     assert "In the 1 rounds since the last of them: 7 changes, 2 faults, nothing lost." in lost
     assert "what is asked" not in lost
     again = [round_of(6, wrong="Stuck"), round_of(7, applied=10_000, kill=498)]
-    assert "are 500 faults: what is asked." in reliability.page(again, [broken[0]] * 2, [])
-    assert "what is asked" not in reliability.page(again, broken, []), "an interrupt lost something"
+    assert "are 500 faults: what is asked." in reliability.page(again, [broken[0]] * 2, [], {})
+    assert "what is asked" not in reliability.page(again, broken, [], {}), "an interrupt lost something"

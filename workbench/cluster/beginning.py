@@ -51,8 +51,9 @@ def begin(
         except Exception as error:
             errors[rank] = error
     if errors:
+        late = {rank for rank, error in errors.items() if isinstance(error, Late)}
         why = [_why(cluster, rank, error) for rank, error in errors.items()]
-        _take_back(cluster, spools, {rank for rank, error in errors.items() if isinstance(error, Late)})
+        _take_back(cluster, job["generation"], spools, late)
         raise RankError(why)
     return spools
 
@@ -82,9 +83,9 @@ def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted:
     return answer.get(LOOK)
 
 
-def _take_back(cluster: Cluster, begun: Collection[int], late: set[int]) -> None:
+def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
     """Some ranks could not begin: those that have are told to leave, for they would wait for the others."""
-    cluster.line.ask_all("abort", timeout=1.0, ranks=begun)
+    cluster.line.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
     until, inside = time.monotonic() + LEAVE, set(begun)
     while inside and time.monotonic() < until:
         said = cluster.line.ask_all("status", timeout=1.0, ranks=inside)

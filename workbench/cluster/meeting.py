@@ -17,6 +17,7 @@ from workbench.cluster.engines import Engine, check_versions, devices, probe, sp
 from workbench.cluster.place import ClusterError, host, this_process
 from workbench.cluster.processes import code_in_words, log_tail
 from workbench.cluster.usual import engines, timed
+from workbench.cluster.whole import whole
 from workbench.experiment.given import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -84,24 +85,29 @@ def start_more(cluster: Cluster, count: int) -> list[int]:
 def _started(cluster: Cluster, count: int) -> list[int]:
     assert cluster.owned is not None
     first = cluster.owned.next_engine
-    numbers = list(range(first, first + count))
+    numbers, joined = list(range(first, first + count)), list[int]()
     try:
         with timed(engines(count, " more")) as work:
             for number in numbers:
                 cluster.owned.start_engine(number)
             _wait(cluster, numbers, work.tell)
             found = meet(cluster, numbers)
-    except Exception:
-        for number in numbers:
+        with whole():
+            joined += [_joined(cluster, engine) for engine in found]
+            cluster.note_engines()
+    except BaseException:  # an interrupt, too: nobody else knows them
+        for number in numbers if not joined else ():
             cluster.owned.dismiss(number)
         raise
-    for engine in found:
-        cluster.line.reach(engine.rank, engine.line)
-        assert cluster.relay is not None
-        cluster.relay.reach(engine.rows)
-        cluster.engines.append(engine)
-    cluster.note_engines()
-    return [engine.rank for engine in found]
+    return joined
+
+
+def _joined(cluster: Cluster, engine: Engine) -> int:
+    cluster.line.reach(engine.rank, engine.line)
+    assert cluster.relay is not None
+    cluster.relay.reach(engine.rows)
+    cluster.engines.append(engine)
+    return engine.rank
 
 
 def _wait(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:

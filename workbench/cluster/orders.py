@@ -6,6 +6,8 @@ import queue
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.cluster.whole import whole
+
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
@@ -13,11 +15,15 @@ AGAIN = 0.2  # seconds until an order is sent again for which no rank hears at t
 
 
 class Orders:
-    """The orders of one run, in the order asked. first: the rank that hears for all."""
+    """The orders of one run, in the order asked. first: the rank that hears for all.
+
+    Each names the run and the ranks it is meant for: it may come when the engine is in another run, or another rank.
+    """
 
     def __init__(self, live: Live) -> None:
         self.live = live
         self.first = 0
+        self.dismissed: set[int] = set()  # ranks that were to come and were told not to
         self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
     def put(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
@@ -27,8 +33,10 @@ class Orders:
     def dismiss(self, ranks: Sequence[int]) -> None:
         """These were to come and do not: their sessions end, and their engines are free again."""
         if ranks:
-            self.live.ending.outlived(ranks, self.live.step)
-            self.put("abort", to=ranks)
+            with whole():
+                self.dismissed |= set(ranks)
+                self.live.ending.outlived(ranks, self.live.step)
+                self.put("abort", to=ranks)
 
     def carry(self) -> None:
         """Sends the next order, if there is one."""
@@ -42,9 +50,10 @@ class Orders:
         live, line = self.live, self.live.cluster.line
         try:
             if everyone or to:
-                line.ask_all(what, timeout=1.0, ranks=to or live.ending.living, **rest)
+                ranks = list(to or live.ending.living)
+                line.ask_all(what, timeout=1.0, ranks=ranks, of=(live.generation, ranks), **rest)
             else:
-                line.ask(self.first, what, timeout=1.0, **rest)
+                line.ask(self.first, what, timeout=1.0, of=(live.generation, [self.first]), **rest)
         except Exception as failure:  # one order that fails must not keep the next from going out
             if not (everyone or to) and self._leaderless and not live.over.wait(AGAIN):
                 return self.put(what, **rest)

@@ -61,16 +61,17 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
     if wanting:
         spare += start_more(live.cluster, wanting)
-    new = spare[: max(0, ranks - len(here))]
+    new, asked = spare[: max(0, ranks - len(here))], None
     try:
         if new:
             _invite(live, new)
-    except BaseException:  # an interrupt, too: nobody would ever ask for them
-        live.orders.dismiss(new)
+        with whole():
+            asked = live.changes.resizing(ranks, new)
+            live.order("request", request={"kind": "resize", "members": [*here[:ranks], *new], "id": asked.id})
+    except BaseException:  # an interrupt, too
+        if asked is None:  # nobody would ever ask for them; else those who train invite them
+            live.orders.dismiss(new)
         raise
-    with whole():
-        asked = live.changes.resizing(ranks, new)
-        live.order("request", request={"kind": "resize", "members": [*here[:ranks], *new], "id": asked.id})
     return asked
 
 
@@ -85,9 +86,9 @@ def idle(live: Live) -> list[int]:
 def returned(live: Live) -> list[int]:
     """Engines that this run went on without and that are free again, as ranks of another number.
 
-    So comes back who was taken out, and who was out of reach: on a machine that was cut off, or stopped. Its engine
-    says that it is free once it has moved and has found that the others went on. What it recorded as the rank that it
-    was is fetched before.
+    So comes back who was taken out, who was to come and was dismissed, and who was out of reach: on a machine that was
+    cut off, or stopped. Its engine says that it is free once it has moved and has found that the others went on. What
+    it recorded as the rank that it was is fetched before.
     """
     with live.cluster.starting:
         return _returned(live)
@@ -100,12 +101,17 @@ def _returned(live: Live) -> list[int]:
     ends = live.evicting.preempted  # their engines are over soon
     gone = [rank for process, rank in last.items() if not (process in here or rank in ends or cluster.death(rank))]
     said = cluster.line.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
-    free = [rank for rank, one in said.items() if isinstance(one, dict) and one["over"] and one["as"] == rank]
+    over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in said.items()
+            if isinstance(one, dict) and one["over"]}  # fmt: skip
     found = []
-    for rank in free:
+    for rank, begun in over.items():
+        if not (begun or rank in live.orders.dismissed):  # it is about to begin
+            continue
         if rank not in live.returned and len(engines) < MAX_RANKS:
-            last_rows.of_left(live, rank, said[rank]["sent"])
-            live.returned[rank] = join(cluster, engines[rank])
+            if begun:
+                last_rows.of_left(live, rank, said[rank]["sent"])
+            with whole():
+                live.returned[rank] = join(cluster, engines[rank])
         if rank in live.returned:
             found.append(live.returned[rank])
     return found
@@ -122,6 +128,6 @@ def _invite(live: Live, new: list[int]) -> None:
         if set(states.values()) == {"waiting"} and len(states) == len(new):
             return
         if time.monotonic() > until or live.over.is_set():
-            live.cluster.line.ask_all("abort", timeout=1.0, ranks=new)
+            live.cluster.line.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
             raise ClusterError(f"ranks {new} did not begin within {WAIT:.0f} s; the run goes on as it was")
         time.sleep(LOOK)

@@ -102,6 +102,8 @@ class Bench(Answers):
         self.heard = time.monotonic()
         self.told_over = False  # has the kernel been told that the session is over?
         self.trouble = ""  # what a look of the line raised last; told with every status
+        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): told to leave before it began
+        self._life = threading.Lock()  # held while a session takes another's place, or heeds an order
         self._context = zmq.Context()
         keys = Keys.new()
         self._doorkeeper = admit(setup["client"], self._context)
@@ -148,8 +150,12 @@ class Bench(Answers):
             kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
             **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
         )  # fmt: skip
-        self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
-        self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
+        with self._life:
+            self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
+            self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
+            if (job["generation"], job["rank"]) in self._dismissed:
+                session.abort()
+            self._dismissed = {life for life in self._dismissed if life[0] == job["generation"]}
         _show_in_cells("workbench_session", session)
         try:
             session.start()
@@ -192,9 +198,9 @@ class Bench(Answers):
 
     def _reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
         answer: dict[str, Any] = {"number": ask.pop("number")}
-        out = b""
+        out, of, what = b"", ask.pop("of", None), ask.pop("what")
         try:
-            value = getattr(self, f"on_{ask.pop('what')}")(blob=blob, **ask)
+            value = self._heeded(what, of, blob, ask) if of else getattr(self, f"on_{what}")(blob=blob, **ask)
             if isinstance(value, bytes):
                 out = value
             else:
@@ -202,6 +208,19 @@ class Bench(Answers):
         except BaseException as error:  # a class from a cell may do anything while it is unpickled
             answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
+
+    def _heeded(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
+        """An order to these ranks of a run: it is nothing to a session that this engine had before, or has since.
+
+        Who is told to leave before it has begun leaves as it begins, for a session comes past the controller, where it
+        may be overtaken.
+        """
+        generation, ranks = of
+        with self._life:
+            if self.job.get("generation") == generation and self.job["rank"] in ranks:
+                return getattr(self, f"on_{what}")(blob=blob, **ask)
+            if what == "abort":
+                self._dismissed |= {(generation, rank) for rank in ranks}
 
     def abandoned(self) -> bool:
         """Whether the lab's kernel is gone without having detached."""

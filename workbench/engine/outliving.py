@@ -47,7 +47,7 @@ def outlives(session: Session, error: BaseException) -> bool:
     met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
     if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
-    if reason := refused(session):
+    if reason := refused(session, alive=True):
         say_why_not(session.mark, reason)
     return not reason
 
@@ -59,11 +59,11 @@ def _counted(session: Session) -> bool:
     return True
 
 
-def refused(session: Session) -> str:
-    """Why the ranks that are left could not go on without one, in words; "" where they could."""
+def refused(session: Session, alive: bool = False) -> str:
+    """Why the ranks that are left could not go on without one, in words; "" where they could. alive: as there."""
     if session.training is None or not session.training.begun:
         return "not all ranks have begun to train"
-    return leaving.refused(session.training, saved(session))
+    return leaving.refused(session.training, saved(session), alive)
 
 
 def _lost(session: Session) -> bool:

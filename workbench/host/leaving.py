@@ -21,14 +21,17 @@ Asked = tuple[list[dict[str, Any]], list[str], bool, int]  # as in Said: asked, 
 NOTHING: Asked = [], [], False, 0
 
 
-def refused(run: Any, saved: Sequence[int]) -> str:
-    """Why `run`'s rank could not go on without another, in words; "" where it could. saved: as in Said"""
+def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:
+    """Why `run`'s rank could not go on without another, in words; "" where it could.
+
+    saved: as in Said; alive: may it be that nobody is lost, but a wire? The vote tells, and whether all is there
+    """
     e, rollback = run.experiment, run.rollback
     if rollback is None:
         return "not all ranks have begun to train"
     if e.task.leads:
         return "the loop that makes its steps goes on only with the ranks that it began with"
-    if in_parts(e) and rollback.copies == 1 and not (rollback.coming or saved):
+    if in_parts(e) and rollback.copies == 1 and not (rollback.coming or saved or (alive and rollback.kept)):
         return nowhere(e)
     if rollback.open or not (rollback.wanted or rollback.free):
         name = type(e.strategy).__name__

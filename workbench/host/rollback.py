@@ -108,15 +108,23 @@ class Rollback:
         self._was = None
 
     def _keep_boundary(self) -> None:
-        """This boundary, too, where a rank that is lost may be one of several that have the same; else none is."""
+        """This boundary, too: others may have the same as a rank that is lost, or a wire is lost, and nobody.
+
+        Tables are too large to be copied in each step for a wire alone.
+        """
         run = self.run
         self.copies = copies(run.experiment, run.rank.size, self.remembers)
-        if self.copies < 2:
+        if self._elsewhere or (self.copies < 2 and run.experiment.strategy.tables):
             return self.kept.clear()
         spare = self.kept.pop() if self.kept and self.kept[-1].bound == self._here else None
         while len(self.kept) > run.experiment.partition.ahead(0) + 1:
             spare = self.kept.popleft()
         self.kept.append(stood(run, self._here, spare))
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Is a part of what this rank holds neither in its model nor with its optimizer, where it could be copied?"""
+        return self.run.experiment.strategy.opaque or bool(self.run.kept_away.count)
 
     @property
     def _here(self) -> Bound:
@@ -171,7 +179,7 @@ class Rollback:
 
     def bounds(self) -> list[Boundary]:
         """Once this rank went `back`: all boundaries that it can go on from, the newest last."""
-        if self.void:
+        if self.void or (in_parts(self.run.experiment) and self._elsewhere):
             return list(self.kept)
         kept = [b for b in self.kept if b.bound != self._here]
         return [*kept, stood(self.run, self._here, copied=False)]

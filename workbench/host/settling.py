@@ -81,6 +81,7 @@ def _settled(who: Survivor, heard: Heard) -> Next:
     if any(one.whole for one in said.values()):
         return _brought(who, heard)
     remembers = any(one.remembers for one in said.values())
+    how = "with what others have of the same parts" if len(said) < who.size else "with what each of them had"
     for changes in sorted({one.changes for one in said.values()}, reverse=True):
         first = max((one for one in said.values() if one.changes == changes), key=lambda one: (*one.far, -one.member))
         e = _settings(who, heard, first)
@@ -89,7 +90,7 @@ def _settled(who: Survivor, heard: Heard) -> Next:
         if found is not None:
             at = salvage.pieces(e, who.size, remembers)
             try:
-                return _together(who, heard, first, e, found, at)
+                return _together(who, heard, first, e, found, at, how)
             except KnobError as error:
                 reason = reason or str(error)
     common = set.intersection(*(set(one.saved) for one in said.values()))
@@ -135,7 +136,7 @@ def nowhere(e: Experiment, reason: str = "") -> str:
 
 
 def _together(who: Survivor, heard: Heard, first: Said, e: Experiment, found: Found, at: salvage.Pieces,
-              how: str = "with what others have of the same parts") -> Next:  # fmt: skip
+              how: str) -> Next:  # fmt: skip
     """They have everything together. Raises KnobError where so many cannot train, or not with all of it."""
     left = salvage.first_to_stay(found, at.at, heard.left)
     if e.strategy.shards and at.ways > 1:  # who has no such boundary does not know how shards lay

@@ -1,0 +1,198 @@
+"""Eight ranks that train for an hour, are changed every few seconds and killed every few minutes: what grows?
+
+    python -m tests.soak --minutes 60 [--seed 7] [--out docs/data/soak.json]
+
+One lab, one run, and a page that reads its dashboard as a browser does. Steps are paced, so that two cores suffice.
+What is changed and who is killed depends on the seed, when it falls does not. Every 10 s the memory, descriptors and
+threads of the kernel, the controller and all engines are read, and the size of the record in memory and on disk. What
+grew is the median of the last ten minutes against that of minutes 10 to 20. Killed are ranks from `SPARED` on and those
+that came for them, so that the others' engines are there from the beginning to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.harm import LIMIT, Patient, Stuck
+from tests.looking import WARM, Look, Looking, Page, Say, grown
+from tests.torture import Turn, one, shipped
+from tests.waiting import until
+from widgets import Dashboard
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.settings import KnobError
+from workbench.strategies import Strategy
+from workbench.tasks import Digits
+
+RANKS, SPARED = 8, 4
+PACE = 200.0  # ms
+CHANGE, KILL, KEEP = 3.0, 180.0, 120.0  # seconds between two changes, deaths, checkpoints that are asked for
+TURNED = ("strategy", "partition", "compressor", "bucket_mb", "density", "every", "accumulate")
+
+
+def census() -> tuple[int, list[tuple[str, int]]]:
+    """How many objects Python's collector knows in this process, and of which types most. Runs on engines, too."""
+    import gc
+    from collections import Counter
+
+    found = gc.get_objects()
+    return len(found), Counter(type(x).__name__ for x in found).most_common(25)
+
+
+# -- what is done
+
+
+def drawn(rng: random.Random) -> Turn:
+    """A live change; members with their usual knobs, since others may train to no number, which would end the run."""
+    what, value = one(rng, RANKS)
+    while what not in TURNED:
+        what, value = one(rng, RANKS)
+    families: dict[str, Any] = {"strategy": Strategy, "compressor": Compressor}
+    if what in families:
+        member: Any = rng.choice(shipped(families[what]))
+        return what, member.usual()
+    return what, value
+
+
+class Soak:
+    """A lab under way, and what was done to it."""
+
+    def __init__(self, lab: Lab, rng: random.Random, where: Path, say: Say) -> None:
+        self.lab, self.rng, self.where, self.say = lab, rng, where, say
+        self.done, self.wrong = Counter[str](), list[str]()
+        self.back: list[float] = []  # seconds from a death until as many train again
+        self._at: dict[Callable[[], None], float] = {}  # when something is due
+        self.begin()
+
+    def begin(self) -> None:
+        self.done["runs"] += 1
+        e = Experiment(task=Digits(width=8, hidden=64), ranks=RANKS, pace=PACE, eval_every=50, diverged=0, lr=1e-4,
+                       on_nan="stop", on_death="replace", save_every=400)  # fmt: skip
+        self.lab.run(e, out=self.where / f"run-{self.done['runs']}")
+        self.patient = Patient(self.lab, self.rng)
+        self.patient.goes_on("start")
+
+    def turn(self) -> None:
+        """One live change of what is turned here."""
+        what, value = drawn(self.rng)
+        self.say(f"   {what}={value}")
+        try:
+            self.lab.set(what, value).wait(LIMIT)
+            self.done["applied"] += 1
+        except KnobError as refusal:
+            if "the run ended" in str(refusal):
+                raise Stuck(f"{what}={value}: {refusal}; {self.lab.notes[-3:]}") from None
+            self.done["refused"] += 1
+
+    def kill(self) -> None:
+        """One dies, and another comes in for it; under DDP, for what others make of a death is the campaign's."""
+        for path, value in (("partition", "Whole"), ("compressor", "Dense"), ("strategy", "DDP")):
+            self.lab.set(path, value).wait(LIMIT)
+        p, victim = self.patient, self.rng.choice([rank for rank in self.lab.members if rank >= SPARED])
+        began = time.monotonic()
+        os.kill(p.pid(victim), 9)
+        self.done["killed"] += 1
+        if not until(lambda: victim not in self.lab.members and len(self.lab.members) == RANKS, 2 * LIMIT):
+            raise Stuck(f"after the kill of rank {victim}: {self.lab.members} train; {self.lab.notes[-4:]}")
+        self.back.append(round(time.monotonic() - began, 2))
+        p.goes_on("kill")
+
+    def keep(self) -> None:
+        """A checkpoint that is asked for, which would stay; or one that came by itself meanwhile, and may have gone."""
+        shutil.rmtree(self.lab.checkpoint().wait(LIMIT), ignore_errors=True)
+        self.done["checkpoints"] += 1
+
+    def census(self) -> None:
+        """Says how many objects there are in the kernel and in rank 0's engine, for who looks for what grew."""
+        self.say(f"   kernel {census()}")
+        self.say(f"   rank 0 {self.lab.cluster.call(self.lab.cluster.engines[0].id, census, timeout=LIMIT)}")
+
+    def go_on(self, seconds: float) -> None:
+        """Does what is due, until so many seconds are over."""
+        began = time.monotonic()
+        due = {self.turn: CHANGE, self.keep: KEEP, self.kill: KILL}
+        while (now := time.monotonic()) < began + seconds:
+            for act, every in due.items():
+                if now >= self._at.setdefault(act, now + every):
+                    self._at[act] = now + every
+                    self.safely(act)
+            time.sleep(0.1)
+
+    def safely(self, act: Callable[[], None]) -> None:
+        """Does it; what goes wrong is kept, and another run begins where this one is over."""
+        try:
+            act()
+        except Exception as error:
+            self.wrong.append(f"{act.__name__}: {type(error).__name__}: {error}")
+            self.say(f"WRONG {self.wrong[-1]}")
+        if not self.lab.live:
+            self.wrong.append(f"the run ended: {self.lab.notes[-3:]}")
+            self.say(f"WRONG {self.wrong[-1]}")
+            self.begin()
+
+
+# -- all of it
+
+
+def soak(minutes: float, seed: int, say: Say, out: Path | None = None) -> dict[str, Any]:
+    """The whole of it: what was done, what went wrong, what grew, every look. out: written every ten minutes, too"""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="soak-") as where, Lab(ranks=RANKS, name=f"soak-{os.getpid()}") as lab:
+        soaked = Soak(lab.wait(120), rng, Path(where), say)
+        dashboard = Dashboard(lab)
+        page, looking = Page(dashboard.board), Looking(lab, say)
+        began = time.monotonic()
+        try:
+            while (left := began + 60 * minutes - time.monotonic()) > 0:
+                soaked.go_on(min(left, WARM))
+                soaked.safely(soaked.census)
+                found = so_far(soaked, page, looking.looks, (time.monotonic() - began) / 60, seed)
+                if out:
+                    out.write_text(written(found))
+        finally:
+            looking.close()
+            page.close()
+            dashboard.close()
+    return found
+
+
+def so_far(soaked: Soak, page: Page, looks: list[Look], minutes: float, seed: int) -> dict[str, Any]:
+    read = {"messages": page.messages, "mb": round(page.nbytes / 2**20, 1), "longest": page.longest,
+            "opened": page.opened}  # fmt: skip
+    return {"seed": seed, "minutes": round(minutes), "ranks": RANKS, "done": dict(soaked.done), "wrong": soaked.wrong,
+            "back": soaked.back, "page": read, "steps": looks[-1]["step"] if looks else 0, "grown": grown(looks),
+            "looks": list(looks)}  # fmt: skip
+
+
+def written(found: dict[str, Any]) -> str:
+    """As JSON, one look to a line."""
+    looks = ",\n".join(json.dumps(one) for one in found["looks"])
+    return f'{json.dumps({**found, "looks": []}, indent=1)[:-4]}[\n{looks}\n]\n}}\n'
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--minutes", type=float, default=60.0)
+    ask.add_argument("--seed", type=int, default=7)
+    ask.add_argument("--out", type=Path)
+    a = ask.parse_args()
+    say: Say = lambda line: print(line, flush=True)  # noqa: E731
+    found = soak(a.minutes, a.seed, say, a.out)
+    say(json.dumps({**found, "looks": len(found["looks"])}, indent=1))
+    sys.exit(bool(found["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

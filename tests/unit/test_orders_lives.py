@@ -1,0 +1,130 @@
+"""An order reaches the life of an engine that it is meant for, and no later one, however late it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from tests.waiting import until
+from workbench.cluster.keys import Keys
+from workbench.cluster.line import Line
+from workbench.cluster.orders import Orders
+from workbench.cluster.place import host, this_process
+from workbench.cluster.worker import Bench
+
+
+class Brief:
+    """A session that waits until somebody ends it."""
+
+    def __init__(self, experiment: Any, **rest: Any) -> None:
+        self.started = self.over = self.hurried = False
+        self.asked: list[str] = []
+
+    def start(self) -> None:
+        self.started = True
+
+    def join(self, timeout: float | None = None) -> bool:
+        return self.over
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "waiting", "step": 0, "busy": "", "error": None}
+
+    def request(self, what: dict[str, Any]) -> None:
+        self.asked.append(what["kind"])
+
+    def hurry(self) -> None:
+        self.hurried = True
+
+    def abort(self, asked: bool = False) -> None:
+        self.over = True
+
+    def mark(self, name: str, detail: dict[str, Any]) -> None: ...
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bench, Line]]:
+    """An engine that is reached as rank 0 and, since it came again, as rank 3."""
+    monkeypatch.setitem(sys.modules, "brief_session", type(sys)("brief_session"))
+    monkeypatch.setattr(sys.modules["brief_session"], "Brief", Brief, raising=False)
+    keys = Keys.new()
+    made = Bench({
+        "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
+        "reach": "127.0.0.1", "paths": [], "place": "",
+    })  # fmt: skip
+    line = Line({0: made.line_at, 3: made.line_at}, keys)
+    yield made, line
+    line.close()
+    made.close()
+
+
+def begun(bench: Bench, path: Path, generation: str, rank: int) -> Brief:
+    (path / "run.json").write_text("{}")
+    job = {"session": "brief_session:Brief", "generation": generation, "run_dir": str(path), "rank": rank, "size": 1,
+           "epoch": 0.0, "store": ("x", 0), "device": "cpu", "kind": "gloo", "loopback": True}  # fmt: skip
+    bench.begin(job, cloudpickle.dumps((None, (), [])))
+    return bench.session  # type: ignore[no-any-return]
+
+
+def orders(line: Line, generation: str) -> Orders:
+    """Those of a run; what goes wrong with one fails the test."""
+    def failed(failure: BaseException) -> None:
+        raise failure
+
+    ending = SimpleNamespace(living={0}, dead=set(), outlives=lambda: False, outlived=lambda ranks, step: None)
+    return Orders(SimpleNamespace(cluster=SimpleNamespace(line=line), generation=generation, ending=ending, step=0,
+                                  note=failed))  # type: ignore[arg-type]  # fmt: skip
+
+
+def carried(o: Orders) -> None:
+    while not o._queue.empty():
+        o.carry()
+
+
+def test_orders_of_a_run_that_is_over_do_nothing_to_the_next_one(engine: tuple[Bench, Line], tmp_path: Path) -> None:
+    bench, line = engine
+    first = begun(bench, tmp_path, "a", 0)
+    first.over = True
+    second = begun(bench, tmp_path, "b", 0)
+    late = orders(line, "a")
+    late.put("abort", everyone=True, asked=True)
+    late.put("hurry", everyone=True)
+    late.put("request", request={"kind": "stop"})
+    carried(late)
+    assert (second.over, second.hurried, second.asked) == (False, False, [])
+    own = orders(line, "b")
+    own.put("request", request={"kind": "stop"})
+    own.put("hurry", everyone=True)
+    own.put("abort", everyone=True, asked=True)
+    carried(own)
+    assert (second.over, second.hurried, second.asked) == (True, True, ["stop"])
+
+
+def test_who_was_dismissed_and_came_again_as_another_rank_stays(engine: tuple[Bench, Line], tmp_path: Path) -> None:
+    bench, line = engine
+    begun(bench, tmp_path, "a", 0).over = True  # it has left by itself before it was told
+    again, o = begun(bench, tmp_path, "a", 3), orders(line, "a")
+    o.dismiss([0])
+    carried(o)
+    assert not again.over
+    o.dismiss([3])
+    carried(o)
+    assert again.over
+
+
+def test_who_is_dismissed_before_it_has_begun_does_not_wait_for_an_invitation(
+    engine: tuple[Bench, Line], tmp_path: Path
+) -> None:
+    """Its session is on its way past the controller, where no order of the line's overtakes it or waits for it."""
+    bench, line = engine
+    o = orders(line, "a")
+    o.dismiss([0])
+    carried(o)
+    assert begun(bench, tmp_path, "a", 0).over
+    assert until(lambda: line.ask(0, "status", timeout=10)[0]["over"])
+    assert not begun(bench, tmp_path, "a", 3).over and not begun(bench, tmp_path, "b", 0).over

@@ -1,0 +1,172 @@
+"""A resize that is interrupted at any line: nobody who was to come waits for an invitation that nobody gives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.cluster import meeting, orders, resizing, whole
+from workbench.cluster.changes import Changes
+from workbench.cluster.ending import Ending
+from workbench.cluster.orders import Orders
+from workbench.experiment import Experiment
+
+TRACED = {module.__file__ for module in (meeting, orders, resizing, whole)}
+MOST = 1000  # lines, of which there are fewer
+
+
+def interrupted(call: Callable[[], Any], line: int) -> bool:
+    """Calls, and interrupts before the line of that number of the traced modules; was the call longer than that?"""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                os.kill(os.getpid(), signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+class Engines:
+    """Engines that answer as worker's do, without a process: what each is about, and who was started or ended."""
+
+    def __init__(self, count: int) -> None:
+        self.engines = [SimpleNamespace(rank=r, id=r, process=100 + r) for r in range(count)]
+        self.jobs: dict[int, tuple[str, int]] = {}  # by process: (generation, rank) of its last session
+        self.waits: dict[int, bool] = {}  # by process: does that session wait for an invitation?
+        self.line, self.starting, self.devices = self, nullcontext(), ["cpu"] * count
+        self.health, self.owned, self.guest = SimpleNamespace(controller=lambda: ""), None, False
+
+    def death(self, rank: int) -> None:
+        return None
+
+    def reach(self, rank: int, address: str) -> None: ...
+
+    def note_engines(self) -> None: ...
+
+    def ask_all(self, what: str, ranks: Any, timeout: float, of: Any = None) -> dict[int, Any]:
+        return {rank: self._said(what, self.engines[rank].process, of) for rank in ranks}
+
+    def _said(self, what: str, process: int, of: Any) -> Any:
+        generation, rank = self.jobs.get(process, ("", None))
+        if what == "abort" and generation == of[0] and rank in of[1]:
+            self.waits[process] = False
+        waits = self.waits.get(process, False)
+        return {"over": not waits, "as": rank, "generation": generation, "sent": {},
+                "state": "waiting" if waits else "stopped"}  # fmt: skip
+
+
+class Training:
+    """Two ranks of a run that train, on four engines: what the kernel knows of it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.cluster, self.generation, self.state, self.step = Engines(4), "g", "running", 7
+        self.changes = Changes(Experiment(ranks=2).checked(), [])
+        self.members, self.been, self.returned = (0, 1), {0, 1}, dict[int, int]()
+        self.ending, self.evicting = Ending(range(2)), SimpleNamespace(preempted={})
+        self.orders = Orders(self)  # type: ignore[arg-type]
+        self.order, self.over = self.orders.put, SimpleNamespace(is_set=lambda: False)
+        self.job, self.blob, self.secret, self.spools = {}, b"", "", dict[int, str]()
+        self.cluster.jobs |= {100: ("g", 0), 101: ("g", 1)}
+        self.cluster.waits |= {100: True, 101: True}  # that is: busy
+        patch.setattr(resizing, "begin", self.begin)
+        patch.setattr(resizing.last_rows, "of_left", lambda *rest: None)
+        patch.setattr(meeting, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "line": ""}))
+        for engine in self.cluster.engines:
+            engine.line = ""
+
+    def admit(self, new: list[int]) -> None:
+        self.been |= set(new)
+        self.ending.ranks |= set(new)
+
+    def begin(self, cluster: Any, job: Any, blob: bytes, new: list[int], secret: str) -> dict[int, str]:
+        for process in (cluster.engines[rank].process for rank in new):
+            cluster.waits[process] = True
+        cluster.jobs |= {cluster.engines[rank].process: ("g", rank) for rank in new}
+        return {}
+
+    def note(self, failure: BaseException) -> None:
+        raise failure
+
+    def carried(self) -> list[list[int]]:
+        """Carries all orders; the members of each resize among them."""
+        asked = []
+        while not self.orders._queue.empty():
+            what, everyone, to, rest = self.orders._queue.get()
+            if what == "request":
+                asked.append(rest["request"]["members"])
+            else:
+                self.orders._send(what, everyone, to, rest)
+        return asked
+
+    @property
+    def waiting(self) -> set[int]:
+        """Ranks that wait to be invited."""
+        return {self.cluster.jobs[p][1] for p, waits in self.cluster.waits.items() if waits} - set(self.members)
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_who_was_to_come_is_asked_for_or_told_to_leave_wherever_the_kernel_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    came = {True: 0, False: 0}
+    for line in range(1, MOST):
+        live = Training(monkeypatch)
+        broken = interrupted(lambda live=live: resizing.resize(live, 4), line)  # type: ignore[arg-type, misc]
+        asked = live.carried()
+        came[bool(asked)] += 1
+        assert asked in ([], [[0, 1, 2, 3]]), line
+        assert live.waiting == ({2, 3} if asked else set()), line
+        pending = [one for one in live.changes.listed if one.refused is None]
+        assert len(pending) == len(asked) and live.ending.ranks - {0, 1} == live.waiting, line
+        if not asked:  # and all is as before: as many engines can be had as there are
+            resizing.resize(live, 4)  # type: ignore[arg-type]
+            (members,) = live.carried()
+            assert live.waiting == set(members) - {0, 1} and len(members) == 4, line
+        if not broken:
+            break
+    assert not broken and min(came.values()) > 3, came
+
+
+def test_engines_that_were_to_come_up_are_ranks_of_the_lab_or_ended_wherever_the_kernel_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "timed", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
+    monkeypatch.setattr(meeting, "_wait", lambda *rest: None)
+    for line in range(1, MOST):
+        cluster, up = Engines(2), set[int]()
+        cluster.relay = SimpleNamespace(reach=lambda address: None)  # type: ignore[attr-defined]
+        cluster.owned = SimpleNamespace(next_engine=2, start_engine=up.add, dismiss=up.discard)  # type: ignore[attr-defined]
+        found = [SimpleNamespace(rank=r, id=r, process=100 + r, line="", rows="") for r in (2, 3)]
+        monkeypatch.setattr(meeting, "meet", lambda cluster, numbers, found=found: found)
+        broken = interrupted(lambda c=cluster: meeting.start_more(c, 2), line)  # type: ignore[misc, arg-type]
+        assert {e.rank for e in cluster.engines} - {0, 1} == up, line
+        if not broken:
+            break
+    assert not broken and up == {2, 3}
