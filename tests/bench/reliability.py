@@ -4,7 +4,7 @@
 
 Nothing is measured here. Campaigns: `python -m tests.campaign --seed N --out docs/data/campaigns/N.json`; changes
 without faults: `python -m tests.torture --seed N --out docs/data/torture.json --minutes 30`; interrupts:
-`python -m tests.interrupts --out docs/data/interrupts.json`.
+`python -m tests.interrupts --out docs/data/interrupts.json`; others in the same test: `make recovering`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
 CHANGES, FAULTS = 10_000, 500  # asked for
@@ -59,13 +61,14 @@ checkpoint; saving and loading are the training function's own. | \
 Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs that were changed without faults
 
 
-def read(data: Path) -> tuple[Each, Each, Each]:
-    """The rounds of all campaigns, the interrupts, and the labs without faults."""
+def read(data: Path) -> tuple[Each, Each, Each, Each]:
+    """The rounds of all campaigns, the interrupts, the labs without faults, and what others did in the same test."""
     rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
               for one in json.loads(file.read_text())["each"]]  # fmt: skip
     broken, calm = (json.loads(file.read_text())["each"] if file.exists() else []
                     for file in (data / "interrupts.json", data / "torture.json"))  # fmt: skip
-    return rounds, broken, calm
+    same = data / "recovering.json"
+    return rounds, broken, calm, json.loads(same.read_text()) if same.exists() else []
 
 
 def seconds(times: list[float]) -> str:
@@ -180,12 +183,12 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
     return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds, broken) if wrong else "")
 
 
-def page(rounds: Each, broken: Each, calm: Each) -> str:
+def page(rounds: Each, broken: Each, calm: Each, same: Each | None = None) -> str:
     """docs/reliability.md."""
     return f"""# What labs were put through, and how they came through it
 
-Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/torture.json` and
-`docs/data/interrupts.json`.
+Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/torture.json`,
+`docs/data/interrupts.json` and `docs/data/recovering.json`.
 
 {against(rounds, broken, calm)}
 ## Campaigns
@@ -215,9 +218,9 @@ rank makes ten steps more, or the lab is closed with no process, descriptor, sha
 
 {interrupts(broken)}
 
-## What others promise
+{others.section(same or [])}## What others promise
 
-From their own documentation and issues, read in November 2026; nothing of theirs was run here.
+From their own documentation and issues, read in November 2026.
 
 {OTHERS}"""
 

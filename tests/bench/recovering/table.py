@@ -11,12 +11,12 @@ HEAD = ["", "beside two that spin", "kills", "noticed (s: median, worst)", "next
 ABOUT = """## Others in the same test
 
 Measured by `make recovering OTHERS=python` (a Python that has the others; `BUSY=1`: beside two processes that spin),
-and kept in `docs/data/recovering.json`: {versions}; {cores} cores; seed {seeds}. Four workers on one machine train the
-same small network over gloo, a step of 50 ms and the arithmetic. From one to three seconds after all four train, one
-of them gets a SIGKILL. A group is new when the dead one is not in it. The load is the average of the last minute, at
-the end.
+and kept in `docs/data/recovering.json`: {versions}; {cores} cores; seed {seeds}.
+Four workers on one machine train the same small network over gloo, a step of 50 ms and the arithmetic. From one to
+three seconds after all four train, one of them gets a SIGKILL. A group is new when the dead one is not in it. The load
+is the average of the last minute, at the end.
 {load}
-{table}
+{table}{notes}
 
 How each was set up:
 
@@ -30,10 +30,10 @@ How each was set up:
   a torchrun for each replica, a Manager with the time limits of its example: 10 s, an all-reduce 5 s; a replica is
   missed after 5 s without a heartbeat (the default). In the other row both 5 s are 1 s; heartbeats alone change
   nothing (5.2 s, two kills); likely some of those left wait until the all-reduce's limit is over. Gradients are
-  averaged by `Manager.allreduce`, as one bucket. With its own `DistributedDataParallel` (0.2.0), as in the README, whoever is
-  in an all-reduce when another dies may end, too: gloo's error makes `wait` return before there is a future, and the
-  next line of its hook asserts one. So it was in a first try, two killed: both that were left ended, and all began at
-  step 0.
+  averaged by `Manager.allreduce`, as one bucket. With its own `DistributedDataParallel` (0.2.0), as in the README,
+  whoever is in an all-reduce when another dies ends, too: gloo's error makes `wait` return before there is a future,
+  and the next line of its hook asserts one. Of three kills two fell between two all-reduces; after the third all four
+  began at step 0, 321 steps back.
 - **Ray Train**: after its [guide](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html),
   `TorchTrainer`, `max_failures=-1`, a checkpoint every 20 steps.{without}
 
@@ -42,8 +42,8 @@ What is unequal:
 - torchrun and Ray Train start all processes anew, and imports of torch are most of the time that this takes; torchft
   and we keep those who are left. Both give steps back that were finished since the last checkpoint, so how many are
   made again is up to how often one is written: here 20 steps, half of that on average.
-- Others notice when the first worker's step fails, which was written down by that worker; we, when those left had
-  agreed who is lost, or the kernel said so, whichever was first.
+- Others notice when the first worker's step fails, or, where none does, when the new group's first step is made; we,
+  when those left have agreed who is lost, or the kernel says so, whichever is first.
 - Our engines run at a lower priority (nice 5), the others' workers do not.
 - The others are made for many machines, where a peer that is gone is not told at once by a closed connection. Here is
   one, so nothing of that is measured.
@@ -82,6 +82,7 @@ def section(found: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found[0]["versions"].items())
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *rows(found))]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(one["seed"] for one in found))
-    return ABOUT.format(versions=versions, cores=found[0]["cores"], seeds=seeds, table="\n".join(lines),
+    notes = "".join(f"\n\n{one['who']}: {one['note']}" for one in found if "note" in one)
+    return ABOUT.format(notes=notes, versions=versions, cores=found[0]["cores"], seeds=seeds, table="\n".join(lines),
                         load="" if any(not one["busy"] for one in found) else LOADED,
                         without="" if any(one["who"] == "Ray Train" for one in found) else WITHOUT)  # fmt: skip
