@@ -41,7 +41,7 @@ What is unequal:
 
 - torchrun and Ray Train start all processes anew, and imports of torch are most of the time that this takes; torchft
   and we keep those who are left. Both give steps back that were finished since the last checkpoint, so how many are
-  made again is up to how often one is written: here 20 steps, half of that on average.
+  made again is up to how often one is written: here every 20 steps.
 - Others notice when the first worker's step fails, or, where none does, when the new group's first step is made; we,
   when those left have agreed who is lost, or the kernel says so, whichever is first.
 - Our engines run at a lower priority (nice 5), the others' workers do not.
