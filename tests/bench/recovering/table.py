@@ -35,7 +35,7 @@ How each was set up:
   and the next line of its hook asserts one. Of three kills two fell between two all-reduces; after the third all four
   began at step 0, 321 steps back.
 - **Ray Train**: after its [guide](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html),
-  `TorchTrainer`, `max_failures=-1`, a checkpoint every 20 steps.{without}
+  `TorchTrainer`, `max_failures=-1`, a checkpoint every 20 steps.
 
 What is unequal:
 
@@ -54,9 +54,6 @@ LOADED = """
 were, and what starts processes took many times as long as it would alone. Rows hold beside each other as far as their
 loads are alike, and no number of this table beside one of another page.
 """
-WITHOUT = """ Not measured: with 30 to 60 processes on two cores Ray 2.60 itself did not come up.
-  Its raylet gives its agents 15 s to start, a number that cannot be set
-  ([issue 65983](https://github.com/ray-project/ray/issues/65983)), and ends when they take longer."""
 KEYS = ("noticed", "on", "full", "again")
 
 
@@ -84,5 +81,4 @@ def section(found: list[dict[str, Any]]) -> str:
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(one["seed"] for one in found))
     notes = "".join(f"\n\n{one['who']}: {one['note']}" for one in found if "note" in one)
     return ABOUT.format(notes=notes, versions=versions, cores=found[0]["cores"], seeds=seeds, table="\n".join(lines),
-                        load="" if any(not one["busy"] for one in found) else LOADED,
-                        without="" if any(one["who"] == "Ray Train" for one in found) else WITHOUT)  # fmt: skip
+                        load="" if any(not one["busy"] for one in found) else LOADED)  # fmt: skip
