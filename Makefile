@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs binder torture interrupts soak runs-end mutants course lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables docs binder torture interrupts soak runs-end mutants course lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
+	@echo "make recovering  one of four workers killed: ours, torchrun, torchft, Ray Train (OTHERS=a python that has them; BUSY=1: beside two spinning processes)"
 	@echo "make interrupts  a kernel interrupted 200 times at random moments of a lab's life (SEED=7)"
 	@echo "make soak  eight ranks for an hour, changed and killed (MINUTES=60): what of memory, descriptors and threads grows"
 	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7; OUT=a file: goes on there)"
@@ -76,6 +77,10 @@ interrupts: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json
+
+recovering: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.bench.recovering --python $(OTHERS) $(if $(BUSY),--busy) --out docs/data/recovering.json
+	@$(BIN)/python -m tests.bench.reliability
 
 runs-end: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.runs_end $(if $(SEED),--seed $(SEED))

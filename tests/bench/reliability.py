@@ -4,7 +4,8 @@
 
 Nothing is measured here. Campaigns: `python -m tests.campaign --seed N --out docs/data/campaigns/N.json`; changes
 without faults: `python -m tests.torture --seed N --out docs/data/torture.json --minutes 30`; interrupts:
-`python -m tests.interrupts --out docs/data/interrupts.json`; an hour: `python -m tests.soak --out docs/data/soak.json`.
+`python -m tests.interrupts --out docs/data/interrupts.json`; an hour: `python -m tests.soak --out docs/data/soak.json`;
+others in the same test: `make recovering`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import soak_page
+from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
 CHANGES, FAULTS = 10_000, 500  # asked for
@@ -61,14 +63,15 @@ checkpoint; saving and loading are the training function's own. | \
 Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs that were changed without faults
 
 
-def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any]]:
-    """The rounds of all campaigns, the interrupts, the labs without faults, and the hour."""
+def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each]:
+    """The rounds of all campaigns, the interrupts, the labs without faults, the hour, and others in the same test."""
     rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
               for one in json.loads(file.read_text())["each"]]  # fmt: skip
     broken, calm = (json.loads(file.read_text())["each"] if file.exists() else []
                     for file in (data / "interrupts.json", data / "torture.json"))  # fmt: skip
-    hour = data / "soak.json"
-    return rounds, broken, calm, json.loads(hour.read_text()) if hour.exists() else {}
+    hour, same = (json.loads(file.read_text()) if file.exists() else None
+                  for file in (data / "soak.json", data / "recovering.json"))  # fmt: skip
+    return rounds, broken, calm, hour or {}, same or []
 
 
 def seconds(times: list[float]) -> str:
@@ -183,12 +186,12 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
     return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds, broken) if wrong else "")
 
 
-def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any]) -> str:
+def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None) -> str:
     """docs/reliability.md."""
     return f"""# What labs were put through, and how they came through it
 
 Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/torture.json`,
-`docs/data/interrupts.json` and `docs/data/soak.json`.
+`docs/data/interrupts.json`, `docs/data/soak.json` and `docs/data/recovering.json`.
 
 {against(rounds, broken, calm)}
 ## Campaigns
@@ -222,9 +225,9 @@ rank makes ten steps more, or the lab is closed with no process, descriptor, sha
 
 {soak_page.text(hour)}
 
-## What others promise
+{others.section(same or [])}## What others promise
 
-From their own documentation and issues, read in November 2026; nothing of theirs was run here.
+From their own documentation and issues, read in November 2026.
 
 {OTHERS}"""
 
