@@ -52,3 +52,5 @@ def test_a_lab_goes_on_to_the_bit_and_in_branches(tmp_path: Path) -> None:
         lab.run(e.set("steps", 0), out=tmp_path / "live")
         with pytest.raises(ClusterError, match="a run is live"):
             lab.run(e, resume=at)
+        mine = lab.checkpoint().wait(60)
+        assert Checkpoint.open(mine).asked and mine.parent == tmp_path / "live" / FOLDER

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from tests.kept import held, lived, same, twice
 from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, net, toy, weights
+from tests.waiting import until
 from workbench.compressors import TopK
 from workbench.engine.keeping import Keeper
 from workbench.engine.session import Session
@@ -282,6 +283,25 @@ def test_a_person_asks_for_one_and_it_stays(tmp_path: Path) -> None:
     ended(sessions)
     asked = [Checkpoint.open(path).asked for path in found(tmp_path / FOLDER)]
     assert asked[:2] == [True, True] and not any(asked[2:]) and len(asked) == 3
+
+
+def test_one_that_is_asked_for_where_there_is_one_already_stays_too(tmp_path: Path) -> None:
+    sessions = live(experiment(2, 0, save_every=3, saves=1), run_dir=tmp_path)
+    sessions[0].request({"kind": "pause", "id": "pause"})
+    assert until(lambda: sessions[0].phase == "paused")
+    for n in range(3 - sessions[0].rank.step % 3):
+        at = sessions[0].rank.step
+        sessions[0].request({"kind": "step", "id": f"step {n}", "n": 1})
+        assert until(lambda at=at: sessions[0].phase == "paused" and sessions[0].rank.step == at + 1)
+    assert until(lambda: any(one["step"] == sessions[0].rank.step for one in said(sessions, "saved")))
+    here, count = sessions[0].rank.step, len(said(sessions, "saved"))
+    sessions[0].request({"kind": "checkpoint", "id": "mine"})
+    assert until(lambda: len(said(sessions, "saved")) > count)
+    sessions[0].request({"kind": "resume", "id": "resume"})
+    assert until(lambda: len(said(sessions, "saved")) > count + 3)
+    sessions[0].request({"kind": "stop", "id": "stop"})
+    ended(sessions)
+    assert [c.step for c in map(Checkpoint.open, found(tmp_path / FOLDER)) if c.asked] == [here]
 
 
 def test_the_newest_the_best_and_those_asked_for_stay(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ class PendingCheckpoint:
         run, until = self._run, time.monotonic() + timeout
         while True:
             over = not run.live
-            for number, (_, _, one) in enumerate(run.details("saved")):
-                if one["step"] >= self._began or (number >= self._before and one.get("asked")):
+            for number, (_, _, one) in enumerate(run.details("saved")):  # others may be removed any time
+                if one.get("asked") and (number >= self._before or one["step"] >= self._began):
                     return Path(one["path"])
             if len(told := run.details("not saved")) > self._refused:
                 raise RunError(str(told[-1][2].get("text")))

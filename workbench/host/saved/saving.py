@@ -88,7 +88,7 @@ class Saving:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # steps, as was planned last
         self._next: Save | None = None
-        self._last = -1  # the step of the last one
+        self._last, self._stays = -1, False  # the step of the last one, and whether it was asked for
 
     # -- a run that goes on from one --
 
@@ -153,7 +153,7 @@ class Saving:
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
         step = (await run.gather(run.rank.step))[0]
-        if step == self._last:
+        if step == self._last and (self._stays or not asked):  # else it is made again, so that it is not pruned
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.busy)
         if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # it is worth waiting for
@@ -168,7 +168,7 @@ class Saving:
         refusing = await run.gather(int(image is None))
         if image is None or any(refusing):
             return self._refuse(reason or "another rank cannot") if run.rank.id == refusing.index(1) else None
-        self._last = step
+        self._last, self._stays = step, asked
         run.sample("checkpoint_copied", run.now - began)
         run.sample("checkpoint_bytes", image.nbytes)
         self.keeper.keep(image, self._about(asked, step))
