@@ -139,7 +139,7 @@ def test_the_page_is_told_which_panel_is_quiet() -> None:
     content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
     quiet = {spec["name"] for spec in content["specs"] if spec["quiet"]}
     assert quiet == {"asked", "beside", "causes", "collectives", "compression", "entered", "gpu", "lateness", "memory",
-                     "mesh", "norms", "path", "pipeline", "upkeep", "verdicts"}  # fmt: skip
+                     "mesh", "norms", "path", "peaks", "pipeline", "upkeep", "verdicts"}  # fmt: skip
     assert json.loads(json.dumps(content))["views"]["pays"]["html"]
 
 
