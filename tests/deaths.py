@@ -1,6 +1,6 @@
 """Engines killed while they train, and how long it takes until that is seen and until the others go on.
 
-    python -m tests.deaths --kills 100 [--busy] [--partitions] [--seed 1] --out docs/data/deaths.json
+    python -m tests.deaths --kills 100 [--busy] [--partitions] [--seed 1] --out docs/data/deaths/quiet.json
     python -m tests.deaths --replace 5 --out docs/data/replaced.json
 
 Each lab of four loses its ranks one after the other, until one is left; strategy, victim and moment are drawn. With
@@ -177,7 +177,8 @@ def main() -> None:
         while len(kills) < args.kills:
             kills += trial(rng, number, parts=args.partitions)
             number += 1
-    found = {"seed": args.seed, "busy": args.busy, "ranks": 4, **summary(kills)}
+    found = {"seed": args.seed, "busy": args.busy, "partitions": args.partitions, "ranks": 4, "cores": os.cpu_count(),
+             "load": os.getloadavg()[1], **summary(kills)}  # fmt: skip
     print(json.dumps(found, indent=1))
     if args.out:
         args.out.write_text(json.dumps({**found, "each": [k._asdict() for k in kills]}, indent=1) + "\n")

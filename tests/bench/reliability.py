@@ -5,7 +5,7 @@
 Nothing is measured here. Campaigns: `python -m tests.campaign --seed N --out docs/data/campaigns/N.json`; changes
 without faults: `python -m tests.torture --seed N --out docs/data/torture.json --minutes 30`; interrupts:
 `python -m tests.interrupts --out docs/data/interrupts.json`; an hour: `python -m tests.soak --out docs/data/soak.json`;
-others in the same test: `make recovering`.
+kills: `python -m tests.deaths --out docs/data/deaths/quiet.json`; others in the same test: `make recovering`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.bench import soak_page
+from tests.bench import deaths_page, soak_page
 from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
@@ -63,15 +63,16 @@ checkpoint; saving and loading are the training function's own. | \
 Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs that were changed without faults
 
 
-def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each]:
-    """The rounds of all campaigns, the interrupts, the labs without faults, the hour, and others in the same test."""
+def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each, Each]:
+    """The rounds of all campaigns, the interrupts, the labs without faults, the hour, others, and kills."""
     rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
               for one in json.loads(file.read_text())["each"]]  # fmt: skip
     broken, calm = (json.loads(file.read_text())["each"] if file.exists() else []
                     for file in (data / "interrupts.json", data / "torture.json"))  # fmt: skip
     hour, same = (json.loads(file.read_text()) if file.exists() else None
                   for file in (data / "soak.json", data / "recovering.json"))  # fmt: skip
-    return rounds, broken, calm, hour or {}, same or []
+    kills = [json.loads(file.read_text()) for file in sorted(data.glob("deaths/*.json"))]
+    return rounds, broken, calm, hour or {}, same or [], kills
 
 
 def seconds(times: list[float]) -> str:
@@ -186,12 +187,13 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
     return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds, broken) if wrong else "")
 
 
-def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None) -> str:
+def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None,
+         kills: Each | None = None) -> str:  # fmt: skip
     """docs/reliability.md."""
     return f"""# What labs were put through, and how they came through it
 
-Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/torture.json`,
-`docs/data/interrupts.json`, `docs/data/soak.json` and `docs/data/recovering.json`.
+Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/deaths/`,
+`docs/data/torture.json`, `docs/data/interrupts.json`, `docs/data/soak.json` and `docs/data/recovering.json`.
 
 {against(rounds, broken, calm)}
 ## Campaigns
@@ -206,6 +208,9 @@ hold whatever the machine was busy with besides, so they are upper bounds.
 
 {campaigns(rounds)}
 
+## A hundred kills
+
+{deaths_page.section(kills or [])}
 ## Changes without faults
 
 Four ranks, two runs in a lab: bursts of up to eight changes at once, pipelines and slices among them. No step mixes

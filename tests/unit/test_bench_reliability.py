@@ -46,3 +46,15 @@ def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> Non
     again = [round_of(6, wrong="Stuck"), round_of(7, applied=10_000, kill=498)]
     assert "are 500 faults: what is asked." in reliability.page(again, [broken[0]] * 2, [], {})
     assert "what is asked" not in reliability.page(again, broken, [], {}), "an interrupt lost something"
+
+
+def series(busy: bool, noticed: float) -> dict[str, Any]:
+    times = {"median": noticed, "p95": 3 * noticed, "worst": 4 * noticed}
+    return {"busy": busy, "partitions": busy, "kills": 100, "survived": 99, "load": 2.6, "seen": times, "on": times}
+
+
+def test_kills_are_noticed_as_soon_as_is_asked_or_not() -> None:
+    text = reliability.page([], [], [], {}, kills=[series(False, 0.5), series(True, 1.1)])
+    assert "| the whole model | no | 100 | 99 | 0.50, 1.50, 2.00 | 0.50, 1.50, 2.00 | 3 |" in text
+    assert "- whole models, quiet: noticed within 1 s is asked of the median, 0.50 s: kept." in text
+    assert "- parts, busy: noticed within 3 s is asked of the 95th percentile, 3.30 s: **not kept**." in text
