@@ -46,16 +46,22 @@ def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> Non
     limit_mb = e.memory_mb
     if not limit_mb or needed <= limit_mb * MB:
         return
-    parts = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
-    more = f"memory_mb={_mb(1.05 * needed)}"
+    parts = ", ".join(f"{name} {in_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
+    more = f"memory_mb={in_mb(1.05 * needed)}"
     if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
-        more = f"a memory_mb above {_mb(needed)}, and a step may take more"
-    said = f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts})"
+        more = f"a memory_mb above {in_mb(needed)}, and a step may take more"
+    said = f"memory_mb={limit_mb:g}: rank {rank} needs {in_mb(needed)} MB {when} ({parts})"
     lack = Lack(e, needed, said, more, when)
     error = OutOfMemory(lack.text())
     error.lack = lack
     raise error
 
 
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / MB:.3g}"
+def in_mb(nbytes: float) -> str:
+    """Bytes as a number of MB that people read: three digits or more, and no power of ten.
+
+    >>> in_mb(44_710_000), in_mb(1_234_900_000)
+    ('44.7', '1235')
+    """
+    mb = nbytes / MB
+    return f"{mb:.3g}" if mb < 999.5 else f"{mb:.0f}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench import analysis
 from workbench.experiment import Experiment
-from workbench.host.budget import BETWEEN, MB, OutOfMemory
+from workbench.host.budget import BETWEEN, MB, OutOfMemory, in_mb
 from workbench.policies import ByHand
 from workbench.settings import Change, KnobError, each, knobs, resolve
 from workbench.sim.simulate import simulate
@@ -67,7 +67,7 @@ def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
         after = max(one.peak for one in _foreseen(free, rest)) + _late(lack.wanted)
     except Exception:  # what comes after the switch, nobody can tell
         return lack.text(e)
-    lack = replace(lack, enough=f"memory_mb={1.05 * max(lack.needed, after) / MB:.3g}")
+    lack = replace(lack, enough=f"memory_mb={in_mb(1.05 * max(lack.needed, after))}")
     return lack.text(e, lambda path, value: _fits(e, change | {path: value}))
 
 
@@ -93,7 +93,7 @@ def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
     waiting, worst = _late(e), max(found, key=lambda one: one.peak)
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(
-            f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {worst.peak / MB:.3g} MB, and {waiting / MB:.3g} more "
+            f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {in_mb(worst.peak)} MB, and {in_mb(waiting)} more "
             f"where exchanges are late (outstanding={_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
-            f"fewer or smaller buckets, or memory_mb={1.02 * (worst.peak + waiting) / MB:.3g}"
+            f"fewer or smaller buckets, or memory_mb={in_mb(1.02 * (worst.peak + waiting))}"
         )
