@@ -22,10 +22,10 @@ def test_when_one_dies_shows_what_it_promises(tmp_path: Path, monkeypatch: pytes
     shown = texts("18_when_one_dies.ipynb", tmp_path, monkeypatch, **more)
     assert any("The record says: none: at most the step in hand" in text for text in shown), shown
     assert any("; the vote: ranks 0, 1, 3 stood before step" in text for text in shown), shown
-    assert any("The record says: about 20: the steps since the checkpoint" in text for text in shown), shown
+    assert any("The record says: those since the checkpoint: some 20, or more" in text for text in shown), shown
     assert any("rank 1 was preempted and left" in text and "added" in text for text in shown), shown
     lost = [int(n) for text in shown for n in re.findall(r"(\d+) steps? (?:is|are) lost", text)]
-    assert max(lost) >= 18, "the checkpoint was twenty steps old"
+    assert max(lost) >= 15, "twenty were waited for, from where the kernel knew all ranks: a little earlier"
     assert any("2 tries, 0 hints; solved" in text for text in shown), shown
     same, other = eval(next(text for text in shown if "'from step'" in text)).values()
     assert same["from step"] == other["from step"] > 0 and same["losses"][0] == other["losses"][0], (same, other)

@@ -44,9 +44,12 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
 
 
 def _line(live: Live) -> Any:
-    total = live.changes.experiment.steps or None
-    done = live.steps_done  # a run that one waits for late has made some: its pace is that of the others
-    return tqdm(total=total, initial=done, unit="step", desc=live.run.name, leave=True, disable=not seen())
+    """The line of the whole run: one that is waited for late has made steps and taken time before."""
+    total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
+    line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
+    line.n = line.last_print_n = max(first, live.steps_done)
+    line.start_t = live.run.epoch
+    return line
 
 
 def _show(live: Live, line: Any) -> None:

@@ -1,0 +1,35 @@
+"""The line of progress of a run that is waited for: it is of the whole run, whenever the waiting began."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from workbench.cluster import waiting
+from workbench.experiment import Experiment
+
+
+@pytest.mark.parametrize(("first", "made", "seconds"), [(0, 764, 52.0), (562, 570, 8.0)], ids=["whole", "resumed"])
+def test_what_is_left_behind_is_of_the_whole_run(
+    monkeypatch: pytest.MonkeyPatch, first: int, made: int, seconds: float
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(waiting, "seen", lambda: True)
+    monkeypatch.setattr(waiting, "tqdm", lambda **rest: tqdm(file=out, **rest))
+    run = SimpleNamespace(name="late", parent={"step": first} if first else {}, epoch=time.time() - seconds)
+    live: Any = SimpleNamespace(run=run, changes=SimpleNamespace(experiment=Experiment()), steps_done=made,
+                                state="stopped", loss=1.5, holdup="", cluster=None)  # fmt: skip
+    with waiting._line(live) as line:
+        waiting._show(live, line)
+    last = out.getvalue().rpartition("\r")[2]
+    found = re.search(r"late: (\d+)step \[00:(\d+), +([\d.]+)(step/s|s/step), stopped, loss 1.500\]", last)
+    assert found, last
+    took, pace = int(found[2]), float(found[3]) if found[4] == "step/s" else 1 / float(found[3])
+    assert int(found[1]) == made and took >= int(seconds)
+    assert 0.98 * (made - first) / (took + 1) < pace < 1.02 * (made - first) / took
