@@ -30,8 +30,9 @@ in words, {done.get("killed", 0)} engines killed and replaced{back}, and {done.g
 for besides those that are made by themselves. A page read the dashboard meanwhile: {read["messages"]:,} messages,
 {read["mb"]:g} MB, {read["longest"] / 1e6:.1f} MB the longest; it was loaded anew {read["opened"] - 1} times."""
     said = f"{len(wrong)} went wrong:\n\n" + "\n".join(f"- {one.splitlines()[0][:300]}" for one in wrong)
+    notes = "\n".join(f"- {note}" for note in found.get("notes", ()))  # by hand: causes, and what it ran beside
     return "\n\n".join([fill(about, 120), said if wrong else "Nothing went wrong.", MEASURED, table(found["grown"]),
-                        verdict(found["grown"])])  # fmt: skip
+                        verdict(found["grown"]), *([notes] if notes else [])])  # fmt: skip
 
 
 def rows(grown: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
