@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from workbench.cluster.changes import Changes
+from workbench.cluster.live import Live
+from workbench.experiment import Experiment
 from workbench.record import kept
 from workbench.record.kept import PendingCheckpoint
-from workbench.record.store import RunError
+from workbench.run import Run, RunError
 
 
 class Telling:
@@ -19,7 +21,10 @@ class Telling:
     def __init__(self, *saved: dict[str, Any], then: tuple[str, dict[str, Any]] | None = None) -> None:
         self.name, self.made, self.state, self.live = "told", 40, "stopped", True
         self._told: dict[str, list[dict[str, Any]]] = {"saved": list(saved), "not saved": []}
-        self._then, self._looks = then, 0
+        self._then, self._looks, self.asked = then, 0, 0
+
+    def keep(self) -> None:
+        self.asked += 1
 
     def details(self, name: str) -> list[tuple[int, float, dict[str, Any]]]:
         self._looks += name == "saved"
@@ -41,7 +46,7 @@ def one(step: int, asked: bool) -> dict[str, Any]:
 def test_one_that_may_be_removed_again_is_not_it() -> None:
     """The run makes some of its own meanwhile, and the view of the record is late: it may be of an earlier step."""
     run: Any = Telling(one(20, True), one(40, False), then=("saved", one(39, True)))
-    assert PendingCheckpoint(run).wait(60) == Path("checkpoints/step-39")
+    assert PendingCheckpoint(run).wait(60) == Path("checkpoints/step-39") and run.asked == 1
 
 
 def test_where_the_run_stands_at_one_that_was_asked_for_it_is_that() -> None:
@@ -59,6 +64,15 @@ def test_a_run_that_ends_before_and_one_that_takes_too_long_are_told_apart() -> 
     run: Any = Telling()
     with pytest.raises(TimeoutError, match="no checkpoint of told was whole within 0 s; the run goes on"):
         PendingCheckpoint(run).wait(0)
-    over: Any = SimpleNamespace(details=run.details, name="told", made=40, state="stopped", live=False)
+    run.live = False
     with pytest.raises(RunError, match="told is stopped: it ended before a checkpoint was made"):
-        PendingCheckpoint(over).wait(60)
+        PendingCheckpoint(run).wait(60)
+
+
+def test_each_is_asked_for_by_a_name_of_its_own() -> None:
+    """What those who are left of a run have done already, by its name, is not asked of them again."""
+    live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
+    live.keep()
+    live.keep()
+    names = [live.orders._queue.get()[3]["request"]["id"] for _ in range(2)]
+    assert len(set(names)) == 2

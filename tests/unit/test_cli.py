@@ -76,17 +76,18 @@ def test_run_turns_the_recipes_knobs_in_order_and_closes_the_lab(asked: list[Exp
     assert closed is None
 
 
-def test_a_run_that_is_told_to_end_stops_once_its_checkpoint_is_written() -> None:
+@pytest.mark.parametrize("error", [None, RunError("the disk is full"), TimeoutError()], ids=str)
+def test_a_run_that_is_told_to_end_stops_once_its_checkpoint_is_written_or_cannot_be(error: Exception | None) -> None:
     done: list[str] = []
 
-    def details(name: str) -> list[str]:
-        done.append("looked")
-        return ["saved"] if name == "saved" and done.count("looked") > 20 else []
+    def wait(timeout: float) -> None:
+        done.append("waited")
+        if error:
+            raise error
 
-    lab = types.SimpleNamespace(live=True, run_now=types.SimpleNamespace(details=details))
-    lab.checkpoint, lab.stop = (lambda: done.append("checkpoint")), (lambda: done.append("stop"))
+    lab = types.SimpleNamespace(checkpoint=lambda: types.SimpleNamespace(wait=wait), stop=lambda: done.append("stop"))
     Told._keep(lab)  # type: ignore[arg-type]
-    assert done.index("checkpoint") < 3 and done.count("looked") > 20 and done[-1] == "stop"
+    assert done == ["waited", "stop"]
 
 
 def test_run_without_a_number_of_steps_ends(asked: list[Experiment], tmp_path: Path) -> None:

@@ -55,9 +55,7 @@ class Handles:
 
         `lab.checkpoint().wait()` comes back with its path, once it is whole. It stays until somebody removes it.
         """
-        asked = PendingCheckpoint(self._going("checkpoint").run)
-        self._request("checkpoint")
-        return asked
+        return PendingCheckpoint(self._going("checkpoint").run)
 
     def stop(self) -> None:
         """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.

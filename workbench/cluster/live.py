@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,7 @@ class Live(Asked):
 
     def keep(self) -> None:
         """A checkpoint is made at the next step boundary."""
-        self.order("request", request={"id": "keep", "kind": "checkpoint"})
+        self.order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
 
     def come_to_end(self) -> None:
         """Stops at the next step boundary."""

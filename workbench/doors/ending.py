@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.record.checkpoints import FOLDER, found, step_of
+from workbench.record.store import RunError
 
 if TYPE_CHECKING:
     from workbench.lab import Lab
@@ -36,18 +36,10 @@ class Told:
     @staticmethod
     def _keep(lab: Lab) -> None:
         try:
-            run, until = lab.run_now, time.monotonic() + PATIENCE
-            said = _said(run)
-            lab.checkpoint()
-            while lab.live and _said(run) == said and time.monotonic() < until:
-                time.sleep(0.05)
+            with suppress(RunError, TimeoutError):  # the run has said why there is none
+                lab.checkpoint().wait(PATIENCE)
         finally:
             lab.stop()
-
-
-def _said(run: Any) -> int:
-    """How often a run has said that a checkpoint was made, or was not."""
-    return sum(len(run.details(name)) for name in ("saved", "not saved"))
 
 
 def how(out: Path) -> str:

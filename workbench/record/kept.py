@@ -25,11 +25,8 @@ def kept(run: Run, step: int | None, timeout: float) -> Path:
         if path := next((path for path in there if step_of(path) == step), None):
             return path
         raise RunError(f"step={step}: {run.name} keeps no checkpoint before it; {_those(there)}")
-    if run.live:
-        asked = PendingCheckpoint(run)
-        run.keep()
-        if path := asked.found(timeout):
-            return path
+    if run.live and (path := PendingCheckpoint(run).found(timeout)):
+        return path
     there, end = found(run.path / FOLDER) if run.path else [], run.made
     if there and there[-1].name == name(end):
         return there[-1]
@@ -44,11 +41,12 @@ def _those(there: list[Path]) -> str:
 
 
 class PendingCheckpoint:
-    """A checkpoint that a live run is asked for; `wait` until it is whole."""
+    """A live run is asked for a checkpoint at one of its next step boundaries; `wait` until it is whole."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._began = run, run.made
         self._before, self._refused = len(run.details("saved")), len(run.details("not saved"))
+        run.keep()
 
     def wait(self, timeout: float = 60.0) -> Path:
         """Its directory, once all of it is on disk.
