@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import pytest
 
+from tests.benched import begin, benched
 from tests.ranks import experiment
 from tests.waiting import until
-from workbench.cluster.keys import Keys
-from workbench.cluster.line import Line
-from workbench.cluster.place import host, this_process
+from workbench.cluster.health import Health
+from workbench.cluster.line import Line, Silence
+from workbench.cluster.place import host
 from workbench.cluster.worker import Bench
 from workbench.engine.session import Session
 
@@ -47,27 +47,9 @@ class Late:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bench, Line]]:
-    monkeypatch.setitem(sys.modules, "late_session", type(sys)("late_session"))
-    monkeypatch.setattr(sys.modules["late_session"], "Late", Late, raising=False)
-    keys = Keys.new()
-    made = Bench({
-        "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
-        "reach": "127.0.0.1", "paths": [], "place": "",
-    })  # fmt: skip
-    line = Line({0: made.line_at}, keys)
-    yield made, line
-    line.close()
-    made.close()
-
-
-def begin(bench: Bench, path: Path) -> threading.Thread:
-    (path / "run.json").write_text("{}")
-    job = {"session": "late_session:Late", "generation": "g", "run_dir": str(path), "rank": 0, "size": 1, "epoch": 0.0,
-           "store": ("x", 0), "device": "cpu", "kind": "gloo", "loopback": True}  # fmt: skip
-    thread = threading.Thread(target=bench.begin, args=(job, cloudpickle.dumps((None, (), []))))
-    thread.start()
-    return thread
+def bench() -> Iterator[tuple[Bench, Line]]:
+    with benched(0) as it:
+        yield it
 
 
 def test_a_look_between_a_sessions_making_and_its_start_does_not_end_the_line(
@@ -75,7 +57,8 @@ def test_a_look_between_a_sessions_making_and_its_start_does_not_end_the_line(
 ) -> None:
     made, line = bench
     HOLD.clear()
-    thread = begin(made, tmp_path)
+    thread = threading.Thread(target=begin, args=(made, Late, tmp_path))
+    thread.start()
     try:
         assert until(lambda: made.trouble), "a look has met it"
     finally:
@@ -108,11 +91,8 @@ def test_a_session_that_cannot_start_is_not_waited_for(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(Late, "start", fails)
-    (tmp_path / "run.json").write_text("{}")
-    job = {"session": "late_session:Late", "generation": "g", "run_dir": str(tmp_path), "rank": 0, "size": 1,
-           "epoch": 0.0, "store": ("x", 0), "device": "cpu", "kind": "gloo", "loopback": True}  # fmt: skip
     with pytest.raises(RuntimeError, match="can't start"):
-        made.begin(job, cloudpickle.dumps((None, (), [])))
+        begin(made, Late, tmp_path)
     assert not made.busy and line.ask(0, "status", timeout=60)[0]["over"]
 
 
@@ -133,3 +113,42 @@ def test_an_interrupt_while_one_wire_is_waited_for_leaves_no_other_taken() -> No
     with pytest.raises(KeyboardInterrupt):
         line.ask_all("status")
     assert not lock.locked()
+
+
+def events() -> int:
+    """Descriptors of which zmq has one for each socket; connections come and go beside."""
+    each = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(one) == "anon_inode:[eventfd]" for one in each if os.path.islink(one))
+
+
+def test_an_engine_that_is_gone_is_left_and_its_socket_with_it() -> None:
+    """Else a lab that loses one after the other keeps a descriptor of each."""
+    with benched(0, 1, 2) as (_, line):
+        there = events()
+        line.leave(1)
+        line.leave(1)
+        assert until(lambda: events() == there - 1)
+        with pytest.raises(Silence, match="rank 1 is gone"):
+            line.ask(1, "status", timeout=60)
+        said = line.ask_all("status", timeout=60)
+        assert isinstance(said[1], Silence) and [said[0]["over"], said[2]["over"]] == [True, True]
+
+
+def test_who_is_being_asked_is_left_at_the_next_look() -> None:
+    with benched(0) as (_, line):
+        with line._wires[0].lock:
+            line.leave(0)
+            assert not line._wires[0].socket.closed
+        line.leave(0)
+        assert line._wires[0].socket.closed
+
+
+def test_only_an_engine_of_this_machine_is_gone_for_good() -> None:
+    """One of another machine may have been out of reach for long, and is asked again."""
+    left: list[int] = []
+    engines = [SimpleNamespace(rank=rank, host=where) for rank, where in enumerate((host(), host(), "another"))]
+    cluster = SimpleNamespace(engines=engines, line=SimpleNamespace(leave=left.append))
+    health: Any = SimpleNamespace(cluster=cluster, death=lambda rank: None if rank == 0 else "is gone",
+                                  _over=SimpleNamespace(wait=lambda seconds: None))  # fmt: skip
+    Health._look(health)
+    assert left == [1]

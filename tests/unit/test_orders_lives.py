@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import pytest
 
+from tests.benched import begin, benched
 from tests.waiting import until
-from workbench.cluster.keys import Keys
 from workbench.cluster.line import Line
 from workbench.cluster.orders import Orders
-from workbench.cluster.place import host, this_process
 from workbench.cluster.worker import Bench
 
 
@@ -48,27 +45,14 @@ class Brief:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bench, Line]]:
+def engine() -> Iterator[tuple[Bench, Line]]:
     """An engine that is reached as rank 0 and, since it came again, as rank 3."""
-    monkeypatch.setitem(sys.modules, "brief_session", type(sys)("brief_session"))
-    monkeypatch.setattr(sys.modules["brief_session"], "Brief", Brief, raising=False)
-    keys = Keys.new()
-    made = Bench({
-        "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
-        "reach": "127.0.0.1", "paths": [], "place": "",
-    })  # fmt: skip
-    line = Line({0: made.line_at, 3: made.line_at}, keys)
-    yield made, line
-    line.close()
-    made.close()
+    with benched(0, 3) as it:
+        yield it
 
 
 def begun(bench: Bench, path: Path, generation: str, rank: int) -> Brief:
-    (path / "run.json").write_text("{}")
-    job = {"session": "brief_session:Brief", "generation": generation, "run_dir": str(path), "rank": rank, "size": 1,
-           "epoch": 0.0, "store": ("x", 0), "device": "cpu", "kind": "gloo", "loopback": True}  # fmt: skip
-    bench.begin(job, cloudpickle.dumps((None, (), [])))
-    return bench.session  # type: ignore[no-any-return]
+    return begin(bench, Brief, path, generation, rank)  # type: ignore[no-any-return]
 
 
 def orders(line: Line, generation: str) -> Orders:

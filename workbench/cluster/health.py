@@ -42,7 +42,7 @@ class Health:
         self._telling, self._told = threading.Lock(), set[int]()  # engines that the controller knows to be dead
 
     def start(self) -> None:
-        """From now on the controller is told who is dead, also where no run is under way."""
+        """From now on the controller is told who is dead, also where no run is under way, and nobody asks them."""
         self._watch.start()
 
     def close(self) -> None:
@@ -53,7 +53,8 @@ class Health:
 
     def _look(self) -> None:
         for engine in list(self.cluster.engines):
-            self.death(engine.rank)
+            if self.death(engine.rank) and engine.host == host():  # another machine's may only be out of reach
+                self.cluster.line.leave(engine.rank)
         self._over.wait(LOOK)
 
     @property

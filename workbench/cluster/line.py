@@ -50,6 +50,15 @@ class Line:
         self._keys.reach(socket, address)
         self._wires = {**self._wires, rank: _Channel(socket)}
 
+    def leave(self, rank: int) -> None:
+        """The engine of `rank` is gone for good: whoever asks it hears so at once. Not while somebody asks it."""
+        wire = self._wires[rank]
+        if wire.lock.acquire(blocking=False):
+            try:
+                wire.socket.close(0)
+            finally:
+                wire.lock.release()
+
     def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
         """What rank's engine answers to `what`: (plain value, blob). Raises Silence or ClusterError."""
         wire = self._wires[rank]
@@ -77,12 +86,16 @@ class Line:
             return error
 
     def _send(self, wire: _Channel, what: str, blob: bytes, rest: dict[str, Any]) -> None:
+        if wire.socket.closed:
+            return
         wire.expects = next(wire.numbers)
         message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
         with contextlib.suppress(zmq.Again):  # an engine that takes nothing in will not answer either
             wire.socket.send_multipart(message, zmq.NOBLOCK)
 
     def _receive(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
+        if wire.socket.closed:
+            raise Silence(f"rank {rank} is gone: nobody is there to answer '{what}'")
         while wire.socket.poll(int(timeout * 1000)):
             head, blob = wire.socket.recv_multipart()
             answer = json.loads(head)

@@ -1,0 +1,44 @@
+"""An engine's own end of a line, without the engine: a session of a test's own begins there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from workbench.cluster.keys import Keys
+from workbench.cluster.line import Line
+from workbench.cluster.place import host, this_process
+from workbench.cluster.worker import Bench
+
+
+@contextmanager
+def benched(*ranks: int) -> Iterator[tuple[Bench, Line]]:
+    """It, and a line that reaches it as each of `ranks`."""
+    keys = Keys.new()
+    made = Bench({
+        "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
+        "reach": "127.0.0.1", "paths": [], "place": "",
+    })  # fmt: skip
+    line = Line(dict.fromkeys(ranks, made.line_at), keys)
+    try:
+        yield made, line
+    finally:
+        line.close()
+        made.close()
+
+
+def begin(bench: Bench, session: type, path: Path, generation: str = "g", rank: int = 0) -> Any:
+    """A session of this class begins there, in a run below `path`; returns it."""
+    (path / "run.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.benched.Session", session, raising=False)
+        job = {"session": "tests.benched:Session", "generation": generation, "run_dir": str(path), "rank": rank,
+               "size": 1, "epoch": 0.0, "store": ("x", 0), "device": "cpu", "kind": "gloo",
+               "loopback": True}  # fmt: skip
+        bench.begin(job, cloudpickle.dumps((None, (), [])))
+    return bench.session
