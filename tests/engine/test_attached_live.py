@@ -19,6 +19,28 @@ def members(lab: Lab) -> tuple[int, ...]:
     return lab._live.members if lab._live else ()
 
 
+def late(seconds: float) -> None:
+    """On an engine: its disk gets rows so many seconds after they were sent."""
+    from workbench.engine import spool
+
+    spool.EVERY = seconds
+
+
+def test_what_was_sent_before_is_seen_at_once_though_the_disk_is_late(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with apart(tmp_path_factory):
+        lab = Lab(ranks=2, name="late disk").wait(120)
+        try:
+            lab.view.apply_sync(late, 600.0)
+            lab.run(endless())
+            reached(lab, 5)
+            lab.detach()
+            lab = Lab.attach("late disk")
+            assert lab.state == "running" and lab.run_now is not None
+            assert {int(rank) for rank in lab.run_now.spans["rank"]} == {0, 1} and lab.run_now.spans["step"].max() >= 5
+        finally:
+            lab.close()
+
+
 def test_nobody_is_replaced_again_and_the_run_is_resized(tmp_path_factory: pytest.TempPathFactory) -> None:
     with apart(tmp_path_factory):
         lab = Lab(ranks=4, name="taken over").wait(120)

@@ -101,6 +101,10 @@ class Answers:
         """Who owns the lab from now on; None after `detach`."""
         self.owner, self.home = owner, home
 
+    def on_settle(self, blob: bytes) -> bool:
+        """Rows that were sent so far are on disk now, if it answers: for a kernel that attaches, which missed them."""
+        return bool(self.session is None or self.session.record.settle())
+
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
         """The rank's rows of `kind` from row `start` on, from its own disk."""
         rank = self.job["rank"]

@@ -34,6 +34,7 @@ from workbench.settings.said import said
 
 R = TypeVar("R", bound=Run)
 LOOK = 0.2  # seconds between two looks at engines that are waited for
+SETTLED = 3.0  # seconds that a kernel that attaches waits for ranks to write what they have sent
 ATTACH = 20.0  # seconds that an engine has to answer a kernel that attaches: it may share a core with many
 SESSION = "workbench.engine.session:Session"  # tests put a lighter one in its place
 
@@ -224,11 +225,13 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
         return None
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
-    cluster.take = waiting.append  # rows that come while the disk is read
+    cluster.take = waiting.append  # rows that come from now on; those that came before are on disk, or soon
+    cluster.health.begin()
+    living = [engine.rank for engine in cluster.engines if not cluster.death(engine.rank)]
+    cluster.line.ask_all("settle", timeout=SETTLED, ranks=living)
     run = _opened(about, experiment, kind)
     live = Live(run, cluster, Changes(experiment, listed), about["generation"])
     live.secret, live.blob, live.job = job.pop("secret"), blob, job
-    cluster.health.begin()
     live.replay()
     cluster.take = live.take
     for batch in waiting:

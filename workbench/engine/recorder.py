@@ -22,6 +22,7 @@ from workbench.record.timeline import KINDS, Table
 Stretch = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[Stretch]], None]
 PUSH_EVERY = 0.25  # seconds: each wake-up costs more than the rows it takes along
+SETTLED = 1.0  # seconds that who asks for what was pushed to be on disk waits
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,10 @@ class Recorder:
             self._marks.append((step, name, t, detail))
         else:
             self.dropped += 1
+
+    def settle(self) -> bool:
+        """Writes what was pushed so far; whether it is on disk, for which `SETTLED` seconds are waited at most."""
+        return self._spool is None or self._spool.settle(SETTLED)
 
     def close(self) -> None:
         """Flushes everything and ends the thread; a disk that does not answer is waited for `PATIENCE` seconds."""
