@@ -76,7 +76,8 @@ interrupts: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.interrupts $(if $(SEED),--seed $(SEED))
 
 soak: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json
+	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json; \
+	code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
 
 recovering: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench.recovering --python $(OTHERS) $(if $(BUSY),--busy) --out docs/data/recovering.json

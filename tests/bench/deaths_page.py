@@ -7,7 +7,8 @@ from typing import Any
 MEDIAN, LATEST = 1.0, 3.0  # seconds: what is asked of the median, quiet, and of the 95th percentile, busy
 ABOUT = """Labs of four ranks lose them one after the other until one is left; strategy, victim and moment are drawn
 (`python -m tests.deaths`). Noticed is when a note of the lab says so; a kill is survived if all who are left end a new
-step. The load is the average of the last five minutes, at the end.
+step. The load is the average of the last five minutes, at the end;
+what the ranks themselves do is in it.
 """
 
 
