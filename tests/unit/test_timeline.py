@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import psutil
 import pytest
 
 from workbench.record.timeline import Coded, Mark, Sample, Span, Table, Timeline, Words
@@ -58,6 +59,19 @@ def test_coded_text_of_another_table_is_renumbered() -> None:
     columns = {"rank": [0] * 3, "step": [1] * 3, "name": Coded(codes, words), "t": [1.0] * 3, "value": [0.0] * 3}
     table.extend(columns)
     assert table.rows().name.tolist() == ["a", "b", "a", "b"]
+
+
+def test_room_for_rows_to_come_takes_no_memory_before_they_do() -> None:
+    """As many rows as leave half of the room empty."""
+    table, process = Table("spans"), psutil.Process()
+    rows = 1024 * 2**10 // 16
+    piece = {k: np.ones(rows, v) for k, v in table.types.items() if k not in table.words}
+    words = {k: ["word"] * rows for k in table.words}
+    before = process.memory_info().rss
+    for _ in range(17):
+        table.extend(piece | words)
+    held = sum(17 * rows * column.dtype.itemsize for column in table._columns.values())
+    assert process.memory_info().rss - before < 1.4 * held
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

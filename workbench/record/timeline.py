@@ -187,8 +187,9 @@ class Table:
             if len(columns[k]) != n:
                 raise ValueError(f"{self.kind}.{k}: {len(columns[k])} values where other columns have {n}")
             if self._n + n > len(have):
-                room = max(len(have), n)
-                have = self._columns[k] = np.concatenate([have, np.empty(room, have.dtype)])
+                room = np.empty(len(have) + max(len(have), n), have.dtype)  # what is not written yet takes no memory
+                room[: self._n] = have[: self._n]
+                have = self._columns[k] = room
             have[self._n : self._n + n] = self.words[k].encode(columns[k]) if k in self.words else columns[k]
         self._n += n
 
