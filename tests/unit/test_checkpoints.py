@@ -24,6 +24,8 @@ from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.saved import filing
+from workbench.host.saved.alone import _digest
+from workbench.host.saved.image import Image
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream
@@ -54,6 +56,17 @@ EXPERIMENTS = {
 
 def said(sessions: list[Session], mark: str) -> list[dict[str, Any]]:
     return [json.loads(row[3]) for s in sessions for row in s.record.noted(mark)]
+
+
+def test_whatever_lies_apart_in_memory_is_kept_as_it_is() -> None:
+    """One number of a column, too, whose stride nobody needs and torch keeps."""
+    rows = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    image, apart = Image(step=0), [rows[:1, 1], rows[:, 2], rows.T, rows[1, 2]]
+    for x in apart:
+        image.own(x)
+    kept = [x for item in filing.pieces(image) for _, x in item]
+    assert all(torch.equal(one, x) for one, x in zip(kept, apart, strict=True))
+    assert _digest([rows[:1, 1]]) == _digest([rows[:1, 1].clone(memory_format=torch.contiguous_format)])
 
 
 @pytest.mark.parametrize("label", EXPERIMENTS)

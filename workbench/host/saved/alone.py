@@ -52,7 +52,8 @@ def _digest(every: list[Tensor]) -> int:
     """The same for the same bits."""
     digest = 0
     for x in every:
-        digest = crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), digest)
+        bytes_of = x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        digest = crc32(bytes_of.numpy().tobytes(), digest)
     return digest
 
 

@@ -51,7 +51,7 @@ class Image:
 
     def add(self, name: str, x: Tensor, shape: tuple[int, ...], slices: tuple[Slice, ...] = ()) -> int:
         """Copies a tensor, whole or in these slices of that shape; answers with its number."""
-        flat = x.detach().reshape(-1).to("cpu", copy=True)
+        flat = x.detach().reshape(-1).to("cpu", copy=True, memory_format=torch.contiguous_format)
         lies = boxes(shape, slices or (Slice(0, flat.numel()),)) if flat.numel() else [Box((0,) * len(shape), shape)]
         if lies is None:
             name, shape, lies = "", (flat.numel(),), [Box((0,), (flat.numel(),))]
