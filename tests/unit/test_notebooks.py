@@ -46,6 +46,16 @@ def test_the_code_of_a_lesson_is_short_and_parses(name: str) -> None:
         assert len(source.splitlines()) <= WRITES.get(name, 12), source
 
 
+WIDE = {"16_who_decides_when.ipynb": 104}  # one line of a judge that is twelve lines long
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_of_code_is_cut_off_on_a_projector(name: str) -> None:
+    """At 1024 x 768 JupyterLab shows about 104 columns of a cell."""
+    for line in "\n".join(code(name)).splitlines():
+        assert len(line) <= WIDE.get(name, 100), line
+
+
 UNITS = r"\d[\d.,]*\s*(?:ms|s|MB|kB|Mbit/s|%|times|steps|ranks|messages)(?!\w)"
 SETS = r"[Ss]et (?:\*\*\w+\*\*|it)(?: back)? to \d+"  # what a person is asked to set: shown in tests/browser
 
