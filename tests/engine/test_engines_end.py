@@ -1,13 +1,16 @@
-"""Engines that are told to end while their ranks train: they end as told, at once, and nothing of them aborts."""
+"""Engines that end, or whose server does, while their ranks train: they end as told, at once, and nothing aborts."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.labs import apart, endless, reached
+from tests.waiting import until
+from workbench.cluster.fork_server import usable
 from workbench.lab import Lab
 from workbench.strategies import DDP
 
@@ -32,3 +35,23 @@ def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_f
             logs = [(Path(place.path) / "log" / f"engine-{number}.log").read_text() for number in range(4)]
             assert not any("Traceback" in log or "Fatal" in log for log in logs), logs
             assert not list(folder.glob("workbench-*")), "where the ranks met"
+
+
+@pytest.mark.skipif(not usable(), reason="engines are no forks here")
+def test_a_run_outlives_the_server_that_its_engines_are_forks_of(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nobody says any more how one ends, but that it has; and who comes for it is another server's."""
+    with apart(tmp_path_factory), Lab(ranks=2, name="unparented") as lab:
+        lab.wait(120).run(endless(ranks=2, strategy=DDP(), on_death="replace"))
+        reached(lab, 5)
+        owned, pid = lab.cluster.owned, lab.status[1]["pid"]
+        assert owned is not None
+        server = owned.started["engines"]
+        server.kill()
+        server.wait(60)
+        assert lab._live is not None
+        reached(lab, lab._live.step + 5)
+        os.kill(pid, signal.SIGKILL)
+        assert until(lambda: lab.members == (0, 2), 120), lab.notes
+        assert any(f"(pid {pid}) is gone" in note for note in lab.notes), lab.notes
+        reached(lab, lab._live.step + 5)
+        assert owned.started["engines"] is not server and lab.state == "running"

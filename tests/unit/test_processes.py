@@ -33,6 +33,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
         return Child()
 
     monkeypatch.setattr(module, "_popen", popen)
+    monkeypatch.setattr(module, "usable", lambda: False)
     known = {"Process": lambda pid: SimpleNamespace(create_time=lambda: 1.0), "net_if_addrs": dict}
     monkeypatch.setattr(module, "psutil", SimpleNamespace(**known))
     return Processes(Place.new("slow"))

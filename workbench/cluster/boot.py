@@ -1,7 +1,7 @@
-"""The first lines of every process that a lab starts: controller or engine, each watching for its owner.
+"""The first lines of every process that a lab starts: controller, engine, or the server that engines are forks of.
 
-Run as a script. An engine loads torch before it reports, so that "up" means ready; and both end by
-themselves when the lab's owner is gone and the guard has not come for them.
+Run as a script. An engine loads torch before it reports, so that "up" means ready; controller and engines watch for
+their owner, and end by themselves when that is gone and the guard has not come for them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,24 +29,39 @@ COURTESY = 5  # engines step back for the notebook and the page, which draw what
 
 
 def main(kind: str, file: str) -> None:
-    """Becomes the controller or an engine; the remaining arguments are ipyparallel's own."""
+    """Becomes one of them; the remaining arguments are ipyparallel's own."""
     find_workbench()
     import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
 
-    from workbench.cluster.place import Place
-    from workbench.cluster.stacks import answering
-
-    threading.Thread(target=watch, args=(Place(Path(file).parent),), name="owner watch", daemon=True).start()
+    if kind == "engines":
+        from workbench.cluster.fork_server import serve
+        return serve(partial(live, Path(file).parent))
     if kind == "engine":
-        answering(Path(file).parent / "log")
-        import torch  # noqa: F401
-        from ipyparallel.engine.app import main as become
-
-        os.nice(COURTESY)
-        more_descriptors()
-        ends(become)
+        live(Path(file).parent)
+    keep_watch(Path(file).parent)
     from ipyparallel.controller.app import main as become
     become()
+
+
+def live(place: Path) -> NoReturn:
+    """Lives as an engine of the lab that is kept in `place`."""
+    from workbench.cluster.stacks import answering
+
+    keep_watch(place)
+    answering(place / "log")
+    import torch  # noqa: F401
+    from ipyparallel.engine.app import main as become
+
+    os.nice(COURTESY)
+    more_descriptors()
+    ends(become)
+
+
+def keep_watch(place: Path) -> None:
+    """Has a thread look for the owner of the lab from now on."""
+    from workbench.cluster.place import Place
+
+    threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()
 
 
 def ends(become: Callable[[], None]) -> NoReturn:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from workbench.cluster.engines import Engine
+from workbench.cluster.fork_server import Forked
 from workbench.cluster.place import alive, host
 from workbench.cluster.processes import code_in_words
 from workbench.cluster.scarcity import Scarcity
@@ -113,9 +114,10 @@ class Health:
             return None if self._knock() else "does not answer any more"
         return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
 
-    def _child(self, what: str) -> subprocess.Popen[bytes] | None:
-        """A process that this very one started: only of those it is known how they ended."""
-        return self.cluster.owned.started.get(what) if self.cluster.owned else None
+    def _child(self, what: str) -> subprocess.Popen[bytes] | Forked | None:
+        """A process that this very one started, or had forked: only of those it is known how they ended."""
+        child = self.cluster.owned.started.get(what) if self.cluster.owned else None
+        return None if isinstance(child, Forked) and child.unheard else child
 
     def _knock(self) -> bool:
         """Whether somebody listens where another's controller did; a refusal alone counts as nobody."""

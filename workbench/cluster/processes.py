@@ -17,13 +17,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from workbench.cluster.fork_server import QUIET, Forked, ForkServer, usable
 from workbench.cluster.place import ClusterError, Place, alive
 from workbench.cluster.ports import listened, ports, taken
 
 _HERE = Path(__file__).parent
+FEW = {"MALLOC_ARENA_MAX": "2"}  # else each thread of a rank keeps what others freed: 40 MB after 500 live changes
 CONTROLLERS = 4  # that are started at most, where ports are taken away before they are bound
 
 
@@ -42,7 +45,7 @@ def start_guard(place: Place) -> subprocess.Popen[bytes]:
     return _popen(place, "guard", command, subprocess.PIPE, {})
 
 
-_let_go: list[subprocess.Popen[bytes]] = []  # whose labs were detached
+_let_go: list[subprocess.Popen[bytes] | Forked] = []  # whose labs were detached
 
 
 class Processes:
@@ -50,7 +53,8 @@ class Processes:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.started: dict[str, subprocess.Popen[bytes] | Forked] = {}
+        self._server: ForkServer | None = None
         self._closed = False
         self._controllers = 0  # started so far
         self._lock = threading.Lock()
@@ -63,7 +67,8 @@ class Processes:
     def reap(self) -> None:
         """Waits for those that were ended, so that none stays a zombie."""
         for child in self.started.values():
-            child.wait(5)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what else a lab has is given back all the same
+                child.wait(5)
 
     def start(self, ranks: int) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
@@ -85,17 +90,21 @@ class Processes:
         return [f"--profile-dir={self.place.path}", "--log-level=30"]
 
     def start_engine(self, number: int) -> None:
-        """Starts one engine, whose ipyparallel id is `number`."""
-        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
-        self._spawn(f"engine {number}", [
+        """Starts one engine, whose ipyparallel id is `number`; as a fork, where that can be."""
+        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback(), **FEW}
+        arguments = [
             *self._common, f"--file={self.introduction}", f"--IPEngine.id={number}", "--IPEngine.enable_nanny=False",
             "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
-        ], env)  # fmt: skip
+        ]  # fmt: skip
+        if usable():
+            self._fork(f"engine {number}", arguments, env)
+        else:
+            self._spawn(f"engine {number}", arguments, env)
 
     @property
     def next_engine(self) -> int:
         """A number that no engine has had, whichever kernel started it."""
-        noted = [what.split() for _, _, what in self.place.state.get("processes", [])]
+        noted = [what.split() for what in [*self.started, *(p[2] for p in self.place.state.get("processes", []))]]
         return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
 
     def dismiss(self, number: int) -> None:
@@ -111,14 +120,31 @@ class Processes:
             key = secrets.token_hex(32).encode()
             file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
-    def _spawn(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
+    def _spawn(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
+        """One process more. pipes: its input and output are this process's to write and read"""
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
         with self._lock:
-            if self._closed:
-                raise ClusterError("the lab was closed while it came up")
-            child = _popen(self.place, what, command, subprocess.DEVNULL, env)
+            self._refuse_closed()
+            child = _popen(self.place, what, command, subprocess.PIPE if pipes else subprocess.DEVNULL, env, pipes)
             self.started[what] = child
             self.place.add_process([child.pid, psutil.Process(child.pid).create_time()], what)
+        return child
+
+    def _fork(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
+        """One engine more, by the server, which is started where there is none."""
+        if self._server is None or self._server.over:
+            self._server = ForkServer(self._spawn("engines", [], {**env, **QUIET}, pipes=True), self._note)
+        with self._lock:
+            self._refuse_closed()
+            self.started[what] = self._server.fork(what, arguments, log_file(self.place, what))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClusterError("the lab was closed while it came up")
+
+    def _note(self, what: str, process: list[float]) -> None:
+        with contextlib.suppress(OSError):  # the lab is over, and its directory gone
+            self.place.add_process(process, what)
 
     @property
     def introduction(self) -> Path:
@@ -181,7 +207,8 @@ class Processes:
         for what, child in self.started.items():
             if (code := child.poll()) is not None:
                 how = code_in_words(code)
-                raise ClusterError(f"{what} ended with {how} before it was up.{log_tail(self.place, what)}")
+                until = "they were" if what == "engines" else "it was"
+                raise ClusterError(f"{what} ended with {how} before {until} up.{log_tail(self.place, what)}")
 
 
 def let_go(owned: Processes | None) -> None:
@@ -216,22 +243,36 @@ def _signal(processes: dict[int, psutil.Process], what: int) -> None:
             pass
 
 
+def log_file(place: Place, what: str) -> Path:
+    """Where a process of the lab writes what it prints."""
+    return place.path / "log" / f"{what.replace(' ', '-')}.log"
+
+
 def log_tail(place: Place, what: str, lines: int = 12) -> str:
     """The last lines of a process's log, as the end of an error message; empty if there are none."""
+    of = log_file(place, what)
+    if what.startswith("engine ") and not of.exists():  # it is still to be forked
+        of = log_file(place, "engines")
     try:
-        text = (place.path / "log" / f"{what.replace(' ', '-')}.log").read_text(errors="replace")
+        text = of.read_text(errors="replace")
     except OSError:
         return ""
     tail = text.strip().splitlines()[-lines:]
     return "\nIts log ends:\n    " + "\n    ".join(tail) if tail else " Its log is empty."
 
 
-def _popen(place: Place, what: str, command: list[str], stdin: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A child in a session of its own (an interrupt at the prompt is not for it), logging to its own file."""
-    with open(place.path / "log" / f"{what.replace(' ', '-')}.log", "ab") as log:
+def _popen(
+    place: Place, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
+) -> subprocess.Popen[bytes]:
+    """A child in a session of its own (an interrupt at the prompt is not for it), logging to its own file.
+
+    says: what it writes to its output is this process's to read
+    """
+    with open(log_file(place, what), "ab") as log:
         return subprocess.Popen(
-            command, stdin=stdin, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **env}
-        )
+            command, stdin=stdin, stdout=subprocess.PIPE if says else log, stderr=log, start_new_session=True,
+            env={**os.environ, **env},
+        )  # fmt: skip
 
 
 def code_in_words(code: int) -> str:

@@ -62,7 +62,6 @@ def begin(job: dict[str, Any], blob: bytes) -> str:
 
 def warm() -> None:
     """Loads all that a rank needs and an engine has not loaded yet, before one is wanted here."""
-    importlib.import_module("torch._dynamo")  # which torch loads with the first optimizer
     importlib.import_module("workbench.engine.session")
 
 
