@@ -6,6 +6,7 @@ Times are float seconds since the run began. Nothing here knows torch, files' pl
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1  # raised when a column changes its meaning
+MAPPED = 1 << 20  # bytes of a column from which on the system itself is asked for its memory
 
 
 class Span(NamedTuple):
@@ -159,6 +161,15 @@ class Rows:
         return Coded(words.encode(column), words)
 
 
+def _room(n: int, of: np.dtype[Any]) -> np.ndarray:
+    """Room for `n` values. What is not written takes no memory, and a large one that is given up goes to the system:
+    what allocators keep of columns that have been outgrown is soon as large as the record.
+    """
+    if of == np.dtype("O") or n * of.itemsize < MAPPED:
+        return np.empty(n, of)
+    return np.frombuffer(mmap.mmap(-1, n * of.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), of)
+
+
 class Table:
     """An append-only table of one kind. Appending and reading may happen on different threads.
 
@@ -187,7 +198,7 @@ class Table:
             if len(columns[k]) != n:
                 raise ValueError(f"{self.kind}.{k}: {len(columns[k])} values where other columns have {n}")
             if self._n + n > len(have):
-                room = np.empty(len(have) + max(len(have), n), have.dtype)  # what is not written yet takes no memory
+                room = _room(len(have) + max(len(have), n), have.dtype)
                 room[: self._n] = have[: self._n]
                 have = self._columns[k] = room
             have[self._n : self._n + n] = self.words[k].encode(columns[k]) if k in self.words else columns[k]
