@@ -220,8 +220,8 @@ def live(d: dict[str, Any]) -> str:
                 str(len(late)),
                 f"{statistics.median(late) * 1e3:.0f} ms",
                 f"{p99 * 1e3:.0f} ms",
-                f"{length * 1e3 + 200:.0f} ms",
-                "yes" if p99 <= length + 0.2 else "NO",
+                f"{length * 1e3 + 100:.0f} ms",
+                "yes" if p99 <= length + 0.1 else "NO",
             ]
         )
     costs = []
@@ -238,7 +238,7 @@ def live(d: dict[str, Any]) -> str:
                 f"{share:.2%}",
             ]
         )
-    head = ["strategy", "changes", "median", "p99", "allowed (p99 of a step, or of a round, + 200 ms)", "kept"]
+    head = ["strategy", "changes", "median", "p99", "allowed (p99 of a step, or of a round, + 100 ms)", "kept"]
     cost_head = [
         "strategy",
         "recording and spooling",
@@ -251,7 +251,7 @@ def live(d: dict[str, Any]) -> str:
     return (
         f"## Live changes, recording, start-up\n\nFrom the call of `lab.set` to its effect, 4 ranks, ByteGPT, "
         f"unpaced:\n\n{table(head, rows)}\nCPU seconds of all ranks together:\n\n{table(cost_head, costs)}\n"
-        f"`Lab(ranks=4)` to the first loss: {first} (asked: at most 20 s).\n"
+        f"`Lab(ranks=4)` to the first loss: {first} (asked: at most 6 s).\n"
     )
 
 
