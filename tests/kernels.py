@@ -69,7 +69,7 @@ def round_of(rng: random.Random, done: Counter[str], say: Callable[[str], None])
 def killed(kernel: subprocess.Popen[str], how: str, name: str, rng: random.Random) -> float:
     """Kills it; seconds until nothing was left of it, or until its detached lab was there again."""
     family = psutil.Process(kernel.pid).children(recursive=True)
-    engines = [p for p in family if p.is_running() and p.cmdline() and "engine" in " ".join(p.cmdline())]
+    engines = [p for p in family if p.is_running() and "boot.py engine" in " ".join(p.cmdline()) and not p.children()]
     if how == "training" and engines and rng.random() < 0.5:
         rng.choice(engines).send_signal(signal.SIGSTOP)  # it cannot leave by itself
     kernel.send_signal(signal.SIGKILL)

@@ -22,6 +22,7 @@ import pytest
 from tests.waiting import until
 from workbench.cluster import cluster as cluster_module
 from workbench.cluster import launch
+from workbench.cluster.fork_server import usable
 from workbench.cluster.place import ClusterError, alive, places
 from workbench.cluster.processes import end
 from workbench.experiment import Experiment
@@ -325,7 +326,8 @@ def test_an_engine_that_fails_to_start_is_named_with_its_log(tmp_path: Path, mon
     (tmp_path / "torch.py").write_text("raise RuntimeError('this torch is broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Lab(ranks=1, name="broken") as lab:
-        with pytest.raises(ClusterError, match=r"(?s)engines? ?0? ended with exit code 1 .*this torch is broken"):
+        who = "engines" if usable() else "engine 0"
+        with pytest.raises(ClusterError, match=rf"(?s){who} ended with exit code 1 .*this torch is broken"):
             lab.wait(60)
         assert lab.state == "failed" and "this torch is broken" in lab.notes[0]
 

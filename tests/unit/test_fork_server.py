@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster import fork_server
+from workbench.cluster import fork_server, processes
 from workbench.cluster.fork_server import Forked, ForkServer
+from workbench.cluster.place import Place
+from workbench.cluster.processes import Processes, end
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
@@ -24,8 +26,8 @@ import os, sys, threading, time
 from workbench.cluster import fork_server
 
 def live():
-    print(sys.argv[1:], os.environ.get("COLOUR"), os.environ.get("GONE"), os.getcwd(), os.getsid(0) == os.getpid(),
-          threading.active_count(), flush=True)
+    print(sys.argv[1:], *map(os.environ.get, ("COLOUR", "GONE", "FORCED")), os.getcwd(), os.getsid(0) == os.getpid(),
+          threading.active_count(), sorted(map(int, os.listdir("/proc/self/fd")))[:-1], flush=True)
     print("to stderr", file=sys.stderr, flush=True)
     if "raises" in sys.argv:
         raise ValueError("no engine")
@@ -33,6 +35,15 @@ def live():
         os._exit(7)
     time.sleep(600)
 
+fork = os.fork
+
+def forks():
+    if os.path.exists("no more processes"):
+        raise OSError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = forks
+print("a site's own module says this", flush=True)
 fork_server.LOADED = ("numpy",)
 fork_server.serve(live)
 """
@@ -43,12 +54,14 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Fo
     """A server, and what has it fork an engine by name; all are ended afterwards."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("GONE", "still there")
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", SERVER], cwd=tmp_path, **pipes)  # type: ignore[call-overload]
     noted: list[Any] = []
     server, forked = ForkServer(process, lambda *told: noted.append(told)), list[Forked]()
 
     def fork(what: str, *arguments: str) -> Forked:
-        forked.append(server.fork(what, list(arguments), tmp_path / f"{what}.log"))
+        forked.append(Forked(what))
+        server.fork(forked[-1], list(arguments), tmp_path / f"{what}.log", {"FORCED": "lo"})
         return forked[-1]
 
     server.told = noted  # type: ignore[attr-defined]
@@ -70,11 +83,12 @@ def test_an_engine_has_what_the_kernel_has_now_and_how_it_ended_is_told(
 ) -> None:
     server, fork = served
     monkeypatch.setenv("COLOUR", "green")
+    monkeypatch.setenv("FORCED", "eth9")
     monkeypatch.delenv("GONE")
     monkeypatch.chdir(tmp_path)
     assert fork("engine 0", "--first", "ends").wait(BOUND) == 7
     said = (tmp_path / "engine 0.log").read_text().splitlines()
-    assert said == [f"['--first', 'ends'] green None {tmp_path} True 1", "to stderr"]
+    assert said == [f"['--first', 'ends'] green None lo {tmp_path} True 1 [0, 1, 2]", "to stderr"]
     assert fork("engine 1", "raises").wait(BOUND) == 1
     assert "ValueError: no engine" in (tmp_path / "engine 1.log").read_text()
     killed = there(fork("engine 2"))
@@ -100,7 +114,15 @@ def test_one_that_is_not_wanted_any_more_before_it_came_is_ended_as_it_comes(ser
 def test_it_ends_after_its_engines_and_forks_no_more(served: Any, how: str) -> None:
     server, fork = served
     one = there(fork("engine 0"))
-    server.process.stdin.close() if how == "its input ends" else server.process.terminate()
+    if how == "its input ends":
+        server.process.stdin.close()
+    else:
+        server.process.send_signal(signal.SIGSTOP)
+        late = fork("engine 1")
+        server.process.terminate()
+        server.process.send_signal(signal.SIGCONT)
+        assert late.wait(BOUND) == fork_server.UNTOLD and not late.pid
+        assert fork("engine 2").wait(BOUND) == fork_server.UNTOLD, "another server has to be started"
     with pytest.raises(subprocess.TimeoutExpired):
         server.process.wait(0.3)
     assert psutil.Process(one.pid).is_running() and one.poll() is None
@@ -108,6 +130,24 @@ def test_it_ends_after_its_engines_and_forks_no_more(served: Any, how: str) -> N
     assert one.wait(BOUND) == -signal.SIGTERM
     assert server.process.wait(BOUND) == 0
     assert until(lambda: server.over, BOUND)
+
+
+def test_an_engine_that_cannot_be_forked_is_alone_in_that(served: Any, tmp_path: Path) -> None:
+    _, fork = served
+    one, lack = there(fork("engine 0")), tmp_path / "no more processes"
+    lack.touch()
+    assert fork("engine 1").wait(BOUND) == 1
+    lack.unlink()
+    assert there(fork("engine 2")).poll() is one.poll() is None
+
+
+def test_an_engine_that_is_gone_is_missed_though_the_server_stands_still(served: Any) -> None:
+    server, fork = served
+    one = there(fork("engine 0"))
+    server.process.send_signal(signal.SIGSTOP)
+    one.kill()
+    assert one.wait(BOUND) is None and one.unheard and one.lost
+    server.process.send_signal(signal.SIGCONT)
 
 
 def test_engines_outlive_a_server_that_is_killed_and_nobody_says_how_they_end(served: Any) -> None:
@@ -121,7 +161,7 @@ def test_engines_outlive_a_server_that_is_killed_and_nobody_says_how_they_end(se
     os.kill(one.pid, signal.SIGKILL)
     assert one.wait(BOUND) is None
     assert until(lambda: server.over, BOUND)
-    assert fork("engine 1").wait(BOUND) == -signal.SIGKILL, "nobody forks it"
+    assert fork("engine 1").wait(BOUND) == fork_server.UNTOLD, "nobody forks it"
 
 
 def test_a_server_that_ends_before_it_forked_ends_those_that_were_to_come(served: Any) -> None:
@@ -130,6 +170,61 @@ def test_a_server_that_ends_before_it_forked_ends_those_that_were_to_come(served
     late = fork("engine 0")
     server.process.kill()
     assert late.wait(BOUND) == late.poll() == -signal.SIGKILL and not late.pid
+
+
+@pytest.fixture
+def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Processes]:
+    """What starts a lab's processes, with others in their place that load nothing."""
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(processes, "_HERE", tmp_path)
+    monkeypatch.setattr(processes, "usable", lambda: True)
+    (tmp_path / "boot.py").write_text(f"import sys, time\nif sys.argv[1] != 'engines': time.sleep(600)\n{SERVER}")
+    made = Processes(Place.new("many"))
+    yield made
+    made.close()
+    end(made.place)
+    made.reap()
+    made.place.remove()
+
+
+def left(of: Processes) -> list[psutil.Process]:
+    """Processes of a lab, by what they were started with, whoever their parent is."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(of.place.file) in (p.info["cmdline"] or ())]
+
+
+def test_closing_while_a_server_forks_forgets_no_engine(owned: Processes) -> None:
+    owned.start(24)
+    engines = [child for child in owned.started.values() if isinstance(child, Forked)]
+    assert len(engines) == 24 and until(lambda: sum(e.pid > 0 for e in engines) >= 4, BOUND)
+    owned.close()
+    end(owned.place)
+    owned.reap()
+    assert left(owned) == [] and all(e.over.is_set() for e in engines)
+
+
+def test_one_that_is_dismissed_before_it_came_keeps_nobody(owned: Processes) -> None:
+    owned.start(0)
+    owned.start_engine(0)
+    server = owned.started["engines"]
+    server.send_signal(signal.SIGSTOP)
+    owned.start_engine(1)
+    late = owned.started["engine 1"]
+    owned.dismiss(1)
+    server.send_signal(signal.SIGCONT)
+    assert late.wait(BOUND) == -signal.SIGKILL and owned.next_engine == 2
+
+
+def test_another_server_is_started_for_one_that_was_told_to_end(owned: Processes) -> None:
+    owned.start(1)
+    first, server = owned.started["engine 0"], owned.started["engines"]
+    assert until(lambda: first.pid > 0, BOUND)
+    server.send_signal(signal.SIGTERM)
+    assert until(lambda: owned._server is not None and owned._server.over, BOUND)
+    owned.start_engine(1)
+    second = owned.started["engine 1"]
+    assert until(lambda: second.pid > 0, BOUND) and owned.started["engines"] is not server
+    assert first.poll() is second.poll() is None
 
 
 def test_no_forks_beside_chips_nor_on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

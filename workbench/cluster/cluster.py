@@ -19,9 +19,10 @@ from workbench.cluster.engines import Engine
 from workbench.cluster.health import Health
 from workbench.cluster.keys import Keys
 from workbench.cluster.line import Line
+from workbench.cluster.logs import log_tail
 from workbench.cluster.meeting import meet
 from workbench.cluster.place import ClusterError, Place, alive, check_connection, host, this_process
-from workbench.cluster.processes import Processes, end, let_go, log_tail, start_guard, wait_for
+from workbench.cluster.processes import Processes, end, let_go, start_guard, wait_for
 from workbench.cluster.relay import Relay
 from workbench.cluster.spares import Spares
 from workbench.cluster.usual import awaited, engines, timed
@@ -41,8 +42,7 @@ class Cluster:
     def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None,
                  spare: int = 0) -> None:  # fmt: skip
         self.name, self.ranks, self.device, self.connection = name, ranks, device, connection
-        self.progress = "starting controller"
-        self.engines: list[Engine] = []
+        self.progress, self.engines = "starting controller", list[Engine]()
         self.devices, self.kind = ["cpu"] * ranks, "gloo"
         self.client: Any = None
         self.error: BaseException | None = None

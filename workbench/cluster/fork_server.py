@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import select
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,11 @@ from workbench.cluster.place import alive
 LOADED = ("torch", "ipyparallel.engine.app", "workbench.engine.session", "workbench.cluster.worker")
 CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # where there are any, whoever asks for them must not fork afterwards
 QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's allocator starts a thread otherwise
-LOOK = 0.05  # seconds between two looks at an engine of which nobody tells
+LOOK = 0.05  # seconds between two looks at an engine that is waited for
+TELLS = 1.0  # seconds that a server has to tell how an engine ended that is gone
+UNTOLD = 1  # how an engine ended that was never forked
+
+_log = logging.getLogger(__name__)
 
 
 def usable() -> bool:
@@ -43,38 +48,49 @@ def usable() -> bool:
 
 
 class Forked:
-    """An engine that the server forks, to be asked as a Popen is. `pid` is 0 until it has been forked."""
+    """An engine that a server forks, to be asked as a Popen is. `pid` is 0 until it has been forked."""
 
-    def __init__(self, server: ForkServer) -> None:
-        self.server, self.pid, self.created = server, 0, 0.0
+    def __init__(self, what: str) -> None:
+        self.what, self.pid, self.created = what, 0, 0.0
         self.returncode: int | None = None
         self.over = threading.Event()  # it has ended, or nobody will tell any more
         self._unwanted = False
+        self._missed: float | None = None  # since when it is gone and nobody has told how it ended
 
     @property
     def unheard(self) -> bool:
         """Is nobody left who could tell how this one ends?"""
         return self.over.is_set() and self.returncode is None
 
+    @property
+    def lost(self) -> bool:
+        """Has it ended, and nobody can tell how?"""
+        return self.unheard and not self._lives()
+
     def poll(self) -> int | None:
+        """How it ended, if it has; of a server that stands still nothing is expected for longer than `TELLS`."""
+        if self.returncode is None and self.pid and not self.over.is_set() and not self._lives():
+            self._missed = self._missed or time.monotonic()
+            if time.monotonic() - self._missed > TELLS:
+                self.over.set()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
         """How it ended; None where nobody can tell. Raises TimeoutExpired."""
-        until = time.monotonic() + (1e9 if timeout is None else timeout)
-        while not self.over.wait(max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))) or (
-            self.unheard and self._lives()
-        ):
-            if time.monotonic() >= until:
-                raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
-            time.sleep(LOOK)
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None and not self.lost:
+            if until is not None and time.monotonic() >= until:
+                raise subprocess.TimeoutExpired(self.what, timeout or 0.0)
+            time.sleep(LOOK) if self.over.is_set() else self.over.wait(LOOK)
         return self.returncode
 
     def send_signal(self, what: int) -> None:
         """One that is still to come gets SIGKILL when it has."""
+        if not self.pid:
+            self._unwanted = True  # then is looked again: it may be coming right now
         if self._lives():
-            os.kill(self.pid, what)
-        self._unwanted |= not self.pid
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, what)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -101,24 +117,24 @@ class ForkServer:
 
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
         self.process, self._noted = process, noted
-        self.env = dict(os.environ)  # as the server has it
-        self.over = False
+        self.env = dict(os.environ)  # as the server has it, but for what it was given besides
+        self.over = False  # does it fork no more?
         self._asked: dict[str, Forked] = {}
+        self._by_pid: dict[int, Forked] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._hear, name="fork server", daemon=True).start()
 
-    def fork(self, what: str, arguments: list[str], log: Path) -> Forked:
-        """An engine to come, by name, with ipyparallel's arguments; where it writes what it prints."""
-        order = {"what": what, "arguments": arguments, "log": str(log), "cwd": os.getcwd(), "env": self._changed()}
-        engine = self._asked[what] = Forked(self)
+    def fork(self, engine: Forked, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
+        """Orders an engine, with ipyparallel's arguments. log: where it writes what it prints; env: what it has so"""
+        order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _here(),
+                 "env": {**self._changed(), **env}}  # fmt: skip
         with self._lock:
+            self._asked[engine.what] = engine
             if self.over or self.process.stdin is None:
-                engine.ended(self.process.returncode)
-                return engine
+                return engine.ended(UNTOLD)
             with contextlib.suppress(BrokenPipeError):  # it has ended, which is heard on the other pipe
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
-        return engine
 
     def _changed(self) -> dict[str, str | None]:
         """What the environment has that it had not when the server was started; None: what it has no longer."""
@@ -126,28 +142,47 @@ class ForkServer:
         return {**gone, **{name: x for name, x in os.environ.items() if self.env.get(name) != x}}
 
     def _hear(self) -> None:
-        try:
-            by_pid: dict[int, Forked] = {}
-            for line in self.process.stdout or ():
-                said = json.loads(line)
-                if "code" in said:
-                    by_pid.pop(said["pid"]).ended(said["code"])
-                else:
-                    engine = by_pid[said["pid"]] = self._asked[said["what"]]
-                    if engine.come(said["pid"]):
-                        self._noted(said["what"], [engine.pid, engine.created])
-        finally:
-            self._end(self.process.wait())
+        for line in self.process.stdout or ():
+            try:
+                self._heard(**json.loads(line))
+            except ValueError:  # what a site's own modules print before the server has its output to itself
+                _log.info("a fork server printed %r", line)
+            except Exception:
+                _log.exception("a fork server said %r", line)
+        code = self.process.wait()
+        self._no_more(code)
+        for engine in self._asked.values():
+            if not engine.over.is_set():
+                engine.ended(None)
 
-    def _end(self, code: int) -> None:
+    def _heard(self, what: str = "", pid: int = 0, code: int | None = None, closing: bool = False) -> None:
+        if closing:
+            self._no_more(UNTOLD)
+        elif code is not None:
+            (self._by_pid.pop(pid) if pid else self._asked[what]).ended(code)
+        else:
+            engine = self._by_pid[pid] = self._asked[what]
+            if engine.come(pid):
+                self._noted(what, [pid, engine.created])
+
+    def _no_more(self, code: int) -> None:
+        """From now on it forks none, and none of those that were to come will."""
         with self._lock:
             self.over = True
-            for pipe in (self.process.stdin, self.process.stdout):
-                with contextlib.suppress(OSError):  # it does not take any more what was to be written
-                    pipe.close()  # type: ignore[union-attr]
+            with contextlib.suppress(OSError):  # it does not take any more what was to be written
+                self.process.stdin.close()  # type: ignore[union-attr]
+            if self.process.returncode is not None:
+                self.process.stdout.close()  # type: ignore[union-attr]
             for engine in self._asked.values():
-                if not engine.over.is_set():
-                    engine.ended(None if engine.pid else code)
+                if not engine.pid and not engine.over.is_set():
+                    engine.ended(code or UNTOLD)
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # somebody has removed it
+        return os.sep
 
 
 # -- in the server --
@@ -178,16 +213,25 @@ def serve(live: Callable[[], NoReturn]) -> None:
             if (done := os.waitpid(pid, os.WNOHANG))[0]:
                 living.discard(pid)
                 _say(out, pid=pid, code=os.waitstatus_to_exitcode(done[1]))
-        if told:
+        if told and orders:
             orders = []
+            _say(out, closing=True)
         if not set(orders) & set(ready):
             continue
         new = os.read(orders[0], 1 << 16)
         *lines, rest = (rest + new).split(b"\n")
         orders = orders if new else []
         for line in lines:
+            if told:  # who ends the lab looks for what has been forked
+                break
             order = json.loads(line)
-            if not (pid := os.fork()):
+            try:
+                pid = os.fork()
+            except OSError:  # too many processes, or too little memory, for this one
+                traceback.print_exc()
+                _say(out, what=order["what"], code=1)
+                continue
+            if not pid:
                 _become(order, live, (reading, writing, out))
             living.add(pid)
             _say(out, what=order["what"], pid=pid)
@@ -206,10 +250,11 @@ def _become(order: dict[str, Any], live: Callable[[], NoReturn], pipes: tuple[in
             signal.signal(what, signal.SIG_DFL)
         os.setsid()
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for mine, its in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        null = os.open(os.devnull, os.O_RDONLY)
+        for mine, its in ((0, null), (1, log), (2, log)):
             os.dup2(its, mine)
-        for pipe in pipes:
-            os.close(pipe)
+        for one in (*pipes, log, null):
+            os.close(one)
         with contextlib.suppress(OSError):
             os.chdir(order["cwd"])
         for name, value in order["env"].items():

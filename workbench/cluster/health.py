@@ -17,8 +17,8 @@ import psutil
 
 from workbench.cluster.engines import Engine
 from workbench.cluster.fork_server import Forked
+from workbench.cluster.logs import code_in_words
 from workbench.cluster.place import alive, host
-from workbench.cluster.processes import code_in_words
 from workbench.cluster.scarcity import Scarcity
 from workbench.cluster.steady import Steady
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from workbench.cluster import worker
 from workbench.cluster.engines import Engine, check_versions, devices, probe, spans_hosts
+from workbench.cluster.fork_server import Forked
+from workbench.cluster.logs import code_in_words, log_tail
 from workbench.cluster.place import ClusterError, host, this_process
-from workbench.cluster.processes import code_in_words, log_tail
 from workbench.cluster.usual import engines, timed
 from workbench.cluster.whole import whole
 from workbench.experiment.given import MAX_RANKS
@@ -115,7 +116,8 @@ def _wait(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) ->
     until = time.monotonic() + COME_UP
     while not set(numbers) <= set(cluster.client.ids):
         for number in numbers:
-            if (code := cluster.owned.started[f"engine {number}"].poll()) is not None:
+            engine = cluster.owned.started[f"engine {number}"]
+            if (code := engine.poll()) is not None or (isinstance(engine, Forked) and engine.lost):
                 tail = log_tail(cluster.place, f"engine {number}")
                 raise ClusterError(f"engine {number} ended with {code_in_words(code)} before it was up.{tail}")
         if cluster.closed:

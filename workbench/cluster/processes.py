@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from workbench.cluster.fork_server import QUIET, Forked, ForkServer, usable
+from workbench.cluster.logs import code_in_words, log_file, log_tail
 from workbench.cluster.place import ClusterError, Place, alive
 from workbench.cluster.ports import listened, ports, taken
 
@@ -66,9 +67,10 @@ class Processes:
 
     def reap(self) -> None:
         """Waits for those that were ended, so that none stays a zombie."""
+        until = time.monotonic() + 5.0
         for child in self.started.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # what else a lab has is given back all the same
-                child.wait(5)
+                child.wait(max(until - time.monotonic(), 0.0))
 
     def start(self, ranks: int) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
@@ -111,7 +113,8 @@ class Processes:
         """Ends an engine that was to come and cannot."""
         if child := self.started.get(f"engine {number}"):
             child.kill()
-            child.wait(5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5 if child.pid else 0)  # one that is still to be forked is ended as it comes
 
     def _lock_up(self) -> None:
         """Has the controller encrypt its channels and sign what goes over them; no command line shows the key."""
@@ -136,15 +139,17 @@ class Processes:
             self._server = ForkServer(self._spawn("engines", [], {**env, **QUIET}, pipes=True), self._note)
         with self._lock:
             self._refuse_closed()
-            self.started[what] = self._server.fork(what, arguments, log_file(self.place, what))
+            engine = self.started[what] = Forked(what)
+        self._server.fork(engine, arguments, log_file(self.place, what), env)
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise ClusterError("the lab was closed while it came up")
 
     def _note(self, what: str, process: list[float]) -> None:
-        with contextlib.suppress(OSError):  # the lab is over, and its directory gone
-            self.place.add_process(process, what)
+        with self._lock, contextlib.suppress(OSError):  # its directory may be gone
+            if not self._closed:  # else who ends the lab finds it as the server's child
+                self.place.add_process(process, what)
 
     @property
     def introduction(self) -> Path:
@@ -205,7 +210,7 @@ class Processes:
     def check(self) -> None:
         """Raises ClusterError if one of them has ended, with the tail of its log."""
         for what, child in self.started.items():
-            if (code := child.poll()) is not None:
+            if (code := child.poll()) is not None or (isinstance(child, Forked) and child.lost):
                 how = code_in_words(code)
                 until = "they were" if what == "engines" else "it was"
                 raise ClusterError(f"{what} ended with {how} before {until} up.{log_tail(self.place, what)}")
@@ -213,26 +218,34 @@ class Processes:
 
 def let_go(owned: Processes | None) -> None:
     """These go on without their lab, and are this process's children all the same."""
-    _let_go.extend(owned.started.values() if owned else ())
+    if owned:
+        owned.close()  # what it hears from now on is not its to note
+        _let_go.extend(owned.started.values())
 
 
 def end(place: Place, patience: float = 1.0) -> None:
     """Ends every process that the lab started, with its children; asks first, kills after `patience`."""
     with contextlib.suppress(OSError):  # the directory may be gone
         place.write(ends=True)  # else an engine that trains would take this for a preemption
+    found = _living(place)
+    _signal(found, signal.SIGTERM)
+    _, left = psutil.wait_procs(list(found.values()), timeout=patience)
+    late = {p.pid: p for p in left} | _living(place)  # and what was forked while the first were looked for
+    _signal(late, signal.SIGKILL)
+    psutil.wait_procs(list(late.values()), timeout=5.0)
+    _let_go[:] = [child for child in _let_go if child.poll() is None]
+
+
+def _living(place: Place) -> dict[int, psutil.Process]:
+    """Processes of the lab that live, with their children, by pid."""
     found: dict[int, psutil.Process] = {}
     for pid, created, _ in place.state.get("processes", []):
         if alive([pid, created]):
-            try:
+            with contextlib.suppress(psutil.Error):
                 process = psutil.Process(int(pid))
-                found.update({p.pid: p for p in [process, *process.children(recursive=True)]})
-            except psutil.Error:
-                continue
-    _signal(found, signal.SIGTERM)
-    _, left = psutil.wait_procs(list(found.values()), timeout=patience)
-    _signal({p.pid: p for p in left}, signal.SIGKILL)
-    psutil.wait_procs(left, timeout=5.0)
-    _let_go[:] = [child for child in _let_go if child.poll() is None]
+                found[process.pid] = process
+                found.update({p.pid: p for p in process.children(recursive=True)})
+    return found
 
 
 def _signal(processes: dict[int, psutil.Process], what: int) -> None:
@@ -241,24 +254,6 @@ def _signal(processes: dict[int, psutil.Process], what: int) -> None:
             process.send_signal(what)
         except psutil.Error:
             pass
-
-
-def log_file(place: Place, what: str) -> Path:
-    """Where a process of the lab writes what it prints."""
-    return place.path / "log" / f"{what.replace(' ', '-')}.log"
-
-
-def log_tail(place: Place, what: str, lines: int = 12) -> str:
-    """The last lines of a process's log, as the end of an error message; empty if there are none."""
-    of = log_file(place, what)
-    if what.startswith("engine ") and not of.exists():  # it is still to be forked
-        of = log_file(place, "engines")
-    try:
-        text = of.read_text(errors="replace")
-    except OSError:
-        return ""
-    tail = text.strip().splitlines()[-lines:]
-    return "\nIts log ends:\n    " + "\n    ".join(tail) if tail else " Its log is empty."
 
 
 def _popen(
@@ -273,11 +268,6 @@ def _popen(
             command, stdin=stdin, stdout=subprocess.PIPE if says else log, stderr=log, start_new_session=True,
             env={**os.environ, **env},
         )  # fmt: skip
-
-
-def code_in_words(code: int) -> str:
-    """How a child ended: `signal SIGKILL`, `exit code 1`."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def memory(place: Place) -> dict[str, float]:
