@@ -39,6 +39,7 @@ COMMANDS = {
     "algorithms": ["tests.bench.algorithms"],
     "between": ["tests.bench.between"],
     "record": ["tests.bench.record_size"],
+    "record_hour": ["tests.bench.record_size", "--rows", "5760000"],
     "prediction": ["tests.bench.prediction"],
     "across": ["tests.bench.across"],
     "published": ["tests.bench.published"],
@@ -53,6 +54,7 @@ COMMANDS = {
     "planning": ["tests.bench.planning"],
     "llama": ["tests.bench.llama"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
+    "dashboard_64": ["tests.bench.dashboard_budget", "--ranks", "64", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
 }
 
