@@ -28,6 +28,15 @@ _SAVED = "_raw_saved_"
 _slots: dict[type, list[str]] = {}  # the names under which a kind of node keeps tensors
 
 
+def packed(x: Tensor) -> Tensor:
+    """What a hook is to give autograd back in place of `x`, to be kept as it is.
+
+    An operation that keeps its own result would keep itself by it, for as long as no backward comes: torch takes the
+    result apart from what made it only where there are no hooks.
+    """
+    return x if x.grad_fn is None else x.detach()
+
+
 def tensors(thing: Any) -> Iterator[Tensor]:
     """The tensors in `thing`: in lists, tuples, sets, dicts and the attributes of plain objects, however deep."""
     return (x for x in _within(thing) if isinstance(x, Tensor))

@@ -27,6 +27,7 @@ from workbench.host.canonical import check_same
 from workbench.host.changing import Changing
 from workbench.host.layout import Layout
 from workbench.host.lying import shard_of
+from workbench.host.memory import packed
 from workbench.host.trial import Event, Listening, Trial, backward_events, forward_events
 from workbench.rank import Bucket, StrategyError
 
@@ -242,10 +243,10 @@ class Reading:
     def _pack(self, x: Tensor) -> Tensor | Lent:
         """What autograd is to keep in place of `x`: of a bucket that will be let go, where it lies in it."""
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
-            return x
+            return packed(x)
         bucket = self._layout.lying.get(x.untyped_storage()._cdata)
         if bucket is None or bucket not in self.whole or x.dtype != self._layout.weights[bucket].dtype:
-            return x
+            return packed(x)
         begins = self._layout.weights[bucket].storage_offset()
         return Lent(bucket, x.shape, x.stride(), int(x.storage_offset() - begins))
 

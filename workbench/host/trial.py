@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from workbench.host import absent
 from workbench.host.layout import Layout
+from workbench.host.memory import packed
 
 Names = tuple[str, ...]
 
@@ -120,8 +121,8 @@ class Listening:
     def _pack(self, x: Tensor) -> Any:
         begins = self._lies.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
         if begins is None:
-            return x
-        return x, begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
+            return packed(x)
+        return packed(x), begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.host.layout import Layout, Place
+from workbench.host.memory import packed
 from workbench.rank import Part, StrategyError
 
 
@@ -61,10 +62,10 @@ class Version:
             return x
         place = x.untyped_storage()._cdata
         if self.kept is not None:  # nobody writes into a copy, and parameters that lie in it look as if somebody had
-            return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _Other(x, x._version)
+            return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _other(x)
         index = self.layout.lying.get(place)
         if index is None:
-            return _Other(x, x._version)
+            return _other(x)
         return _Weights(self, index, x) if x.dtype == self.layout.weights[index].dtype else x.clone()
 
 
@@ -82,6 +83,10 @@ class _Other(NamedTuple):
                 f"several micro-batches are in flight the next one's forward does that; let the model make a new tensor"
             )
         return self.x
+
+
+def _other(x: Tensor) -> _Other:
+    return _Other(packed(x), x._version)
 
 
 class _Weights:
