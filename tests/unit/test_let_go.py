@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import run
 from tests.ranks import experiment as lived
+from tests.ranks import run
 from workbench.host.layout import Layout
 from workbench.host.reading import Reading
 from workbench.host.trial import Listening
