@@ -26,6 +26,7 @@ def pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
             continue
         skip = max(start - first, 0)
         found.append((first + skip, cut(columns, skip)))
+    store.give_back()
     return found
 
 

@@ -119,6 +119,7 @@ class Run:
         run.started, run.epoch = started, float(about["epoch"])
         loaded = store.read(path)
         run.timeline, run._following = loaded.timeline, loaded.following
+        store.give_back()
         run.missing, run.warnings = loaded.missing + int(about.get("missing") or 0), loaded.warnings
         return run
 
