@@ -162,8 +162,9 @@ class Rows:
 
 
 def _room(n: int, of: np.dtype[Any]) -> np.ndarray:
-    """Room for `n` values. What is not written takes no memory, and a large one that is given up goes to the system:
-    what allocators keep of columns that have been outgrown is soon as large as the record.
+    """Room for `n` values. What is not written takes no memory, and a large one that is given up goes to the system.
+
+    Else malloc keeps of columns that were outgrown as much as a tenth of the record.
     """
     if of == np.dtype("O") or n * of.itemsize < MAPPED:
         return np.empty(n, of)
