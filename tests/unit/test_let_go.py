@@ -6,17 +6,23 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.piped import piped
 from tests.ranks import experiment as lived
 from tests.ranks import run
+from workbench.host import versions
 from workbench.host.layout import Layout
 from workbench.host.reading import Reading
 from workbench.host.trial import Listening
 from workbench.host.versions import Version
+from workbench.partitions import Pipeline, Whole
+from workbench.partitions.schedules import PipeDream, PipeDream2BW
+from workbench.settings import Change
 from workbench.strategies import ZeRO3
 
 Passes = Callable[[nn.Module], AbstractContextManager[None]]
@@ -55,3 +61,14 @@ def test_what_shards_pack_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch)
     run(lived(strategy=ZeRO3(), ranks=2, steps=4))
     gc.collect()
     assert packed and not any(ref() is not None for ref in packed)
+
+
+@pytest.mark.parametrize("schedule", [PipeDream(), PipeDream2BW()], ids=str)
+def test_forwards_that_a_pipeline_made_ahead_go_with_a_change_that_takes_them_back(schedule: Any) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(x) is versions._Other for x in gc.get_objects())
+
+    before, e = kept(), piped(4, 10, partition=Pipeline(stages=2, micros=1, schedule=schedule))
+    run(e, Change(4, "bucket_mb", 0.01), Change(7, "partition", Whole()))
+    assert kept() == before
