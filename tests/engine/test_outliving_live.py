@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
+from typing import Any
 
 import psutil
 import pytest
@@ -127,6 +131,58 @@ def test_a_fault_crashes_an_engine(lab: Lab) -> None:
     lab.stop()
     assert run.wait(60).state == "stopped"
     assert [detail["text"] for _, _, detail in run.details("fault")] == ["crashed, as a fault says"]
+
+
+@contextmanager
+def unheard(lab: Lab, disk: bool) -> Iterator[None]:
+    """Inside, rank 0's messages are lost on their way, and its disk is not seen here unless `disk`."""
+    live = lab._live
+    assert live is not None
+    take, missed = lab.cluster.take, live.gaps._missed
+
+    def unseen(kind: str, rank: int, start: int) -> Any:
+        if rank == 0:
+            raise OSError("its disk is on another machine")
+        return missed(kind, rank, start)
+
+    lab.cluster.take = lambda batch: None if batch.rank == 0 else take(batch)
+    live.gaps._missed = missed if disk else unseen
+    try:
+        yield
+    finally:
+        lab.cluster.take, live.gaps._missed = take, missed
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])
+def test_a_change_is_answered_though_the_rank_that_was_to_say_so_died_with_its_last_rows(lab: Lab, disk: bool) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
+    reached(lab, 10)
+    with unheard(lab, disk):
+        asked = lab.set("bucket_mb", 0.05)
+        made = lab.set("faults", [Crash(rank=0)]).wait(60)
+        assert asked.wait(60).applied_at is not None and made.applied_at is not None
+        assert until(lambda: lab._live is not None and lab._live.members == (1, 2))
+        assert lab.set("bucket_mb", 0.1).wait(60).applied_at is not None
+    assert lab.experiment.bucket_mb == 0.1 and lab.experiment.fabric.faults == (), "of a rank that is gone"
+    lab.stop()
+    assert run.wait(60).state == "stopped"
+    assert [change.path for change in run.changes] == ["bucket_mb", "fabric.faults", "bucket_mb"], "each once, in order"
+    assert [change.at_step for change in run.changes][:2] == [asked.applied_at, made.applied_at]
+
+
+def test_other_ranks_are_answered_though_the_rank_that_was_to_say_so_died_with_its_last_rows(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=2, on_death="go on"))
+    reached(lab, 10)
+    with unheard(lab, disk=False):
+        asked = lab.resize(3)
+        (new,) = asked.coming
+        assert until(lambda: lab._live.status.get(new, {}).get("state") == "running") and asked.applied_at is None
+        os.kill(lab.status[0]["pid"], signal.SIGKILL)
+        assert asked.wait(60).applied_at is not None
+        assert lab._live is not None and lab._live.members == (1, new), "who came is not sent away"
+        reached(lab, lab._live.step + 20)
+    lab.stop()
+    assert run.wait(60).state == "stopped"
 
 
 def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:

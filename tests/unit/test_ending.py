@@ -247,7 +247,7 @@ def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_
     e = Experiment(ranks=3, on_death="end")
     cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None)
     live = Live(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
-    live.orders.hears = lambda rank: None  # type: ignore[method-assign]
+    live.orders.hears = lambda rank, lost: None  # type: ignore[method-assign]
     live.evicting.reasons[2], live.evicting.leaving = "as asked", {2}
     said = {"members": [0, 1], "gone": [2], "step": 5, "text": "ranks 0, 1 went on"}
     came(live, 0, 5, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})
@@ -263,3 +263,23 @@ def test_a_kernel_that_attaches_says_where_one_was_who_was_lost_meanwhile() -> N
     live.replay()
     live.died(2, live.attention.death(2, "(pid 5) is gone"))
     assert live.notes[-1] == "rank 2 is lost at step 40: its engine (pid 5) is gone"
+
+
+def test_a_kernel_that_attaches_knows_what_was_changed_before_and_after_a_rank_was_lost() -> None:
+    e = Experiment(ranks=3, on_death="go on")
+    change = {"path": "bucket_mb", "value": 0.5, "id": "change 1"}
+    after = e.set("ranks", 2).set("bucket_mb", 0.5)
+    said = {"members": [1, 2], "gone": [0], "step": 5, "text": "ranks 1, 2 went on", "settings": after.plain()}
+    there: Any = SimpleNamespace(death=lambda rank: None)
+    lives = [Live(Run({}, live=True), there, Changes(e, []), "g") for _ in range(2)]
+    came(lives[0], 0, 3, 1.0, "change", change)
+    came(lives[0], 1, 5, 2.0, "members", said)
+    came(lives[0], 1, 7, 3.0, "change", {"path": "bucket_mb", "value": 0.25, "id": "change 2"})
+    came(lives[0], 1, 3, 1.5, "change", {**change, "again": True})
+    lives[1].run = lives[0].run
+    lives[1].replay()
+    for live in lives:
+        assert live.changes.experiment == after.set("bucket_mb", 0.25)
+        assert [(c.id, c.applied_at) for c in live.changes.listed] == [("change 1", 3), ("change 2", 7)]
+        assert live.members == (1, 2)
+    assert [c.value for c in lives[0].run.changes] == [0.5, 0.25]

@@ -29,7 +29,8 @@ class PendingChange:
         self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
-        self.coming: Sequence[int] = ()  # ranks that are to come by it
+        self.members: Sequence[int] = ()  # where other ranks are to train: those, of whom
+        self.coming: Sequence[int] = ()  # these are to come
         self.seconds: float | None = None  # from the request to the answer
         self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of those that ought to answer
         self._answered = threading.Event()
@@ -43,6 +44,13 @@ class PendingChange:
         if self.refused:
             raise KnobError(self.refused)
         return self
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What ranks are asked."""
+        if self.members:
+            return {"kind": "resize", "members": list(self.members), "id": self.id}
+        return {"kind": "change", **self.change.plain()}
 
     def answer(self, applied_at: int | None = None, refused: str | None = None) -> None:
         if not self._answered.is_set():
@@ -81,17 +89,22 @@ class Changes:
             return asked
 
     def _wanted(self) -> Experiment:
-        return fold(self.experiment, iter(self.unanswered()), Experiment.set, skips=True)[-1][1]
+        waiting = [asked.change for asked in self.unanswered() if not asked.members]
+        return fold(self.experiment, iter(waiting), Experiment.set, skips=True)[-1][1]
 
-    def applied(self, step: int, detail: dict[str, Any]) -> None:
-        """A change took effect: ours, one that was planned, or one asked by another kernel."""
+    def applied(self, step: int, detail: dict[str, Any], late: bool = False) -> None:
+        """A change took effect: ours, one that was planned, or one asked by another kernel.
+
+        late: others have gone on since, from what is known to be in force then
+        """
         with self._lock:
             asked, change = self._take(detail), Change.read(detail, step)
-            self.experiment = self.experiment.set(change.path, change.value)
-            if asked is None:
-                self.listed.append(PendingChange(change, step))
-            else:
+            if not late:
+                self.experiment = self.experiment.set(change.path, change.value)
+            if asked is not None:
                 asked.answer(applied_at=step)
+            elif not (late and change.id in [known.id for known in self.listed]):
+                self.listed.append(PendingChange(change, step))
 
     def refused(self, detail: dict[str, Any]) -> Sequence[int]:
         """A change will not be made; the ranks that were to come by it."""
@@ -106,12 +119,12 @@ class Changes:
             self._pending.remove(found)
         return found
 
-    def resizing(self, ranks: int, coming: Sequence[int]) -> PendingChange:
-        """Another number of ranks is asked for, of whom some are to come; `resized` or `refused` answers."""
+    def resizing(self, members: Sequence[int], coming: Sequence[int]) -> PendingChange:
+        """These `members` are to train, of whom some are to come; `resized` or `refused` answers."""
         with self._lock:
             number = f"resize {next(self._numbers)} {time.time_ns():x}"
-            asked = PendingChange(Change(NEXT, "ranks", ranks, number, time.time()))
-            asked.coming = coming
+            asked = PendingChange(Change(NEXT, "ranks", len(members), number, time.time()))
+            asked.members, asked.coming = members, coming
             self._pending.append(asked)
             self.listed.append(asked)
             return asked
@@ -123,9 +136,15 @@ class Changes:
             if asked := self._take(detail):
                 asked.answer(applied_at=step)
 
-    def unanswered(self) -> list[Change]:
+    def made(self, step: int, detail: dict[str, Any]) -> None:
+        """So many did train from `step` on, and one who was to say so is lost; others go on by now."""
         with self._lock:
-            return [asked.change for asked in self._pending if asked.path != "ranks"]
+            if asked := self._take(detail):
+                asked.answer(applied_at=step)
+
+    def unanswered(self) -> list[PendingChange]:
+        with self._lock:
+            return list(self._pending)
 
     def end(self, reason: str) -> None:
         """Nothing will be applied any more."""

@@ -35,6 +35,9 @@ from workbench.record import alarms
 from workbench.record.run import FINAL, Run
 from workbench.settings.said import said, text_of
 
+ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back", "preempted",
+            "members", "end")  # fmt: skip
+
 
 class Live(Asked):
     """Drives and follows one run. `state` is one of starting, running, paused, stopping, stopped, done, failed.
@@ -83,8 +86,7 @@ class Live(Asked):
             self.gaps.put(batch)
 
     def _append(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
-        new = self.run.append(kind, rank, seq, columns)
-        if not new:
+        if not (new := self.run.append(kind, rank, seq, columns)):
             return
         self.attention.row(kind, rank, columns)
         if kind == "marks":
@@ -104,10 +106,8 @@ class Live(Asked):
     def replay(self) -> None:
         """Takes in what the record already says, and does nothing about it: for a kernel that attaches."""
         self.evicting.acts = False
-        first = ("change", "refused", "policy", "not saved", "data", "state", "error", "rolled back", "preempted")
-        for name in (*first, *alarms.NAMES, "members", "end"):
-            for step, t, detail in self.run.details(name):
-                self._mark(int(detail.get("rank", 0)), step, t, name, detail)
+        for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
+            self._mark(rank, step, t, name, detail)
         self.evicting.acts = True
         spans = self.run.timeline.spans.rows()
         self.attention.known(spans)
@@ -130,9 +130,11 @@ class Live(Asked):
 
     def _mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
         if name == "change":
-            self.changes.applied(step, detail)
+            self.changes.applied(step, detail, rank not in self.members or "again" in detail)
         elif name == "refused":
             self.orders.dismiss(self.changes.refused(detail))
+        elif name == "resized":
+            self.changes.made(step, detail)
         elif name == "state" and detail["state"] not in FINAL:
             if detail["state"] == "running":
                 self.alarm.went_on(t)
@@ -165,7 +167,7 @@ class Live(Asked):
             self.ending.outlived(detail["gone"], step)
             self.step = min(self.step, step)
             self.changes.resized(step, detail)
-            self.orders.hears(self.members[0])
+            self.orders.hears(self.members[0], detail["gone"])
             said = detail.get("preempted", ()), detail.get("new"), detail.get("spare", ())
             self.evicting.went_on(detail["gone"], *said)
 
@@ -219,7 +221,7 @@ class Live(Asked):
         asked.whereabouts = self.whereabouts
         if new:
             self.order("learn", everyone=True, blob=cloudpickle.dumps(new))
-        self.order("request", request={"kind": "change", **asked.change.plain()})
+        self.order("request", request=asked.request)
 
     def stop(self) -> None:
         """Stops at the next step boundary; asked again, aborts. Never a failure of the run.

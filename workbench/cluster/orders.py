@@ -6,11 +6,13 @@ import queue
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.cluster import last_rows
 from workbench.cluster.whole import whole
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
+ASK_AGAIN = "ask again"
 AGAIN = 0.2  # seconds until an order is sent again for which no rank hears at the moment
 
 
@@ -44,6 +46,8 @@ class Orders:
             order = self._queue.get(timeout=0.5)
         except queue.Empty:
             return
+        if order[0] == ASK_AGAIN:
+            return self._ask_again(order[3]["lost"])
         self._send(*order)
 
     def _send(self, what: str, everyone: bool, to: Sequence[int], rest: dict[str, Any]) -> None:
@@ -66,14 +70,19 @@ class Orders:
         """Is the rank that hears for all gone, and are the others about to find another?"""
         return self.first in self.live.ending.dead and self.live.ending.outlives()
 
-    def hears(self, rank: int) -> None:
-        """From now on it is this rank that hears for all. What the one before had not told the others is asked again,
-        and they drop what they know already.
-        """
-        if rank == self.first:
-            return
+    def hears(self, rank: int, lost: Sequence[int]) -> None:
+        """From now on it is this rank that hears for all, and these are gone, with what they had not told."""
         self.first = rank
-        for change in self.live.changes.unanswered():
-            self.put("request", request={"kind": "change", **change.plain()})
+        if lost:
+            self.put(ASK_AGAIN, lost=lost)
+
+    def _ask_again(self, lost: Sequence[int]) -> None:
+        """What still has no answer is asked again. Those who are left do what they have not done, and say of what was
+        done what became of it: who was to say so may have been lost before that came to a disk that is seen here.
+        """
+        for one in lost:
+            last_rows.of_silent(self.live, "marks", one)
+        for asked in self.live.changes.unanswered():
+            self._send("request", False, (), {"request": asked.request})
         if self.live.state == "stopping":
-            self.put("request", request={"id": "stop", "kind": "stop"})
+            self._send("request", False, (), {"request": {"id": "stop", "kind": "stop"}})

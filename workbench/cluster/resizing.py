@@ -66,8 +66,8 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
         if new:
             _invite(live, new)
         with whole():
-            asked = live.changes.resizing(ranks, new)
-            live.order("request", request={"kind": "resize", "members": [*here[:ranks], *new], "id": asked.id})
+            asked = live.changes.resizing([*here[:ranks], *new], new)
+            live.order("request", request=asked.request)
     except BaseException:  # an interrupt, too
         if asked is None:  # nobody would ever ask for them; else those who train invite them
             live.orders.dismiss(new)

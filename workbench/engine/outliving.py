@@ -87,7 +87,7 @@ def leave_generation(session: Session, training: Training) -> Said:
     parts = leaving.went_back(training)
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
-    asked = training.unheeded, list(training.done), training.paused, training.credit
+    asked = training.unheeded, dict(training.done), training.paused, training.credit
     return leaving.said(training, session.member, parts, saved(session) if parts else (), asked, membership.here())
 
 
@@ -159,7 +159,7 @@ def begin_generation(session: Session, to: Next) -> Came:
     session.training = training = Training(session, before)
     training.obeyed, training.begun = to.changes, True
     training.paused, training.credit = to.paused, to.credit
-    training.done.extend(to.done)
+    training.done.update(to.done)
     if before is not None:
         training.bounds, before.bounds = before.bounds, []
         training.former = back

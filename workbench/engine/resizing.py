@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, connect_store
 from workbench.experiment import Experiment
+from workbench.host.answers import Answer
 from workbench.host.dealing import used_up
 from workbench.host.reentry import Came, fewer
 from workbench.host.resizing import come_together
@@ -34,8 +35,10 @@ async def resize(training: Training, members: tuple[int, ...], number: str) -> N
         _require_there(session, new, len(members))
         wanted = _wanted(training, session.members, stay, members)
     except KnobError as error:
+        refusal = {"path": "ranks", "value": len(members), "id": number, "reason": str(error)}
+        training.answer = Answer("refused", training.rank.step, training.now, refusal)
         if training.rank.id == 0:
-            training.mark("refused", {"path": "ranks", "value": len(members), "id": number, "reason": str(error)})
+            training.mark("refused", refusal)
         return
     places = tuple(session.members.index(m) for m in stay)
     await part(training, places, (*stay, *new), wanted, number)
@@ -93,7 +96,9 @@ def arranged(session: Session, asked: Resized) -> Next:
     rest = training.unheeded[1:]
     mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :], asked)
     mark |= {"settings": asked.experiment.plain(), "id": asked.number}
-    to = Next(came, asked.experiment, training.obeyed, list(training.done), training.paused, training.credit, rest,
+    made = Answer("resized", came.step, training.now, {"id": asked.number, "text": mark["text"]})
+    done = {**training.done, asked.number: made}
+    to = Next(came, asked.experiment, training.obeyed, done, training.paused, training.credit, rest,
               processes, mark, asked.used)  # fmt: skip
     if session.rank.id == 0:
         for m in members[len(stay) :]:

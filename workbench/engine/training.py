@@ -6,6 +6,7 @@ becomes of the rank afterwards, is its session's business.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
+from workbench.host.answers import Answer, Done
 from workbench.host.evaluating import Evaluated
 from workbench.host.reentry import Came
 from workbench.rank import Bucket, Op
@@ -27,7 +29,8 @@ from workbench.settings import Change
 if TYPE_CHECKING:
     from workbench.engine.session import Session
 
-HEARD = 256  # requests whose names are remembered
+HEARD = 256  # requests that are remembered
+ANSWERED = ("change", "resize")  # kinds of requests for whose answer somebody waits
 SHORT = 1e-3  # seconds: a wait for the next step that is no row of the record
 
 
@@ -45,7 +48,7 @@ class Training(Turnable):
         self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
         self.workers = Workers(self)
         self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
-        self.done: deque[str] = deque(maxlen=HEARD)  # the names of what was
+        self.done: Done = {}  # what was, lately
         self.cost = Cost(session.record, self.clock)
         self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
@@ -232,9 +235,13 @@ class Training(Turnable):
         self.asked = requests
         self.asked = list(requests)
         while self.asked:
-            what = self.asked[0]
+            what, self.answer = self.asked[0], None
+            if what["kind"] in ANSWERED and what.get("id") in self.done:  # it was asked again of those who are left
+                self._answer_again(what["id"])
+                del self.asked[0]
+                continue
             match what["kind"]:
-                case "change" if what.get("id") not in self.done:  # else it was asked again of those who are left
+                case "change":
                     await self.obey(Change.read(what))
                 case "pause":
                     self.paused, self.credit = True, 0
@@ -257,11 +264,23 @@ class Training(Turnable):
                     await self.saving.make(asked=True)
                 case "stop":
                     self.session.stopping = True
-            self.done.append(what.get("id", ""))
+            self.remember(what.get("id", ""), self.answer)
             del self.asked[0]
             if what["kind"] == "change":
                 self.obeyed_one()
                 await self._fall()
+
+    def remember(self, name: str, answer: Answer | None) -> None:
+        """A request was done."""
+        self.done[name] = answer
+        while len(self.done) > HEARD:
+            del self.done[next(iter(self.done))]
+
+    def _answer_again(self, name: str) -> None:
+        """Who asked has not heard what became of a request: the rank that said it is lost, with its last rows."""
+        if self.rank.id == 0 and (known := self.done[name]):
+            answer = Answer(*known)
+            self.record.mark(answer.step, answer.name, answer.t, json.dumps({**answer.detail, "again": True}))
 
     def close(self) -> None:
         """Gives back all but the wires, which are the session's to close."""

@@ -15,6 +15,7 @@ from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric.load import idle
 from workbench.host import handover, own, residual
+from workbench.host.answers import Answer
 from workbench.host.changing import Changing
 from workbench.host.checkpointing import units_of
 from workbench.host.dealing import used_up
@@ -46,14 +47,14 @@ async def obey(run: Changing, change: Change) -> bool:
         reason = str(error)
     refusing = await run.gather(int(wanted is None))  # one that cannot is enough
     if wanted is None or any(refusing):
-        if run.rank.id == refusing.index(1):
-            _refuse(run, change, reason)
+        first = refusing.index(1)
+        reason = reason or f"rank {first} cannot make it, and why was not heard"
+        _answer(run, first, "refused", _refusal(change, reason))
         return False
     began, sent = run.now, run.sent
     await apply(run, wanted)
     nbytes, seconds = sum(await run.gather(run.sent - sent)), run.now - began
-    if run.rank.id == 0:
-        run.mark("change", {**change.plain(), "text": change.text, "nbytes": nbytes, "seconds": seconds})
+    _answer(run, 0, "change", {**change.plain(), "text": change.text, "nbytes": nbytes, "seconds": seconds})
     return True
 
 
@@ -72,13 +73,19 @@ async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
     first = next(rank for rank, number in enumerate(refusing) if number)
     change = together[refusing[first] - 1]
     if run.rank.id == first:
-        _refuse(run, change, reason)
+        run.mark("refused", _refusal(change, reason))
     return change
 
 
-def _refuse(run: Changing, change: Change, reason: str) -> None:
-    """A Mark says that a change was not made, and why."""
-    run.mark("refused", {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason})
+def _refusal(change: Change, reason: str) -> dict[str, Any]:
+    return {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason}
+
+
+def _answer(run: Changing, by: int, name: str, detail: dict[str, Any]) -> None:
+    """What became of a change: one rank says it in the record, and all know it, for that one may be lost before."""
+    run.answer = Answer(name, run.rank.step, run.now, detail)
+    if run.rank.id == by:
+        run.mark(name, detail)
 
 
 def _ready(run: Changing, wanted: Experiment) -> Experiment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from workbench.experiment import Experiment
+from workbench.host.answers import Answer
 from workbench.host.rate import Rate
 from workbench.host.spread import Spread
 from workbench.rank import Rank
@@ -24,6 +25,7 @@ class Changing(Protocol):
     steering: Any  # its Steering
     finite: Any  # its Finite
     spread: Spread | None  # how a replica lies on several ranks
+    answer: Answer | None  # what the last change came to
 
     @property
     def now(self) -> float: ...

@@ -10,6 +10,7 @@ import torch
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.host import absent, sliced
+from workbench.host.answers import Done
 from workbench.host.boundary import Boundary
 from workbench.host.reentry import Salvaged
 from workbench.host.salvage import in_parts
@@ -17,8 +18,8 @@ from workbench.host.settling import nowhere
 from workbench.host.voting import Next, Said
 from workbench.rank import Memory, Rank
 
-Asked = tuple[list[dict[str, Any]], list[str], bool, int]  # as in Said: asked, done, paused, credit
-NOTHING: Asked = [], [], False, 0
+Asked = tuple[list[dict[str, Any]], Done, bool, int]  # as in Said: asked, done, paused, credit
+NOTHING: Asked = [], {}, False, 0
 
 
 def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:

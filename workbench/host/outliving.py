@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.host import residual
+from workbench.host.answers import Answer
 from workbench.host.boundary import Boundary
 from workbench.host.changes import take_role
 from workbench.host.reentry import Came, hand_on, reenter
@@ -31,6 +32,7 @@ class Outliving:
     bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had; former:
               the checkpoint to which all go back. Between two generations
     crashing: the ranks that a fault ends at the boundary that comes, or is here
+    answer:   what the last change came to, on every rank what one of them has said in the record
     """
 
     rollback: Rollback | None = None
@@ -41,6 +43,7 @@ class Outliving:
     outer: dict[str, Tensor] | None = None
     former: Former | None = None
     crashing: Collection[int] = frozenset()
+    answer: Answer | None = None
     _made: Sequence[Change | None] = ()
 
     async def come_past(self: Any) -> None:

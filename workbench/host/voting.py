@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from workbench.experiment import Experiment
+from workbench.host.answers import Done
 from workbench.host.reentry import Came
 
 
@@ -32,7 +33,7 @@ class Said(NamedTuple):
     step:     the one that it is to make next
     changes:  how many it has made or refused
     trained:  is its model the run's, or did it only serve?
-    asked:    requests that it has heard and not done; done: the names of the last that it did
+    asked:    requests that it has heard and not done; done: the last that it did
     paused, credit: does it make no steps; but for so many
     settings: the experiment, plain
     process:  its host, pid and the time when that began
@@ -49,7 +50,7 @@ class Said(NamedTuple):
     changes: int
     trained: bool
     asked: list[dict[str, Any]]
-    done: list[str]
+    done: Done
     paused: bool
     credit: int
     settings: dict[str, Any]
@@ -125,7 +126,7 @@ class Next(NamedTuple):
     came: Came
     experiment: Experiment
     changes: int
-    done: list[str]
+    done: Done
     paused: bool
     credit: int
     asked: list[dict[str, Any]]

@@ -207,15 +207,21 @@ class Run:
     @property
     def changes(self) -> tuple[Change, ...]:
         """The knobs that were set, as data, in order."""
-        said = self.details("change")
-        return tuple(Change.read(d, step) for step, _, d in said if {"path", "value"} <= d.keys())
+        said = [(step, d) for step, _, d in self.details("change") if {"path", "value"} <= d.keys()]
+        first = {d.get("id") for _, d in said if "again" not in d}
+        return tuple(Change.read(d, step) for step, d in said if "again" not in d or d.get("id") not in first)
 
     def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
         """(step, t, detail) of every mark called `name`, in order of time."""
+        return [(step, t, detail) for by, step, t, _, detail in self.said(name) if rank in (None, by)]
+
+    def said(self, *names: str) -> list[tuple[int, int, float, str, dict[str, Any]]]:
+        """(rank, step, t, name, detail) of every mark that is called so, in order of time."""
         rows = self.timeline.marks.rows()
-        rows = rows[rows.equal("name", name) & (True if rank is None else rows.rank == rank)]
-        order = np.argsort(rows.t, kind="stable")
-        return [(int(rows.step[i]), float(rows.t[i]), _read(rows.detail[i])) for i in order]
+        rows = rows[np.logical_or.reduce([rows.equal("name", name) for name in names])]
+        columns = rows.rank.tolist(), rows.step.tolist(), rows.t.tolist(), list(rows.name), list(rows.detail)
+        found = sorted(zip(*columns, strict=True), key=lambda row: row[2])
+        return [(*row, _read(detail)) for *row, detail in found]
 
     @property
     def environment(self) -> dict[str, Any]:

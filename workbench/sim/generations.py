@@ -153,7 +153,7 @@ class Generations:
         text = f"{named(new)} {are(new)} added; {named(came.members)} train from step {came.step}"
         mark = {"members": came.members, "gone": [], "spare": [], "new": new, "step": came.step, "text": text,
                 "settings": e.plain()}  # fmt: skip
-        return Next(came, e, first.obeyed, [], False, 0, [], [], mark, used)
+        return Next(came, e, first.obeyed, {}, False, 0, [], [], mark, used)
 
     # -- the next generation --
 
