@@ -57,7 +57,7 @@ def written(path: Path, rows: Rows) -> list[int]:
 
 def cost_of_recording(path: Path, per_second: int = 500, seconds: float = 5.0) -> dict[str, float]:
     """CPU time of the recorder's thread at a steady rate, and of one call."""
-    r = Recorder(0, path, lambda kind, seq, columns: None)
+    r = Recorder(0, path, lambda new: None)
     began, calls = time.perf_counter(), 0.0
     for tick in range(int(seconds * 20)):
         t = time.thread_time()
