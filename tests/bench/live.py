@@ -54,11 +54,15 @@ def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
     run.wait(30)
     rows = run.marks[run.marks.name == "change"]
     epoch = json.loads((run.path / "run.json").read_text())["epoch"]
-    late = [row.t - (json.loads(row.detail)["requested_at"] - epoch) for row in rows.itertuples()]
+    asked = [json.loads(row.detail)["requested_at"] - epoch for row in rows.itertuples()]
+    late = [t - began for t, began in zip(rows.t, asked, strict=True)]
     s = run.spans
+    looks = s[(s.lane == "eval") & (s["rank"] == 0)]
+    held_up = [bool(((looks.t0 < t) & (looks.t1 > began)).any()) for t, began in zip(rows.t, asked, strict=True)]
     steps = s[(s.lane == "step") & (s["rank"] == 0)]
     lasted = list(steps.t1 - steps.t0)
-    return {"recording": recording(lab, run), "late": late, "steps": lasted, "every": getattr(strategy, "every", 1)}
+    return {"recording": recording(lab, run), "late": late, "held_up": held_up, "steps": lasted,
+            "every": getattr(strategy, "every", 1)}  # fmt: skip
 
 
 def recording(lab: Lab, run: Run) -> dict[str, float]:

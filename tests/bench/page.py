@@ -213,6 +213,7 @@ def live(d: dict[str, Any]) -> str:
     for name in ("DDP", "LocalSGD"):
         late, steps = sorted(d[name]["late"]), d[name]["steps"]
         p99 = late[int(0.99 * (len(late) - 1))]
+        free = sorted(t for t, held_up in zip(d[name]["late"], d[name]["held_up"], strict=True) if not held_up)
         length = float(np.quantile(steps, 0.99)) * d[name]["every"]
         rows.append(
             [
@@ -220,6 +221,7 @@ def live(d: dict[str, Any]) -> str:
                 str(len(late)),
                 f"{statistics.median(late) * 1e3:.0f} ms",
                 f"{p99 * 1e3:.0f} ms",
+                f"{len(late) - len(free)}; {free[int(0.99 * (len(free) - 1))] * 1e3:.0f} ms",
                 f"{length * 1e3 + 100:.0f} ms",
                 "yes" if p99 <= length + 0.1 else "NO",
             ]
@@ -240,7 +242,7 @@ def live(d: dict[str, Any]) -> str:
                 f"{share:.2%}",
             ]
         )
-    head = ["strategy", "changes", "median", "p99", "allowed (p99 of a step, or of a round, + 100 ms)", "kept"]
+    head = ["strategy", "changes", "median", "p99", "met an evaluation; p99 of the others", "allowed (p99 of a step, or of a round, + 100 ms)", "kept"]
     cost_head = [
         "strategy",
         "recording and spooling",

@@ -250,3 +250,26 @@ def test_a_rank_tells_how_long_its_evaluations_take_so_that_a_stop_waits_for_the
 
     sessions = run(experiment(2, 4, eval_every=2, task=toy(evaluate=slow)))
     assert all(0.4 <= s.status()["step_s"] < 30 for s in sessions)
+
+
+def test_a_change_that_is_asked_for_during_an_evaluation_acts_before_the_next_step() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slowly(model: Any) -> dict[str, float]:
+        if sessions and sessions[0].rank.step == 6:
+            inside.set()
+            assert go_on.wait(60)
+        return {"loss": 1.0}
+
+    sessions: list[Session] = []
+    sessions += live(experiment(3, 0, eval_every=6, task=toy(evaluate=slowly)))
+    try:
+        assert inside.wait(60)
+        sessions[0].request({"kind": "change", "id": "a", "path": "bucket_mb", "value": 0.05})
+        go_on.set()
+        until(lambda: sessions[0].record.noted("change"))
+        assert sessions[0].record.noted("change")[0][0] == 6
+    finally:
+        for s in sessions:
+            s.abort()
+        ended(sessions)

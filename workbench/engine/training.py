@@ -20,7 +20,7 @@ from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
-from workbench.host.answers import Answer, Done
+from workbench.host.answers import Answer, Done, remember
 from workbench.host.evaluating import Evaluated
 from workbench.host.reentry import Came
 from workbench.rank import Bucket, Op
@@ -29,7 +29,6 @@ from workbench.settings import Change
 if TYPE_CHECKING:
     from workbench.engine.session import Session
 
-HEARD = 256  # requests that are remembered
 ANSWERED = ("change", "resize")  # kinds of requests for whose answer somebody waits
 SHORT = 1e-3  # seconds: a wait for the next step that is no row of the record
 
@@ -41,6 +40,7 @@ class Training(Turnable):
     """
 
     begun = False
+    _stale = False  # has it evaluated since the last ticket was asked for?
 
     def __init__(self, session: Session, before: Training | None = None) -> None:
         super().__init__(session, before)
@@ -168,6 +168,7 @@ class Training(Turnable):
         if self.host.fully is not None:
             self.host.fully.let_go()
         self.evaluated = max(self.evaluated, self.now - began)
+        self._stale = together  # what was asked meanwhile is heard before the next step, for all have met
 
     async def mean_evaluated(self) -> Evaluated:
         return await Op("do", partial(mean_evaluated, self))
@@ -210,6 +211,9 @@ class Training(Turnable):
                 await self._heed(requests)
             self.tickets.asked = False
             self._since = since if quiet and self.rank.step else None
+        if self._stale and not (apart or self.experiment.partition.ahead(0)):
+            await self._heed(await Op("do", partial(self._hear, 0.0)))
+        self._stale = False
         if self.paused and not self.session.stopping:
             await Op("do", partial(self.host.catch_up, self.finite.told))
             self.say("paused")
@@ -264,17 +268,11 @@ class Training(Turnable):
                     await self.saving.make(asked=True)
                 case "stop":
                     self.session.stopping = True
-            self.remember(what.get("id", ""), self.answer)
+            remember(self.done, what.get("id", ""), self.answer)
             del self.asked[0]
             if what["kind"] == "change":
                 self.obeyed_one()
                 await self._fall()
-
-    def remember(self, name: str, answer: Answer | None) -> None:
-        """A request was done."""
-        self.done[name] = answer
-        while len(self.done) > HEARD:
-            del self.done[next(iter(self.done))]
 
     def _answer_again(self, name: str) -> None:
         """Who asked has not heard what became of a request: the rank that said it is lost, with its last rows."""

@@ -16,3 +16,11 @@ class Answer(NamedTuple):
 
 
 Done = dict[str, Sequence[Any] | None]  # the last requests that were done, by name; for some whose Answer is awaited
+LAST = 256
+
+
+def remember(done: Done, name: str, answer: Answer | None) -> None:
+    """A request was done; one of long ago is forgotten."""
+    done[name] = answer
+    while len(done) > LAST:
+        del done[next(iter(done))]
