@@ -11,9 +11,11 @@ from typing import Any
 
 from tests.bench.home_looks import Because, Claim, Look
 from tests.bench.home_regimes import (
+    ALWAYS_SLOW,
     BYTES,
     CLICKS,
     EIGHT,
+    EIGHT_LONGER,
     EVEN,
     FAST_SIXTEEN,
     FAST_TWO,
@@ -21,14 +23,17 @@ from tests.bench.home_regimes import (
     LATENCY,
     NARROW,
     NO_LATENCY,
+    NO_WIRE_EVEN,
     NO_WIRE_SIXTEEN,
     NO_WIRE_TWO,
     ONE,
+    ONE_LONGER,
     SITES,
     SIXTEEN,
     SKEWED,
     SLOW_WIRE,
     STUMBLING,
+    STUMBLING_MORE,
     TWO,
     UNEVEN,
     WARM,
@@ -67,12 +72,14 @@ CLAIMS = (
         method="BoundedStaleness", source="abstract of Ho et al., 2013",
         paper="Converges faster than fully synchronous and than asynchronous training.",
         row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}), against=ddp(STUMBLING), looks=(*SOONER, PACE),
+        because=Because(words="What it gains by waiting less, stale parameters cost, for stumbles are short", regime=STUMBLING_MORE),
     ),
     Claim(
         method="BoundedStaleness, beside no bound", source="abstract of Ho et al., 2013",
         paper="Converges faster than fully synchronous and than asynchronous training.",
         row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}),
         against=row(STUMBLING, "BoundedStaleness", {"rate": tuple(r / 8 for r in RATES)}, fixed={"bound": 64}), looks=(*SOONER, PACE),
+        because=Because(words="All ranks stumble alike, so that without a bound none falls far behind", regime=ALWAYS_SLOW),
     ),
     Claim(
         method="Gossip, exponential graph", source="abstract of Gan et al., 2021, and its study of trade-offs",
@@ -118,6 +125,7 @@ CLAIMS = (
         method="BMUF", source="abstract of Chen and Huo, 2016",
         paper="Almost linear speed-up with the number of GPUs, without loss of accuracy.",
         row=row(EIGHT, "BMUF", {"rate": THREE, "every": (4, 8), "eta": (0.25, 0.5)}), against=ddp(ONE), looks=(Look("pace", 7.2), Look("loss", 0.98)),
+        because=Because(words="It makes an eighth of the updates, which counts as long as the loss falls steeply", regime=EIGHT_LONGER, against=ONE_LONGER),
     ),
     Claim(
         method="PostLocalSGD", source="abstract of Lin et al., 2020",
@@ -226,5 +234,6 @@ CLAIMS = (
         method="Wavelet", source="abstract of Wang et al., 2021", paper="Up to 6.7 times as fast as common ways of parallel training.",
         row=row(EVEN, "Wavelet", {"bucket_mb": tuple(0.05 * 2**n for n in range(6)), "lead": (1, 2)}),
         against=row(EVEN, "DDP", {"bucket_mb": tuple(0.05 * 2**n for n in range(12))}, fixed={"accumulate": 2}), looks=(Look("pace", 1.05),),
+        because=Because(words="In the paper one wave fills what the other leaves idle of a GPU; here they take turns on one device, so two batches compute as long as two", regime=NO_WIRE_EVEN, same=True),
     ),
 )  # fmt: skip

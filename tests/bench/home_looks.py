@@ -54,12 +54,14 @@ class Because:
     regime:  where both are run again, with the settings that won
     against: where the baseline is, if elsewhere: a claim about numbers of ranks has two regimes
     knobs:   those of the method that are others there
+    same:    it proves the reason that nothing more is seen there, where all else that could be it is away
     """
 
     words: str
     regime: Regime
     against: Regime | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    same: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

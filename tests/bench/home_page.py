@@ -17,6 +17,7 @@ from workbench.strategies import Strategy
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data" / "home"
+ALIKE = 0.02  # so close a number is the same as before
 
 
 def text(folder: Path = DATA, claims: tuple[Claim, ...] = CLAIMS) -> str:
@@ -82,6 +83,9 @@ def because(claim: Claim, book: Book) -> str:
     told = "; ".join(one.words for one in elsewhere)
     nearer = all(there.median > here.median for here, there in zip(result, elsewhere, strict=True) if not here.holds)
     so = "this" if all(one.holds for one in elsewhere) else "this, but not alone" if nearer else "NOT this"
+    if claim.because.same:
+        pairs = zip(result, elsewhere, strict=True)
+        so = "this" if all(abs(there.median - here.median) <= ALIKE * here.median for here, there in pairs) else "NOT this"
     return f"{claim.method}: {claim.because.words}. On {claim.because.regime.words}, with the settings that had won: {told}. So it is {so}."
 
 

@@ -40,6 +40,8 @@ NARROW = Regime(
 )
 STUMBLING = Regime(name="stumbles", words="ByteGPT, 8 ranks, 10 Gbit/s; a rank computes five times as long in a random tenth of its steps", task=GPT, ranks=8, steps=240, goal=2.3,
                    fabric=Fabric(link=FASTEST, faults=(TransientStraggler(probability=0.1, factor=5.0),)))  # fmt: skip
+STUMBLING_MORE = replace(STUMBLING, name="long stumbles", words="stumbles of twenty times as long", fabric=Fabric(link=FASTEST, faults=(TransientStraggler(probability=0.1, factor=20.0),)))
+ALWAYS_SLOW = replace(STUMBLING, name="one of eight slow", words="eight ranks of which one always computes four times as long", fabric=Fabric(link=FASTEST, faults=(Slow(rank=1, factor=4.0),)))
 UNEVEN = Regime(name="one slow rank", words="ByteGPT, 4 ranks, 10 Gbit/s; one computes four times as long", task=GPT, goal=2.3,
                 fabric=Fabric(link=FASTEST, faults=(Slow(rank=1, factor=4.0),)))  # fmt: skip
 SKEWED = Regime(name="skewed shards", words="Digits, 8 ranks of which each sees two or three digits (Dirichlet, 0.1), 100 Mbit/s and 5 ms",
@@ -100,6 +102,8 @@ EIGHT = Regime(
     looks=6,
     fabric=ONE.fabric,
 )
+ONE_LONGER = replace(ONE, name="one rank, longer", words="one rank, 5,120 steps", steps=5120)
+EIGHT_LONGER = replace(EIGHT, name="eight ranks, longer", words="four times as many examples", steps=640)
 TWO = Regime(
     name="two trainers",
     words="the same with 2",
@@ -129,4 +133,5 @@ EVEN = Regime(
 FAST_TWO = replace(TWO, name="two ranks, fast wire", fabric=Fabric(link=Link(bandwidth=10_000.0, latency=0.02)))
 FAST_SIXTEEN = replace(SIXTEEN, name="sixteen ranks, fast wire", words="ByteGPT of 0.7 M parameters with sizes only, 16 ranks beside 2, 10 Gbit/s and 0.02 ms: about as long as backward", fabric=FAST_TWO.fabric)
 NO_WIRE_TWO = replace(TWO, name="two ranks, hardly any wire", fabric=Fabric(link=Link(bandwidth=100_000.0, latency=0.002)))
+NO_WIRE_EVEN = replace(EVEN, name="hardly any wire", words="100 Gbit/s and 0.002 ms, where computing is all that is left", fabric=NO_WIRE_TWO.fabric)
 NO_WIRE_SIXTEEN = replace(SIXTEEN, name="sixteen ranks, hardly any wire", words="100 Gbit/s and 0.002 ms", fabric=NO_WIRE_TWO.fabric)

@@ -186,6 +186,9 @@ def test_a_reason_is_proven_where_it_does_not_hold_and_only_there(tmp_path: Path
     assert "So it is this, but not alone." in page(tmp_path / "b", lambda seed: 8.0, reason, there=6.0)
     assert "So it is NOT this." in page(tmp_path / "d", lambda seed: 8.0, reason, there=8.5)
     assert "no reason is proven yet" in page(tmp_path / "c", lambda seed: 8.0)
+    same = replace(reason, same=True)
+    assert "So it is this." in page(tmp_path / "e", lambda seed: 8.0, same, there=8.1)
+    assert "So it is NOT this." in page(tmp_path / "f", lambda seed: 8.0, same, there=4.0)
 
 
 def test_a_reason_is_run_only_for_what_does_not_show(tmp_path: Path) -> None:
