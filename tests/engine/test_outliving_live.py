@@ -135,10 +135,10 @@ def test_a_fault_crashes_an_engine(lab: Lab) -> None:
 
 @contextmanager
 def unheard(lab: Lab, disk: bool) -> Iterator[None]:
-    """Inside, rank 0's messages are lost on their way, and its disk is not seen here unless `disk`."""
+    """Inside, rank 0's messages are lost on their way, and its disk is not seen here; if `disk`, until it is dead."""
     live = lab._live
     assert live is not None
-    take, missed = lab.cluster.take, live.gaps._missed
+    take, missed, remind = lab.cluster.take, live.gaps._missed, live.gaps.remind
 
     def unseen(kind: str, rank: int, start: int) -> Any:
         if rank == 0:
@@ -147,10 +147,11 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
 
     lab.cluster.take = lambda batch: None if batch.rank == 0 else take(batch)
     live.gaps._missed = missed if disk else unseen
+    live.gaps.remind = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
     try:
         yield
     finally:
-        lab.cluster.take, live.gaps._missed = take, missed
+        lab.cluster.take, live.gaps._missed, live.gaps.remind = take, missed, remind
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])
@@ -170,16 +171,19 @@ def test_a_change_is_answered_though_the_rank_that_was_to_say_so_died_with_its_l
     assert [change.at_step for change in run.changes][:2] == [asked.applied_at, made.applied_at]
 
 
-def test_other_ranks_are_answered_though_the_rank_that_was_to_say_so_died_with_its_last_rows(lab: Lab) -> None:
+@pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])
+def test_a_resize_is_answered_though_the_rank_that_was_to_say_so_died_with_its_last_rows(lab: Lab, disk: bool) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=2, on_death="go on"))
     reached(lab, 10)
-    with unheard(lab, disk=False):
+    with unheard(lab, disk):
         asked = lab.resize(3)
         (new,) = asked.coming
         assert until(lambda: lab._live.status.get(new, {}).get("state") == "running") and asked.applied_at is None
         os.kill(lab.status[0]["pid"], signal.SIGKILL)
         assert asked.wait(60).applied_at is not None
-        assert lab._live is not None and lab._live.members == (1, new), "who came is not sent away"
+        assert until(lambda: lab._live is not None and lab._live.members == (1, new)), "who came is not sent away"
+        assert lab.set("bucket_mb", 0.05).wait(60).applied_at is not None
+        assert lab._live is not None and lab._live.members == (1, new)
         reached(lab, lab._live.step + 20)
     lab.stop()
     assert run.wait(60).state == "stopped"

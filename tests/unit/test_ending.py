@@ -247,7 +247,7 @@ def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_
     e = Experiment(ranks=3, on_death="end")
     cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None)
     live = Live(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
-    live.orders.hears = lambda rank, lost: None  # type: ignore[method-assign]
+    live.orders.hears = lambda rank, gone: None  # type: ignore[method-assign]
     live.evicting.reasons[2], live.evicting.leaving = "as asked", {2}
     said = {"members": [0, 1], "gone": [2], "step": 5, "text": "ranks 0, 1 went on"}
     came(live, 0, 5, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})

@@ -211,6 +211,15 @@ def test_one_lost_who_was_only_to_come_ends_nothing(more: dict[str, Any], monkey
         assert crowd.said("refused")[0]["reason"].endswith("a rank was lost before they had met; ask again")
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [tuple(range(ranks))] * ranks
+        again = {"kind": "resize", "members": list(range(ranks + 1)), "id": f"resize {tuple(range(ranks + 1))}"}
+        for n, asked in enumerate([again, {**again, "id": "another"}]):  # asked once more; and who was lost, once more
+            crowd.first.request(asked)
+            crowd.until(lambda n=n: len(crowd.said("refused")) > n + 1)
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.members for s in crowd.there] == [tuple(range(ranks))] * ranks
+        lost = "a rank was lost before they had met", f"rank {ranks} is not there any more"
+        reasons = [said["reason"] for said in crowd.said("refused")]
+        assert reasons[1:] == [f"ranks={ranks + 1}: {why}; ask again" for why in lost]
         crowd.resize(*range(ranks), ranks + 1)
         crowd.reach(crowd.first.rank.step + 3)
         assert len(crowd.stopped()) == ranks + 1

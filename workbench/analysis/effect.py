@@ -16,6 +16,7 @@ from workbench.analysis.clear import Estimate, Ratio, compared, estimated
 from workbench.analysis.sides import WINDOW, Side
 from workbench.analysis.trend import Trend, trend
 from workbench.analysis.window import change_steps, last_steps
+from workbench.record.marks import once
 from workbench.record.timeline import Timeline
 
 SHORT = 0.1  # ms that are not worth a word
@@ -110,7 +111,8 @@ def _made(tl: Timeline, step: int) -> list[dict[str, Any]]:
     """What the record says of the changes made before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
-    return [json.loads(d) for d in rows.detail]
+    said = [json.loads(d) for d in rows.detail]
+    return [d for d, counts in zip(said, once(said), strict=True) if counts]
 
 
 def _said(details: list[dict[str, Any]]) -> str:

@@ -31,6 +31,7 @@ class PendingChange:
         self.refused: str | None = None
         self.members: Sequence[int] = ()  # where other ranks are to train: those, of whom
         self.coming: Sequence[int] = ()  # these are to come
+        self.sent = False  # has it gone out to the ranks?
         self.seconds: float | None = None  # from the request to the answer
         self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of those that ought to answer
         self._answered = threading.Event()
@@ -103,7 +104,7 @@ class Changes:
                 self.experiment = self.experiment.set(change.path, change.value)
             if asked is not None:
                 asked.answer(applied_at=step)
-            elif not (late and change.id in [known.id for known in self.listed]):
+            elif not (late and change.id and change.id in [known.id for known in self.listed]):
                 self.listed.append(PendingChange(change, step))
 
     def refused(self, detail: dict[str, Any]) -> Sequence[int]:
@@ -136,11 +137,12 @@ class Changes:
             if asked := self._take(detail):
                 asked.answer(applied_at=step)
 
-    def made(self, step: int, detail: dict[str, Any]) -> None:
-        """So many did train from `step` on, and one who was to say so is lost; others go on by now."""
+    def made(self, step: int, detail: dict[str, Any]) -> Sequence[int]:
+        """So many did train from `step` on, and one who was to say so is lost; others go on by now. Who was to come."""
         with self._lock:
             if asked := self._take(detail):
                 asked.answer(applied_at=step)
+            return asked.coming if asked else ()
 
     def unanswered(self) -> list[PendingChange]:
         with self._lock:

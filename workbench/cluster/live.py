@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from workbench.cluster import last_rows, spool
+from workbench.cluster import generations, last_rows, spool
 from workbench.cluster.alarm import Alarm
 from workbench.cluster.asked import Asked
 from workbench.cluster.attention import Attention, texts
@@ -53,6 +53,7 @@ class Live(Asked):
         self.ranks = range(changes.experiment.ranks)
         self.began_with = changes.experiment
         self.members = tuple(self.ranks)  # those who train now
+        self.turn = 0  # the number of their generation, as far as it is known
         self.been = set(self.ranks)  # those who ever did
         self.returned: dict[int, int] = {}  # as which rank the engine of one who is not there any more comes again
         self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
@@ -134,8 +135,8 @@ class Live(Asked):
         elif name == "refused":
             self.orders.dismiss(self.changes.refused(detail))
         elif name == "resized":
-            self.changes.made(step, detail)
-        elif name == "state" and detail["state"] not in FINAL:
+            generations.was_resized(self, step, detail)
+        elif name == "state" and detail["state"] not in FINAL and rank in self.members:
             if detail["state"] == "running":
                 self.alarm.went_on(t)
             if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
@@ -154,22 +155,9 @@ class Live(Asked):
             self.notes.append(detail["text"])
             self.evicting.preempted |= dict.fromkeys(detail["ranks"])
         elif name == "members":
-            self._outlived(step, detail)
+            generations.went_on(self, step, detail)
         elif name in alarms.NAMES:
             self.alarm.heard(name, rank, step, t, detail)
-
-    def _outlived(self, step: int, detail: dict[str, Any]) -> None:
-        """Ranks went on without others, or say why they cannot."""
-        self.notes.append(detail["text"])
-        if "members" in detail:
-            self.members = tuple(detail["members"])
-            self.admit([m for m in self.members if m not in self.been])  # of whom another kernel knew
-            self.ending.outlived(detail["gone"], step)
-            self.step = min(self.step, step)
-            self.changes.resized(step, detail)
-            self.orders.hears(self.members[0], detail["gone"])
-            said = detail.get("preempted", ()), detail.get("new"), detail.get("spare", ())
-            self.evicting.went_on(detail["gone"], *said)
 
     def admit(self, new: list[int]) -> None:
         """These ranks are to come, and are listened to from now on."""
@@ -221,7 +209,7 @@ class Live(Asked):
         asked.whereabouts = self.whereabouts
         if new:
             self.order("learn", everyone=True, blob=cloudpickle.dumps(new))
-        self.order("request", request=asked.request)
+        self.orders.ask(asked)
 
     def stop(self) -> None:
         """Stops at the next step boundary; asked again, aborts. Never a failure of the run.

@@ -10,6 +10,7 @@ from workbench.cluster import last_rows
 from workbench.cluster.whole import whole
 
 if TYPE_CHECKING:
+    from workbench.cluster.changes import PendingChange
     from workbench.cluster.live import Live
 
 ASK_AGAIN = "ask again"
@@ -32,6 +33,10 @@ class Orders:
         """Asks the first rank, or everyone, or these to do something; done once the sessions are there."""
         self._queue.put((what, everyone, to, rest))
 
+    def ask(self, asked: PendingChange) -> None:
+        """Asks the first rank for a change, or for other ranks."""
+        self._queue.put(("request", False, (), {"asked": asked}))
+
     def dismiss(self, ranks: Sequence[int]) -> None:
         """These were to come and do not: their sessions end, and their engines are free again."""
         if ranks:
@@ -47,20 +52,23 @@ class Orders:
         except queue.Empty:
             return
         if order[0] == ASK_AGAIN:
-            return self._ask_again(order[3]["lost"])
+            return self._ask_again(order[3]["gone"])
         self._send(*order)
 
     def _send(self, what: str, everyone: bool, to: Sequence[int], rest: dict[str, Any]) -> None:
-        live, line = self.live, self.live.cluster.line
+        live, line, asked = self.live, self.live.cluster.line, rest.get("asked")
+        said = rest if asked is None else {"request": asked.request}
         try:
             if everyone or to:
                 ranks = list(to or live.ending.living)
-                line.ask_all(what, timeout=1.0, ranks=ranks, of=(live.generation, ranks), **rest)
+                line.ask_all(what, timeout=1.0, ranks=ranks, of=(live.generation, ranks), **said)
             else:
-                line.ask(self.first, what, timeout=1.0, of=(live.generation, [self.first]), **rest)
+                line.ask(self.first, what, timeout=1.0, of=(live.generation, [self.first]), **said)
+                if asked is not None:
+                    asked.sent = True
         except Exception as failure:  # one order that fails must not keep the next from going out
             if not (everyone or to) and self._leaderless and not live.over.wait(AGAIN):
-                return self.put(what, **rest)
+                return self._queue.put((what, everyone, to, rest))
             live.note(failure)
             if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
                 live.free()
@@ -70,19 +78,21 @@ class Orders:
         """Is the rank that hears for all gone, and are the others about to find another?"""
         return self.first in self.live.ending.dead and self.live.ending.outlives()
 
-    def hears(self, rank: int, lost: Sequence[int]) -> None:
+    def hears(self, rank: int, gone: Sequence[int]) -> None:
         """From now on it is this rank that hears for all, and these are gone, with what they had not told."""
         self.first = rank
-        if lost:
-            self.put(ASK_AGAIN, lost=lost)
+        if gone:
+            self.put(ASK_AGAIN, gone=gone)
 
-    def _ask_again(self, lost: Sequence[int]) -> None:
+    def _ask_again(self, gone: Sequence[int]) -> None:
         """What still has no answer is asked again. Those who are left do what they have not done, and say of what was
         done what became of it: who was to say so may have been lost before that came to a disk that is seen here.
         """
-        for one in lost:
-            last_rows.of_silent(self.live, "marks", one)
+        for one in gone:
+            if self.live.cluster.death(one):  # else its rows come by themselves
+                last_rows.of_silent(self.live, "marks", one)
         for asked in self.live.changes.unanswered():
-            self._send("request", False, (), {"request": asked.request})
+            if asked.sent:  # else it is still to go out, behind what it needs
+                self._send("request", False, (), {"asked": asked})
         if self.live.state == "stopping":
             self._send("request", False, (), {"request": {"id": "stop", "kind": "stop"}})

@@ -67,7 +67,7 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
             _invite(live, new)
         with whole():
             asked = live.changes.resizing([*here[:ranks], *new], new)
-            live.order("request", request=asked.request)
+            live.orders.ask(asked)
     except BaseException:  # an interrupt, too
         if asked is None:  # nobody would ever ask for them; else those who train invite them
             live.orders.dismiss(new)

@@ -16,6 +16,7 @@ from workbench.engine.membership import PATIENCE, Late, Spare
 from workbench.engine.salvaging import former, saved, survivor
 from workbench.engine.training import Training
 from workbench.host import leaving
+from workbench.host.answers import KNOWN, Answer
 from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.reentry import Came
 from workbench.host.settling import fewer, say_why_not
@@ -166,12 +167,12 @@ def begin_generation(session: Session, to: Next) -> Came:
         training.outer, before.outer = before.outer, None
         training.lengths, training.evaluated = before.lengths, before.evaluated
     if place == 0:
-        session.mark("members", to.mark)
+        session.mark("members", {**to.mark, "turn": session.turn})
+        _answer(session)
         if not training.learner.indexed:
             session.mark("data", may_come_again(NO_INDEX))
         for what in to.asked:
             session.inbox.put(what)
-        _answer(session)
     session.undone = None
     training.begin_again()
     session.forming = False
@@ -183,4 +184,7 @@ def _answer(session: Session) -> None:
     if session.undone is not None and "id" in session.undone.mark and not session.undone.mark["preempted"]:
         ranks = len(session.undone.came.members)
         reason = f"ranks={ranks}: a rank was lost before they had met; ask again"
-        session.mark("refused", {"path": "ranks", "value": ranks, "id": session.undone.mark["id"], "reason": reason})
+        refusal = {"path": "ranks", "value": ranks, "id": session.undone.mark["id"], "reason": reason}
+        session.mark("refused", refusal)
+        session.inbox.put({"kind": KNOWN, "id": refusal["id"], "answer": Answer("refused", session.rank.step,
+                           session.set_up_already.now, refusal)})  # fmt: skip

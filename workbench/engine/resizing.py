@@ -60,12 +60,12 @@ async def part(training: Training, stay: tuple[int, ...], members: tuple[int, ..
 
 
 def _require_there(session: Session, new: list[int], ranks: int) -> None:
-    """Raises KnobError where one who is to come has never said that it waits: it has trained here, and is lost.
+    """Raises KnobError where one who is to come has never said that it waits, or was invited before: it is lost.
 
     All ranks find the same, for who comes has said so before the request was made.
     """
     store = connect_store(*session.where, session.base)
-    if lost := [m for m in new if not store.check([f"member {m}"])]:
+    if lost := [m for m in new if not store.check([f"member {m}"]) or store.check([f"join {m}"])]:
         raise KnobError(f"ranks={ranks}: {named(lost)} {are(lost)} not there any more; ask again")
 
 

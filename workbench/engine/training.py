@@ -20,7 +20,7 @@ from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
-from workbench.host.answers import Answer, Done, remember
+from workbench.host.answers import KNOWN, Answer, Done, remember
 from workbench.host.evaluating import Evaluated
 from workbench.host.reentry import Came
 from workbench.rank import Bucket, Op
@@ -237,7 +237,7 @@ class Training(Turnable):
         if self.leaving.is_set():  # one rank alone has no wire to hear it on
             raise Aborted("told to leave")
         self.asked = requests
-        self.asked = list(requests)
+        self.asked = sorted(requests, key=lambda what: what["kind"] != KNOWN)
         while self.asked:
             what, self.answer = self.asked[0], None
             if what["kind"] in ANSWERED and what.get("id") in self.done:  # it was asked again of those who are left
@@ -264,6 +264,8 @@ class Training(Turnable):
                     if not await self.back.go(int(what.get("step", 0))):
                         self.paused, self.credit = True, 0
                     self.ledger.stir()
+                case kind if kind == KNOWN:
+                    self.answer = Answer(*what["answer"])
                 case "checkpoint":
                     await self.saving.make(asked=True)
                 case "stop":

@@ -16,11 +16,16 @@ class Answer(NamedTuple):
 
 
 Done = dict[str, Sequence[Any] | None]  # the last requests that were done, by name; for some whose Answer is awaited
-LAST = 256
+KNOWN = "known"  # the kind of a request that says what became of another
+NAMES, ANSWERS = 256, 16  # requests whose names are kept, and of the last of them what became of them
 
 
 def remember(done: Done, name: str, answer: Answer | None) -> None:
-    """A request was done; one of long ago is forgotten."""
+    """A request was done; those of long ago are forgotten."""
+    done.pop(name, None)
     done[name] = answer
-    while len(done) > LAST:
-        del done[next(iter(done))]
+    names = list(done)
+    if len(names) > ANSWERS:
+        done[names[-ANSWERS - 1]] = None
+    for old in names[:-NAMES]:
+        del done[old]

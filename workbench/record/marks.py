@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.record.about import count, number, shallow
@@ -66,6 +66,16 @@ FIELDS: dict[str, Rules] = {
     "no effect": {"texts": _each(_text)},
     "profile": {"path": _text, "steps": count, "first": count},
 }
+
+
+def once(details: Sequence[dict[str, Any]]) -> list[bool]:
+    """Which of some marks count: not what was said again, of a request of which it is there already."""
+    known = {d.get("id") for d in details if "again" not in d}
+    count = []
+    for d in details:
+        count.append("again" not in d or d.get("id") not in known)
+        known.add(d.get("id"))
+    return count
 
 
 def well_formed(name: str, detail: str) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import numpy as np
 
 from workbench.record import store
+from workbench.record.marks import once
 from workbench.record.store import RunError as RunError
 from workbench.record.timeline import Timeline
 from workbench.settings import Change, KnobError, from_plain, knobs, short, to_plain
@@ -208,8 +209,8 @@ class Run:
     def changes(self) -> tuple[Change, ...]:
         """The knobs that were set, as data, in order."""
         said = [(step, d) for step, _, d in self.details("change") if {"path", "value"} <= d.keys()]
-        first = {d.get("id") for _, d in said if "again" not in d}
-        return tuple(Change.read(d, step) for step, d in said if "again" not in d or d.get("id") not in first)
+        counts = once([d for _, d in said])
+        return tuple(Change.read(d, step) for (step, d), count in zip(said, counts, strict=True) if count)
 
     def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
         """(step, t, detail) of every mark called `name`, in order of time."""

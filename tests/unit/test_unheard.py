@@ -1,0 +1,111 @@
+"""What lost ranks have said comes late, or never: the kernel goes by what is in force since."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.unit.test_ending import came
+from workbench.analysis.effect import _made
+from workbench.cluster.changes import Changes
+from workbench.cluster.live import Live
+from workbench.experiment import Experiment
+from workbench.host.answers import ANSWERS, NAMES, Answer, remember
+from workbench.run import Run
+from workbench.strategies import DDP
+
+
+def live_of(ranks: int) -> tuple[Experiment, Live, list[tuple[str, str]]]:
+    """A run whose line takes every order; and what went out, in order."""
+    sent: list[tuple[str, str]] = []
+
+    def ask(rank: int, what: str, **rest: Any) -> None:
+        sent.append((what, rest.get("request", {}).get("kind", "")))
+
+    e = Experiment(ranks=ranks, on_death="go on")
+    line = SimpleNamespace(ask=ask, ask_all=lambda what, ranks, **rest: ask(0, what, **rest))
+    there: Any = SimpleNamespace(death=lambda rank: None, line=line)
+    return e, Live(Run({}, live=True), there, Changes(e, []), "g"), sent
+
+
+def went_on(e: Experiment, gone: list[int], members: list[int], step: int, turn: int) -> dict[str, Any]:
+    return {"members": members, "gone": gone, "step": step, "text": f"ranks {members} went on", "turn": turn,
+            "settings": e.set("ranks", len(members)).plain()}  # fmt: skip
+
+
+def test_an_older_generation_that_is_heard_of_late_answers_and_does_not_come_again() -> None:
+    e, live, _ = live_of(2)
+    asked = live.changes.resizing([0, 1, 2], [2])
+    live.admit([2])
+    came(live, 1, 7, 2.0, "members", went_on(e.set("bucket_mb", 0.5), [0], [1, 2], 7, 2))
+    late = {**went_on(e, [], [0, 1, 2], 5, 1), "new": [2], "id": asked.id}
+    came(live, 0, 5, 1.0, "members", late)
+    assert asked.applied_at == 5 and live.members == (1, 2) and live.orders.first == 1
+    assert live.changes.experiment.bucket_mb == 0.5 and live.ending.ranks == {1, 2}
+    came(live, 0, 5, 1.0, "state", {"state": "paused"})
+    assert live.state != "paused"
+
+
+def test_a_loss_of_which_nobody_heard_ends_no_run_that_goes_on() -> None:
+    e, live, _ = live_of(4)
+    died = {"step": 5, "op": "", "type": "EngineDied", "text": "gone", "consequence": False}
+    for rank in (0, 1):  # rank 1 said that they went on without rank 0, and was lost with its word
+        live.ending.failed(rank, {**died, "rank": rank})
+    came(live, 2, 7, 2.0, "members", went_on(e, [1], [2, 3], 7, 2))
+    now = live.ending.clock()
+    live.ending.clock = lambda: now + 40
+    assert live.ending.due() == "" and live.ending.ranks == {2, 3}
+
+
+def test_who_was_taken_out_and_whose_leave_nobody_heard_of_is_not_waited_for() -> None:
+    e, live, _ = live_of(3)
+    asked = live.changes.resizing([0, 1], [])
+    came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 2))
+    came(live, 1, 5, 1.0, "resized", {"id": asked.id, "text": "rank 2 is taken out", "again": True})
+    came(live, 1, 9, 3.0, "end", {"rank": 1, "state": "done"})
+    assert asked.applied_at == 5 and live.ending.ranks == {1} and live.ending.outcome()[0] == "done"
+
+
+def test_who_came_and_was_lost_unheard_is_not_waited_for_either() -> None:
+    e, live, _ = live_of(2)
+    live.admit([2])
+    asked = live.changes.resizing([0, 1, 2], [2])
+    came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 3))
+    came(live, 1, 5, 1.0, "resized", {"id": asked.id, "text": "rank 2 is added", "again": True})
+    assert asked.applied_at == 5 and live.ending.ranks == {1}
+
+
+def test_what_was_said_more_than_once_counts_once() -> None:
+    _, live, _ = live_of(3)
+    said = {"path": "bucket_mb", "value": 0.5, "id": "c1", "text": "bucket_mb = 0.5"}
+    for more in ({"again": True}, {"again": True}, {}, {"again": True}):
+        came(live, 1, 3, 1.5, "change", {**said, **more})
+        assert len(live.run.changes) == 1 == len(_made(live.run.timeline, 3))
+
+
+def test_late_changes_that_were_planned_are_listed() -> None:
+    e, live, _ = live_of(3)
+    came(live, 0, 2, 0.5, "change", {"path": "bucket_mb", "value": 0.5, "id": ""})
+    came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
+    came(live, 0, 5, 1.0, "change", {"path": "bucket_mb", "value": 0.25, "id": ""})
+    assert [c.value for c in live.changes.listed] == [0.5, 0.25] and live.changes.experiment.bucket_mb == e.bucket_mb
+
+
+def test_what_is_still_to_go_out_is_not_asked_again_before_what_it_needs() -> None:
+    e, live, sent = live_of(3)
+    came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
+    live.set("strategy", type("Mine", (DDP,), {"__module__": "__main__"})())
+    for _ in range(3):
+        live.orders.carry()
+    assert sent == [("learn", ""), ("request", "change")]
+    live.orders.hears(2, [1])
+    live.orders.carry()
+    assert sent[2:] == [("request", "change")], "has gone out, and has no answer"
+
+
+def test_what_became_of_requests_is_kept_of_the_last_ones() -> None:
+    done: dict[str, Any] = {}
+    for n in range(2 * NAMES):
+        remember(done, f"change {n}", Answer("change", n, 0.0, {}))
+    assert list(done) == [f"change {n}" for n in range(NAMES, 2 * NAMES)]
+    assert [n for n, answer in enumerate(done.values()) if answer] == list(range(NAMES - ANSWERS, NAMES))
