@@ -158,13 +158,19 @@ def _headline(m: Method) -> str:
     return m.paper if m.paper != NOT_QUOTED or at_home is None else f"{at_home.paper} ({at_home.source})"
 
 
+def _unmeasured(m: Method) -> str:
+    """Of what is not in the tables; they are made whole, or not at all, for one price of compute."""
+    at_home = any(c.method.split(",")[0] == m.name for c in CLAIMS)
+    return "not in these tables; on its home ground above" if at_home else "not measured yet"
+
+
 def _seen(found: Results, m: Method, label: str) -> str:
     """What the tables say of a row in a sentence, and whether the claim shows."""
     if label == "DDP":
         return ""
     pairs = {where: found.pairs("table", label, "DDP", where) for where in FABRICS}
     if not any(pairs.values()):
-        same = "every step is DDP's, so it has no row" if find(Strategy, m.name).exact else "not measured yet"
+        same = "every step is DDP's, so it has no row" if find(Strategy, m.name).exact else _unmeasured(m)
         return f"{label}: {found.refused.get(('table', label), same)}."
     best = max((statistics.median(times(found, label, w) or [0.0]), w) for w in FABRICS if pairs[w] and comparable(m.name, w))
     said = (

@@ -233,7 +233,8 @@ def test_a_claim_that_does_not_show_says_why(folder: Path) -> None:
     assert "samples/s on 100 Mbit/s, 5 ms: 1.00 with +0.0% of loss, it does NOT show. Latency counted" in said[2]
     said = row(strategies_page.text(folder), "What the papers say", "LocalSGD")
     assert "LocalSGD(every=4): at best 3.00 times as fast" in said[2] and "3.00 with +2.0% of loss, it shows" in said[2]
-    assert "LocalSGD(every=20): not measured yet" in said[2]
+    assert "LocalSGD(every=20): not in these tables; on its home ground above" in said[2]
+    assert "KFAC: not measured yet" in row(strategies_page.text(folder), "What the papers say", "KFAC")[2]
 
 
 def test_a_number_that_is_no_headline_of_the_paper_is_not_said_to_show(folder: Path) -> None:
