@@ -114,7 +114,7 @@ class Training:
         while not self.orders._queue.empty():
             what, everyone, to, rest = self.orders._queue.get()
             if what == "request":
-                asked.append(rest["request"]["members"])
+                asked.append(rest["pending"].request["members"])
             else:
                 self.orders._send(what, everyone, to, rest)
         return asked

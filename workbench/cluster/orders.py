@@ -35,7 +35,7 @@ class Orders:
 
     def ask(self, asked: PendingChange) -> None:
         """Asks the first rank for a change, or for other ranks."""
-        self._queue.put(("request", False, (), {"asked": asked}))
+        self._queue.put(("request", False, (), {"pending": asked}))
 
     def dismiss(self, ranks: Sequence[int]) -> None:
         """These were to come and do not: their sessions end, and their engines are free again."""
@@ -56,7 +56,7 @@ class Orders:
         self._send(*order)
 
     def _send(self, what: str, everyone: bool, to: Sequence[int], rest: dict[str, Any]) -> None:
-        live, line, asked = self.live, self.live.cluster.line, rest.get("asked")
+        live, line, asked = self.live, self.live.cluster.line, rest.get("pending")
         said = rest if asked is None else {"request": asked.request}
         try:
             if everyone or to:
@@ -93,6 +93,6 @@ class Orders:
                 last_rows.of_silent(self.live, "marks", one)
         for asked in self.live.changes.unanswered():
             if asked.sent:  # else it is still to go out, behind what it needs
-                self._send("request", False, (), {"asked": asked})
+                self._send("request", False, (), {"pending": asked})
         if self.live.state == "stopping":
             self._send("request", False, (), {"request": {"id": "stop", "kind": "stop"}})
