@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,3 +274,20 @@ def test_a_change_that_is_asked_for_during_an_evaluation_acts_before_the_next_st
         for s in sessions:
             s.abort()
         ended(sessions)
+
+
+def test_what_ranks_wrote_to_meet_for_groups_that_are_over_is_not_read_again(three: list[Session]) -> None:
+    """Whoever opens a meeting point reads all that was written there, and keeps it: it must not grow with changes."""
+    where, port = three[0].where
+    largest, files = [], []
+    for k in range(12):
+        value = {"HierarchicalLocalSGD": {"group": 3 if k % 2 else 1, "every": 2, "group_every": 1}}
+        three[0].request({"kind": "change", "id": str(k), "path": "strategy", "value": value})
+        until(lambda k=k: len(three[0].record.noted("change")) + len(three[0].record.noted("refused")) > k)
+        step = three[0].rank.step
+        until(lambda step=step: all(s.rank.step > step + 4 for s in three))
+        sizes = [file.stat().st_size for file in Path(where).parent.glob(Path(where).name + "*")]
+        largest.append(max(sizes))
+        files.append(len(sizes))
+    assert not port and three[0].record.noted("change")
+    assert largest[-1] <= largest[3] and files[-1] <= files[3], (largest, files)

@@ -8,11 +8,13 @@ on another rank. So there is one, the data wire's, and one thread at a time issu
 arrivals on a Link go over gloo, whatever the data goes over.
 
 [Note: No name service] torch's TCPStore asks for the name of every address that it connects to, the loopback's too, and
-where the answer is lost a run begins five seconds later. So ranks of one host meet in a file instead.
+where the answer is lost a run begins five seconds later. So ranks of one host meet in a file instead, in one for each
+generation and each group: whoever opens torch's FileStore reads all that was ever written into its file, and keeps it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 import threading
@@ -82,9 +84,14 @@ def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) 
     if port:
         store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
     else:
-        store = dist.FileStore(host, -1)
+        store = dist.FileStore(meeting(host, generation), -1)
         store.set_timeout(limit)
     return dist.PrefixStore(generation, store)
+
+
+def meeting(host: str, generation: str) -> str:
+    """The file in which ranks of one host meet, whose name may not hold all that a generation's name does."""
+    return f"{host}-{hashlib.blake2b(generation.encode(), digest_size=8).hexdigest()}"
 
 
 class Wire:

@@ -241,7 +241,7 @@ class Lane(Verbs):
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
         job.measures = op.measures
         self._busy = what = collective(op, job.name)
-        wire, shaper, _ = line = self.wires.of(op.group)
+        wire, shaper, *_ = line = self.wires.of(op.group)
         if wire is None:
             self._busy = ""
             return None
@@ -258,7 +258,7 @@ class Lane(Verbs):
         return flight
 
     def _complete(self, flight: Flight) -> Any:
-        wire, shaper, aside = flight.line
+        wire, shaper, aside, _ = flight.line
         assert wire is not None
         if self.chip.runs_ahead and shaper.active:
             wire.finish(flight.work)

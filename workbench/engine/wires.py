@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.engine.collectives import Wire, connect_store
+from workbench.engine.collectives import Wire, connect_store, meeting
 from workbench.engine.shaping import Shaper
 from workbench.rank import Group
 
@@ -27,11 +28,13 @@ class Line(NamedTuple):
     """What the collectives of one group need on one lane; `wire` and `aside` are None where one rank is all there is.
 
     aside: the wire for tensors in the host's memory
+    met:   the file in which its ranks met to open it, if they did
     """
 
     wire: Wire | None
     shaper: Shaper
     aside: Wire | None
+    met: Path | None = None
 
 
 class Wires:
@@ -40,6 +43,7 @@ class Wires:
     def __init__(self, whole: Line | None, open: Callable[[Group | None], Line]) -> None:
         self._lines: dict[Group | None, Line] = {} if whole is None else {None: whole}
         self._open = open
+        self._past: list[Path] = []  # files that were needed before the last change of groups
 
     def of(self, group: Group | None) -> Line:
         """The line of `group` (None: of all ranks), opened now if this is the first that is asked of it."""
@@ -53,6 +57,9 @@ class Wires:
         old = [group for group in self._lines if group is not None and group.generation != generation]
         lines = [self._lines.pop(group) for group in old]
         _put_away(lines)
+        for file in self._past:  # not sooner: another rank may have opened its end just now
+            file.unlink(missing_ok=True)
+        self._past = [line.met for line in lines if line.met is not None]
         return list({id(wire): wire for line in lines for wire in (line.wire, line.aside) if wire is not None}.values())
 
     def close(self) -> None:
@@ -75,7 +82,8 @@ def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | 
         session = peers.session
         tag = f"{lane} {group or 'all'} {group.generation if group else ''}".rstrip()
         ranks = group.ranks if group else tuple(range(port.size))
-        store = connect_store(*session.where, session.generation)
+        (host, at), name = session.where, f"{session.generation} {tag}"
+        store = connect_store(host, at, name)
         _gather(store, tag, session.rank.id, ranks, peers.look)
         wire = peers.open(tag, ranks=ranks, store=store, precise=session.experiment.precise, kind=kind,
                           on=session.device, beside=peers.parted)
@@ -83,7 +91,8 @@ def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | 
         if kind != "gloo" and not peers.local:
             aside = peers.open(f"{tag} arrivals", ranks=ranks, store=store)
         file = f"-{lane}" if group is None else f"-{lane}-{'+'.join(group.dims)}-{group.generation}-{ranks[0]}"
-        return Line(wire, Shaper(port, peers.arrival_table(file, ranks), group), aside)
+        met = None if group is None or at else Path(meeting(host, name))
+        return Line(wire, Shaper(port, peers.arrival_table(file, ranks), group), aside, met)
 
     return opened
 
