@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 
 from tests.unit import synthetic
 from tests.waiting import until
+from workbench.cluster import watch
 from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.errors import RankError
 from workbench.cluster.live import Live
 from workbench.cluster.place import host
 from workbench.cluster.steady import Steady
+from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
 from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
@@ -283,3 +286,17 @@ def test_a_kernel_that_attaches_knows_what_was_changed_before_and_after_a_rank_w
         assert [(c.id, c.applied_at) for c in live.changes.listed] == [("change 1", 3), ("change 2", 7)]
         assert live.members == (1, 2)
     assert [c.value for c in lives[0].run.changes] == [0.5, 0.25]
+
+
+def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = SimpleNamespace(ending=Ending(range(2)), ranks=range(2), over=threading.Event())
+    looking, given = Watch(live), []  # type: ignore[arg-type]
+    live.over.set()
+    monkeypatch.setattr(watch.store, "give_back", lambda: given.append(1))
+    monkeypatch.setattr(looking, "ask", lambda: None)
+    monkeypatch.setattr(looking, "_look", lambda: None)
+    now = time.monotonic()
+    for seconds, times in ((1, 0), (watch.TIDY + 1, 1), (watch.TIDY + 2, 1), (2 * watch.TIDY + 3, 2)):
+        monkeypatch.setattr(watch.time, "monotonic", lambda seconds=seconds: now + seconds)
+        looking._turn()
+        assert len(given) == times
