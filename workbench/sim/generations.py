@@ -167,7 +167,7 @@ class Generations:
         world.keeper = Kept(self._folder, world.size) if before.keeper is not None else None
         self.records.append(world.record)
         sessions = [self._session(before, world, place, to) for place in range(world.size)]
-        sessions[0].mark("members", to.mark)
+        sessions[0].mark("members", {**to.mark, "turn": len(self.records) - 1})
         if not sessions[0].learner.indexed:
             sessions[0].mark("data", may_come_again(NO_INDEX))
         return sessions
