@@ -39,6 +39,7 @@ def first_loss() -> tuple[float, list[str]]:
 
 def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
     """From the call of `lab.set` to the step of effect, by the record's own clock; and the steps' lengths."""
+    began = relayed(lab)
     run = lab.run(Experiment(task=ByteGPT(), strategy=strategy), out=out)
     _until(lambda: (run.timeline.samples.rows().name == "loss").sum() > 40)
     rng = random.Random(1)
@@ -55,22 +56,27 @@ def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
     rows = run.marks[run.marks.name == "change"]
     epoch = json.loads((run.path / "run.json").read_text())["epoch"]
     asked = [json.loads(row.detail)["requested_at"] - epoch for row in rows.itertuples()]
-    late = [t - began for t, began in zip(rows.t, asked, strict=True)]
+    late = [t - asking for t, asking in zip(rows.t, asked, strict=True)]
     s = run.spans
     looks = s[(s.lane == "eval") & (s["rank"] == 0)]
-    held_up = [bool(((looks.t0 < t) & (looks.t1 > began)).any()) for t, began in zip(rows.t, asked, strict=True)]
+    held_up = [bool(((looks.t0 < t) & (looks.t1 > asking)).any()) for t, asking in zip(rows.t, asked, strict=True)]
     steps = s[(s.lane == "step") & (s["rank"] == 0)]
     lasted = list(steps.t1 - steps.t0)
-    return {"recording": recording(lab, run), "late": late, "held_up": held_up, "steps": lasted,
+    return {"recording": recording(run, relayed(lab) - began), "late": late, "held_up": held_up, "steps": lasted,
             "every": getattr(strategy, "every", 1)}  # fmt: skip
 
 
-def recording(lab: Lab, run: Run) -> dict[str, float]:
+def relayed(lab: Lab) -> float:
+    """CPU seconds that a lab's relay has taken so far, of all its runs."""
+    return lab.cluster.relay.seconds if lab.cluster.relay else 0.0
+
+
+def recording(run: Run, relaying: float) -> dict[str, float]:
     """CPU seconds of recording and spooling (all ranks), of relaying, and of the run's processes together."""
     v = run.timeline.samples.rows()
     total = {n: float(v.value[v.name == n].sum()) for n in ("cpu_recording", "cpu_process")}
     rows = len(run.timeline.spans) + len(run.timeline.samples)
-    return {**total, "cpu_appending": rows * append_cost(), "cpu_relaying": lab.cluster.relay.seconds, "rows": rows}
+    return {**total, "cpu_appending": rows * append_cost(), "cpu_relaying": relaying, "rows": rows}
 
 
 def append_cost() -> float:

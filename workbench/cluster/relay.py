@@ -17,7 +17,7 @@ from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, batches
 from workbench.settings.said import said
 
-PAUSE = 0.15  # seconds between two looks at a busy wire: six a second are enough for the eye
+PAUSE = 0.2  # seconds between two looks at a busy wire: five a second are enough for the eye
 
 
 class Relay:

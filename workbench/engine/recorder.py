@@ -21,7 +21,7 @@ from workbench.record.timeline import KINDS, Table
 
 Stretch = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[Stretch]], None]
-PUSH_EVERY = 0.25  # seconds: each wake-up costs more than the rows it takes along
+PUSH_EVERY = 0.33  # seconds: each wake-up costs more than the rows it takes along
 SETTLED = 1.0  # seconds that who asks for what was pushed to be on disk waits
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class Recorder:
     """Records spans, samples and marks of one rank.
 
-    run_dir: where to spool (None: nowhere). push: called 4 times a second from this recorder's thread with
+    run_dir: where to spool (None: nowhere). push: called three times a second from this recorder's thread with
     all that is new, as (kind, number of the first row among this rank's rows of that kind, columns).
     limit: rows that may wait for the thread; what exceeds it is dropped and counted in Samples "dropped".
     """

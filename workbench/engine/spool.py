@@ -21,9 +21,9 @@ import numpy as np
 from workbench.record.store import Writer
 from workbench.record.timeline import KINDS
 
-EVERY = 0.75  # seconds between two writes
+EVERY = 0.66  # seconds between two writes
 RETRY_EVERY = 5.0  # seconds until a disk that failed is tried again
-HUNG = 1.5  # seconds that one write may last before it is said that the disk does not answer
+HUNG = 1.4  # seconds that one write may last before it is said that the disk does not answer
 PATIENCE = 2.5  # seconds that the end waits for the disk; what is not written then may still be, if the engine lives
 AGAIN = "the record is being written again"
 
