@@ -175,7 +175,8 @@ def grown(looks: list[Look]) -> dict[str, Any]:
                f"controller {unit}": lambda one, unit=unit: one["controller"][unit]}  # fmt: skip
         of |= {f"rank {name.split()[0]} {unit}": lambda one, unit=unit, name=name: one["engines"][name][unit]
                for name in there}  # fmt: skip
-    of["kernel pss without the record"] = lambda one: one["kernel"]["pss"] - one["record"]["mb"]
+    for unit in ("pss", "anonymous"):
+        of[f"kernel {unit} without the record"] = lambda one, unit=unit: one["kernel"][unit] - one["record"]["mb"]
     of |= {"record": lambda one: one["record"]["mb"], "disk": lambda one: one["disk"]}
     out = {}
     for name, value in of.items():

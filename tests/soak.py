@@ -47,13 +47,26 @@ PLAIN: dict[str, Any] = {"strategy": "DDP", "compressor": "Dense", "partition": 
 TURNED = ("strategy", "partition", "compressor", "bucket_mb", "density", "every", "accumulate")
 
 
-def census() -> tuple[int, list[tuple[str, int]]]:
-    """How many objects Python's collector knows in this process, and of which types most. Runs on engines, too."""
+def census() -> tuple[int, list[tuple[str, int]], list[tuple[float, str]]]:
+    """How many objects Python's collector knows in this process, of which types most, and what its own pages are of.
+
+    The last: (MB, stretch of memory), the largest first. Runs on engines, too.
+    """
     import gc
     from collections import Counter
+    from pathlib import Path
 
-    found = gc.get_objects()
-    return len(found), Counter(type(x).__name__ for x in found).most_common(25)
+    found, of, name = gc.get_objects(), Counter[str](), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "Anonymous:":
+            of[name] += int(rest[0])
+        elif not first.endswith(":"):
+            begin, end = (int(x, 16) for x in first.split("-"))
+            mapped = f"mapped, {1 << (end - begin >> 20).bit_length()} MB at most"  # arenas have 64, a column its own
+            name = rest[4].rsplit("/", 1)[-1] if len(rest) > 4 else mapped
+    pages = sorted(((round(kb / 1024, 1), name) for name, kb in of.items()), reverse=True)
+    return len(found), Counter(type(x).__name__ for x in found).most_common(25), pages[:12]
 
 
 # -- what is done

@@ -9,13 +9,16 @@ from typing import Any
 FLAT = 0.05  # what grows by less is flat
 ALONE = {"kernel pss": "the kernel, MB", "record": "the record in its memory, MB",
          "kernel pss without the record": "the kernel without the record, MB",
+         "kernel anonymous without the record": "the same, pages of its own, MB",
          "controller pss": "ipyparallel's controller, MB", "kernel descriptors": "descriptors of the kernel",
          "kernel threads": "threads of the kernel", "controller descriptors": "descriptors of the controller",
          "disk": "the run directory, MB"}  # fmt: skip
-EACH = {"pss": "MB", "descriptors": "descriptors", "threads": "threads"}
+EACH = {"pss": "MB", "anonymous": "MB of pages of its own", "descriptors": "descriptors", "threads": "threads"}
 GROWS = ("kernel pss", "record", "disk")  # by the record, which is kept whole
-MEASURED = """Memory is a process's proportional share (Pss), read every ten seconds. Engines are those that were there
-from the beginning to the end. The record is kept whole, in memory and on disk, so it grows with the rows."""
+MEASURED = """Memory is a process's proportional share (Pss), read every ten seconds; since that of a file goes up when
+another process that maps it ends, and down when one begins, also the pages that are no file's (Anonymous). Engines
+are those that were there from the beginning to the end. The record is kept whole, in memory and on disk, so it grows
+with the rows."""
 
 
 def text(found: dict[str, Any]) -> str:

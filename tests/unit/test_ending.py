@@ -13,7 +13,6 @@ import pytest
 
 from tests.unit import synthetic
 from tests.waiting import until
-from workbench.cluster import watch
 from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.errors import RankError
@@ -23,6 +22,7 @@ from workbench.cluster.steady import Steady
 from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
 from workbench.experiment import Experiment
+from workbench.record import tidy
 from workbench.record.timeline import columns_of
 from workbench.run import Run
 
@@ -292,11 +292,11 @@ def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pyt
     live = SimpleNamespace(ending=Ending(range(2)), ranks=range(2), over=threading.Event())
     looking, given = Watch(live), []  # type: ignore[arg-type]
     live.over.set()
-    monkeypatch.setattr(watch.store, "give_back", lambda: given.append(1))
+    monkeypatch.setattr(tidy, "give_back", lambda: given.append(1))
     monkeypatch.setattr(looking, "ask", lambda: None)
     monkeypatch.setattr(looking, "_look", lambda: None)
     now = time.monotonic()
-    for seconds, times in ((1, 0), (watch.TIDY + 1, 1), (watch.TIDY + 2, 1), (2 * watch.TIDY + 3, 2)):
-        monkeypatch.setattr(watch.time, "monotonic", lambda seconds=seconds: now + seconds)
+    for seconds, times in ((1, 0), (tidy.EVERY + 1, 1), (tidy.EVERY + 2, 1), (2 * tidy.EVERY + 3, 2)):
+        monkeypatch.setattr(tidy.time, "monotonic", lambda seconds=seconds: now + seconds)
         looking._turn()
         assert len(given) == times

@@ -12,7 +12,7 @@ from workbench.cluster import last_rows
 from workbench.cluster.errors import RankError, brought_up
 from workbench.cluster.place import ClusterError, alive
 from workbench.cluster.steady import Steady
-from workbench.record import store
+from workbench.record.tidy import Tidy
 
 if TYPE_CHECKING:
     from workbench.cluster.cluster import Cluster
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LOOK = 0.2  # seconds between two looks at the processes
 ASK = 1.0  # seconds between two questions to the sessions
-TIDY = 30.0  # seconds after which what views took, and gave back, is given to the system
 SILENT = 2.0  # seconds without an answer after which a rank's marks are read from its disk
 
 
@@ -29,7 +28,7 @@ class Watch:
 
     def __init__(self, live: Live) -> None:
         self.live, self.ending = live, live.ending
-        self._asked, self._tidied = 0.0, time.monotonic()
+        self._asked, self._tidy = 0.0, Tidy()
         self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank's line answered last
         self.silent: set[int] = set()  # ranks whose lines have not answered for a while
 
@@ -42,9 +41,7 @@ class Watch:
             if time.monotonic() - self._asked > (LOOK if self.ending.near else ASK):
                 self._asked = time.monotonic()
                 self.ask()
-            if time.monotonic() - self._tidied > TIDY:
-                self._tidied = time.monotonic()
-                store.give_back()
+            self._tidy.due()
         finally:  # what cannot be looked at must not keep the run from ending
             self._do(self.ending.due())
             self.live.over.wait(LOOK)

@@ -24,6 +24,7 @@ from workbench.host.answers import KNOWN, Answer, Done, remember
 from workbench.host.evaluating import Evaluated
 from workbench.host.reentry import Came
 from workbench.rank import Bucket, Op
+from workbench.record.tidy import Tidy
 from workbench.settings import Change
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Training(Turnable):
         self.workers = Workers(self)
         self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
         self.done: Done = {}  # what was, lately
-        self.cost = Cost(session.record, self.clock)
+        self.cost, self.tidy = Cost(session.record, self.clock), Tidy()
         self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
     def begin(self) -> None:
@@ -104,6 +105,7 @@ class Training(Turnable):
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
         self.session.profiler.end(made)
         self.cost.due(self.rank.step)
+        self.tidy.due()
         return made
 
     def _begun(self) -> Any:

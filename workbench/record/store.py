@@ -25,9 +25,9 @@ from pyarrow import ipc
 
 from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
-from workbench.record.stream import give_back as give_back
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
+from workbench.record.tidy import give_back as give_back
 from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 

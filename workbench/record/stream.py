@@ -6,8 +6,6 @@ back is checked whole before anybody counts on it.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import stat
 from collections.abc import Mapping
@@ -39,13 +37,6 @@ def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
     fields = [(k, few if k in table.words else names[t.str.lstrip("<|")]) for k, t in table.types.items()]
     about = {"schema": SCHEMA, "kind": kind, "rank": rank, "first": first}
     return pa.schema(fields, metadata={k: str(v) for k, v in about.items()})
-
-
-def give_back() -> None:
-    """Gives the system back what reading took: allocators keep it else, as much as the record itself and more."""
-    pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def read_part(path: Path, rank: int | None = None) -> Part:
