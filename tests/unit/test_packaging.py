@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, metadata
 from itertools import product
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests import badges, run_all
 
@@ -30,6 +31,22 @@ def test_everything_that_is_required_is_pinned() -> None:
     for extra in ABOUT["project"]["optional-dependencies"].values():
         asked |= names(extra)
     assert asked - pinned <= {"training-workbench"}
+
+
+def test_every_pin_takes_the_oldest_python_that_is_promised() -> None:
+    """A pip of that time does not say what is wrong: it tries one version of everything after another, for hours."""
+    oldest = ABOUT["project"]["requires-python"].removeprefix(">=") + ".0"
+    known, newer = 0, []
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        try:
+            about = metadata(name)
+        except (PackageNotFoundError, ValueError):  # of another platform, or the file's first line
+            continue
+        if about["Version"].split("+")[0] == version:
+            known += 1
+            newer += [] if SpecifierSet(about.get("Requires-Python", "")).contains(oldest) else [line]
+    assert oldest == "3.11.0" and known > 100 and not newer
 
 
 def test_torch_is_pinned_without_naming_a_build() -> None:
