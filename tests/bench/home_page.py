@@ -86,7 +86,10 @@ def because(claim: Claim, book: Book) -> str:
     if claim.because.same:
         pairs = zip(result, elsewhere, strict=True)
         so = "this" if all(abs(there.median - here.median) <= ALIKE * here.median for here, there in pairs) else "NOT this"
-    return f"{claim.method}: {claim.because.words}. On {claim.because.regime.words}, with the settings that had won: {told}. So it is {so}."
+    same = claim.because.regime == claim.row.regime
+    where = "In the same place" if same else f"On {claim.because.regime.words}"
+    but = f" but {words(claim.because.knobs)}" if claim.because.knobs else ""
+    return f"{claim.method}: {claim.because.words}. {where}, with the settings that had won{but}: {told}. So it is {so}."
 
 
 def settings(claim: Claim, book: Book) -> list[list[str]]:

@@ -40,8 +40,6 @@ NARROW = Regime(
 )
 STUMBLING = Regime(name="stumbles", words="ByteGPT, 8 ranks, 10 Gbit/s; a rank computes five times as long in a random tenth of its steps", task=GPT, ranks=8, steps=240, goal=2.3,
                    fabric=Fabric(link=FASTEST, faults=(TransientStraggler(probability=0.1, factor=5.0),)))  # fmt: skip
-STUMBLING_MORE = replace(STUMBLING, name="long stumbles", words="stumbles of twenty times as long", fabric=Fabric(link=FASTEST, faults=(TransientStraggler(probability=0.1, factor=20.0),)))
-MORE_STUMBLING = replace(STUMBLING, name="sixteen stumble", words="sixteen ranks", ranks=16)
 UNEVEN = Regime(name="one slow rank", words="ByteGPT, 4 ranks, 10 Gbit/s; one computes four times as long", task=GPT, goal=2.3,
                 fabric=Fabric(link=FASTEST, faults=(Slow(rank=1, factor=4.0),)))  # fmt: skip
 SKEWED = Regime(name="skewed shards", words="Digits, 8 ranks of which each sees two or three digits (Dirichlet, 0.1), 100 Mbit/s and 5 ms",

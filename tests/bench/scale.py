@@ -91,8 +91,8 @@ def text(found: dict[str, Any]) -> str:
     if late and each:
         per = sorted(1e6 * row["seconds"] / row["spans"] for row in each)
         verdict += (f" A span takes {per[0]:.0f} to {per[-1]:.0f} µs of Python: of messages, changes of state and "
-                    f"tensors without values around it. In profiles of KFAC, AsyncDrop and SyncServer no function takes "
-                    f"a tenth of that by itself, and without garbage collection it is the same.")  # fmt: skip
+                    f"tensors without values around it. In profiles of KFAC, AsyncDrop and SyncServer no function "
+                    f"takes a tenth of that by itself, and without garbage collection it is the same.")  # fmt: skip
     left = [name for name in names() if name not in found["rows"]]
     verdict += f" Not measured yet: {', '.join(left)}." if left else ""
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,9 @@ def test_with_bound_0_it_is_data_parallelism_at_p_times_the_rate(optimizer: Any)
     torch.testing.assert_close(flat, weights(want[0]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bound", [0, 3, 64])
-def test_one_rank_is_the_plain_optimizer(bound: int) -> None:
-    (alone,) = run(experiment(1, 12, strategy=BoundedStaleness(bound=bound)))
+@pytest.mark.parametrize(("bound", "eager"), [(0, False), (3, False), (3, True), (64, False)])
+def test_one_rank_is_the_plain_optimizer(bound: int, eager: bool) -> None:
+    (alone,) = run(experiment(1, 12, strategy=BoundedStaleness(bound=bound, eager=eager)))
     (want,) = run(experiment(1, 12, strategy=DDP()))
     torch.testing.assert_close(weights(alone), weights(want), rtol=1e-6, atol=1e-7)
 
@@ -127,9 +128,10 @@ def test_it_sees_every_update_that_it_must_and_no_update_twice() -> None:
         partial(torch.optim.SGD, lr=1.0), model=Counting, loss=loss, evaluate=None,
         data=lambda rank, ranks, seed: [torch.tensor([rank, step]) for step in range(steps)],
     )  # fmt: skip
-    for faults in (LAST, (Noisy(spread=3.0, seed=1),), ()):
+    for faults, eager in product((LAST, (Noisy(spread=3.0, seed=1),), ()), (False, True)):
         seen.clear()
-        e = paced(ranks, steps, lr=1.0, task=task, strategy=BoundedStaleness(bound=bound), faults=faults)
+        strategy = BoundedStaleness(bound=bound, eager=eager)
+        e = paced(ranks, steps, lr=1.0, task=task, strategy=strategy, faults=faults)
         simulate(e, real=True)
         assert len(seen) == ranks * steps * ranks
         for (r, c, other), count in seen.items():
@@ -164,6 +166,32 @@ def test_it_fetches_only_when_its_copy_is_too_old(bound: int) -> None:
     assert steps - 2 * bound <= fetches[5.0, 3] <= steps
 
 
+@pytest.mark.parametrize("bound", [1, 3])
+def test_eager_it_fetches_in_every_iteration_sees_more_and_is_bound_all_the_same(bound: int) -> None:
+    model, steps = 4 * sum(p.numel() for p in net().parameters()), 40
+    for faults in (LAST, (Noisy(spread=3.0, seed=1),), ()):
+        behind = {}
+        for eager in (False, True):
+            strategy = BoundedStaleness(bound=bound, eager=eager)
+            done = simulate(paced(4, steps, strategy=strategy, faults=faults, mbit=0))
+            found = done.timeline.samples.rows()
+            found = found[found.equal("name", "ahead")]
+            assert max(apart(done, 4)) <= bound + 1 and found.value.max() <= bound
+            ages = []
+            for r in range(4):
+                mine = found[found.rank == r]
+                told, seen = dict(zip(mine.step.tolist(), mine.value.tolist(), strict=True)), 0
+                for c in range(steps):
+                    seen = c - int(told[c]) if c in told else seen
+                    ages.append(c - seen)
+                assert not eager or sorted(told) == list(range(1, steps))
+            behind[eager] = float(np.mean(ages))
+            if eager:
+                assert sum(n for _, _, n in comm(done, 0)) == 3 * steps * (model + 8)
+        assert behind[True] <= behind[False]
+        assert behind[True] < 0.9 * behind[False] or faults == LAST, "behind one that is always slow all copies are old"
+
+
 def test_without_a_bound_it_is_the_asynchronous_server_with_sums() -> None:
     def done(strategy: Strategy) -> Run:
         e = paced(4, 20, strategy=strategy, task=toy(plain), faults=(Noisy(spread=2.0),), mbit=0)
@@ -190,10 +218,10 @@ def test_a_rank_that_stands_still_for_three_seconds_hangs_nobody(bound: int) -> 
 
 def test_the_bound_acts_live() -> None:
     e = paced(4, 120, strategy=BoundedStaleness(bound=1), faults=LAST, mbit=0)
-    turns = [Change(30, "bound", 6), Change(60, "bound", 0), Change(90, "bound", 64)]
+    turns = [Change(30, "bound", 6), Change(60, "bound", 0), Change(70, "eager", True), Change(90, "bound", 64)]
     done = simulate(e, changes=turns)
-    at = [c.at_step for c in done.changes]
-    assert len(at) == 3 and done.state == "done"
+    at = [c.at_step for c in done.changes if c.path == "bound"]
+    assert len(done.changes) == 4 and done.state == "done"
     made = rows(done, "step")
     most: dict[int, int] = defaultdict(int)
     for lead, end in zip(apart(done, 4), np.sort(made.t1), strict=True):

@@ -42,16 +42,21 @@ class BoundedStaleness(Strategy):
     A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old: once in s + 1
     iterations where all are equally fast, in every iteration where it waits for a slower one. The server beside rank
     0 sends what all others fetch. The Sample "ahead" is by how many iterations a rank that fetches leads the slowest.
+    So a larger s makes copies older, also where nobody is late. `eager`: a rank fetches in every iteration and waits
+    where s asks it to, so that its copy is as fresh as without a bound, for as many bytes (the eager SSP of Dai et
+    al., whose servers send without being asked).
 
     When to use it: every rank is slow now and then, and not always the same one; then a bound of a few iterations
     hides it. Behind a rank that is always slow all others end up waiting, whatever the bound. The sum of p updates
     wants a learning rate 1/p of that of DDP.
 
     Reference: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013,
-    https://papers.nips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html
+    https://papers.nips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html; Dai et al., "High-Performance
+    Distributed ML at Scale through Parameter Server Consistency Models", AAAI 2015, https://arxiv.org/abs/1410.8043
     """
 
     bound: int = knob(3, 0, FREE, unit="iterations", doc=f"s: how far ahead of the slowest rank; {FREE}: any distance")
+    eager: bool = knob(False, doc="fetch in every iteration, not only when the copy is too old")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
@@ -84,7 +89,7 @@ class BoundedStaleness(Strategy):
         await rank.update()
         state.clock += 1
         needs = 0 if self.free else state.clock - self.bound
-        state.asked = self.free or needs > state.seen
+        state.asked = self.free or self.eager or needs > state.seen
         await tell(rank, 0, "push", state.clock, state.asked, needs)
         for bucket in buckets:
             base = memory.flat("base", bucket)
