@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from workbench.analysis import stretches
+from workbench.analysis.settings import with_value
 from workbench.settings import in_words
 
 POINTS = 600  # steps whose ends are told; others lie between
+ELSE = "something else"  # what no setting is
 ALWAYS = ("strategy", "compressor", "partition", "optimizer", "policy", "lr", "batch", "bucket_mb")
 
 
@@ -51,7 +53,8 @@ def history(run: Any) -> list[list[Any]]:
                 since[name] = stretch.first
         if number and stretch.settings == every[number - 1].settings:
             made = [c for c in run.changes if c.at_step == stretch.first]
-            inner |= {path: [path, in_words(v), stretch.first] for c in made for path, v in c.settings.items()}
+            inner |= {path: [path, in_words(v), stretch.first] for c in made for path, v in c.settings.items()
+                      if with_value(stretch.settings, path, ELSE) == stretch.settings}  # fmt: skip
         told = [[name, in_words(settings[number].get(name)), since[name]] for name in shown]
         out.append([at.get(stretch.first, 0.0) if number else 0.0, stretch.first, told + list(inner.values())])
     return out

@@ -34,6 +34,18 @@ def test_a_film_knows_when_steps_ended_and_what_was_set_when() -> None:
     assert last["link.bandwidth"] == ("100.0", 60) and not {"fabric", "link.latency", "faults"} & set(last)
 
 
+def test_what_is_set_to_what_it_is_already_is_told_once() -> None:
+    changes = [Change(30, "strategy", LocalSGD(every=8)), Change(40, "strategy", LocalSGD(every=8)),
+               Change(50, "strategy.every", 8), Change(60, "every", 4)]  # fmt: skip
+    found = film(simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes))
+    assert found is not None
+    for *_, settings in found["settings"]:
+        names = [name for name, *_ in settings]
+        assert len(names) == len(set(names)) and not {"every", "strategy.every"} & set(names)
+    told = {name: (words, since) for name, words, since in found["settings"][-1][2]}
+    assert told["strategy"] == ("LocalSGD(every=4, momentum=keep)", 60)
+
+
 def test_only_whole_boards_of_runs_that_have_ended_are_played() -> None:
     run = synthetic.run(steps=3 * POINTS // 2, ranks=1)
     found = Feed(run).everything()[0]["film"]
