@@ -61,6 +61,14 @@ def step_of(path: Path) -> int:
     return int(path.name[5:])
 
 
+class _Told(NamedTuple):
+    """What decides whether a checkpoint stays."""
+
+    path: Path
+    held_out: float | None
+    asked: bool
+
+
 class Checkpoint:
     """A checkpoint as its manifest tells it. Opening reads that alone; `Bytes` reads tensors.
 
@@ -175,10 +183,11 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
     What cannot be opened was not written here, and stays. Returns what was removed. Raises OSError.
     """
-    every = []
+    every: list[_Told] = []
     for path in found(folder):
         with suppress(RunError):
-            every.append(Checkpoint.open(path))
+            one = Checkpoint.open(path)
+            every.append(_Told(one.path, one.held_out, one.asked))  # of manifests one is held at a time
     rated = [c for c in every if c.held_out is not None]
     stay = {c.path for c in every[-keep:]} | {c.path for c in every if c.asked}
     stay |= {min(rated, key=lambda c: float(c.held_out or 0.0)).path} if rated else set()
