@@ -30,6 +30,11 @@ def test_all_begin_anew_from_a_checkpoint() -> None:
     assert got["noticed"] == got["on"], "no step failed, so it is noticed when the others are there"
 
 
+def test_what_an_earlier_group_had_reached_is_not_lost_again() -> None:
+    again = [*made(10.0, 1, 4, 5, 6, 7, 8), *made(11.0, 2, 4, 5, 6, 7, 8)]
+    assert measured([*BEFORE, *again, *made(20.0, 1, 4, 9, 10, 11, 12)], 11.5, victim=8)["again"] == 2, "not 42"
+
+
 def test_a_step_that_the_dead_one_had_its_part_in_is_not_one_of_a_new_group() -> None:
     after = made(2.6, 43, 4, 1, 2, 3)
     assert measured([*BEFORE, *after], 2.5, victim=4) == {"noticed": None, "on": None, "full": None, "again": None}

@@ -64,14 +64,13 @@ def measured(found: list[Row], began: float, victim: int) -> dict[str, Any]:
     """Of a kill at `began`: seconds until it was noticed, until those of a new group had made a step, and until as many
     as before had; and how many steps they made again. None: not yet.
     """
-    before = [row for row in found if row.word == "made" and (row.t <= began or row.pid == victim)]
+    reached = max(row.step for row in found if row.word == "made" and row.pid == victim)
     after = [row for row in found if row.t > began and row.pid != victim]
     steps = whole(after)
     failed = [row.t - began for row in after if row.word == "failed"]
     on, full = steps[0] if steps else None, next((s for s in steps if len(s.pids) == SIZE), None)
     if on:  # one that died between two steps is missed without a step that fails
         failed.append(on.t - began)
-    reached = max(row.step for row in before)
     return {"noticed": min(failed, default=None), "on": on and on.t - began, "full": full and full.t - began,
             "again": on and max(0, reached - on.step + 1)}  # fmt: skip
 

@@ -54,6 +54,10 @@ LOADED = """
 were, and what starts processes took many times as long as it would alone. Rows hold beside each other as far as their
 loads are alike, and no number of this table beside one of another page.
 """
+BOTH = """
+The rows beside two that spin are of a day on which far more processes wanted the cores than there were, as their load
+says: they hold beside each other, and not beside those of a quiet machine.
+"""
 KEYS = ("noticed", "on", "full", "again")
 
 
@@ -79,6 +83,7 @@ def section(found: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found[0]["versions"].items())
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *rows(found))]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(one["seed"] for one in found))
-    notes = "".join(f"\n\n{one['who']}: {one['note']}" for one in found if "note" in one)
+    notes = "".join(f"\n\n{one['who']}{', beside two that spin' * one['busy']}: {one['note']}"
+                    for one in found if "note" in one)
     return ABOUT.format(notes=notes, versions=versions, cores=found[0]["cores"], seeds=seeds, table="\n".join(lines),
-                        load="" if any(not one["busy"] for one in found) else LOADED)  # fmt: skip
+                        load=BOTH if any(not one["busy"] for one in found) else LOADED)  # fmt: skip
