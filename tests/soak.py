@@ -1,6 +1,6 @@
 """Eight ranks that train for an hour, are changed every few seconds and killed every few minutes: what grows?
 
-    python -m tests.soak --minutes 60 [--seed 7] [--out docs/data/soak.json]
+    python -m tests.soak --minutes 60 [--seed 7] [--census] [--out docs/data/soak.json]
 
 One lab, one run, and a page that reads its dashboard as a browser does. Steps are paced, so that two cores suffice.
 What is changed and who is killed depends on the seed, when it falls does not. Every strategy, compressor and partition
@@ -165,7 +165,7 @@ class Soak:
 # -- all of it
 
 
-def soak(minutes: float, seed: int, say: Say, out: Path | None = None) -> dict[str, Any]:
+def soak(minutes: float, seed: int, say: Say, out: Path | None = None, counted: bool = False) -> dict[str, Any]:
     """The whole of it: what was done, what went wrong, what grew, every look. out: written every ten minutes, too"""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="soak-") as where, Lab(ranks=RANKS, name=f"soak-{os.getpid()}") as lab:
@@ -176,7 +176,8 @@ def soak(minutes: float, seed: int, say: Say, out: Path | None = None) -> dict[s
         try:
             while (left := began + 60 * minutes - time.monotonic()) > 0:
                 soaked.go_on(min(left, WARM))
-                soaked.safely(soaked.census)
+                if counted:  # it takes memory itself, and in rank 0 alone of all engines
+                    soaked.safely(soaked.census)
                 found = so_far(soaked, page, looking.looks, (time.monotonic() - began) / 60, seed)
                 if out:
                     out.write_text(written(found))
@@ -205,10 +206,11 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--minutes", type=float, default=60.0)
     ask.add_argument("--seed", type=int, default=7)
+    ask.add_argument("--census", action="store_true", help="say every ten minutes what objects there are")
     ask.add_argument("--out", type=Path)
     a = ask.parse_args()
     say: Say = lambda line: print(line, flush=True)  # noqa: E731
-    found = soak(a.minutes, a.seed, say, a.out)
+    found = soak(a.minutes, a.seed, say, a.out, a.census)
     say(json.dumps({**found, "looks": len(found["looks"])}, indent=1))
     sys.exit(bool(found["wrong"]))
 
