@@ -52,6 +52,8 @@ COMMANDS = {
     "second_order": ["tests.bench.second_order"],
     "scale": ["tests.bench.scale"],
     "planning": ["tests.bench.planning"],
+    "named": ["tests.bench.named"],
+    "tuned": ["tests.bench.tuned"],
     "llama": ["tests.bench.llama"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_64": ["tests.bench.dashboard_budget", "--ranks", "64", "--seconds", "120"],

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench import activations, activations_tuned, beyond, planning, scale
+from tests.bench import activations, activations_tuned, beyond, named_page, planning, scale, tuned
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
@@ -453,7 +453,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "published_wire": published_wire,
     "priorities": priorities, "shadow": shadow, "shadow_quality": shadow_quality,
     "shadow_tables_quality": shadow_tables_quality, "memory": memory, "second_order": second_order,
-    "scale": scale.text, "planning": planning.section,
+    "scale": scale.text, "planning": planning.section, "named": named_page.section, "tuned": tuned.section,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_64": _dashboard("The dashboard: rows of 64 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.bench import tuned
 from tests.labs import apart
 from tests.waiting import until
 from workbench import Experiment, Lab, tune
 from workbench.fabric import Fabric, Link
 from workbench.run import RunError
 from workbench.settings import KnobError
-from workbench.sim.on_ranks import Asked, OnRanks
-from workbench.sim.space import candidates, space_of
-from workbench.sim.trials import Trial
 from workbench.strategies import ByteScheduler
 from workbench.tasks import ByteGPT
 
@@ -73,26 +71,10 @@ def test_a_run_that_ends_first_is_said_in_words(lab: Lab) -> None:
         tune(lab, ["credit_mb"], trials=20, steps=100)
 
 
-SPACE = {
-    "bucket_mb": [0.05, 0.2, 1.0], "compressor": ["Dense", "Cast", "TopK"],
-    "strategy": ["DDP", {"LocalSGD": {"every": 4}}, {"LocalSGD": {"every": 8}}],
-}  # fmt: skip
-
-
 @pytest.mark.every
-def test_on_real_ranks_it_comes_within_a_twentieth_of_a_sweep_at_a_quarter_of_its_steps(lab: Lab) -> None:
-    """Paced ranks on a slow wire, the loss left out of it: what counts is the step."""
-    e = Experiment(task=ByteGPT(layers=2, width=64, heads=2), ranks=2, batch=4, steps=0, pace=60.0, bucket_mb=0.05,
-                   eval_every=0, fabric=Fabric(link=Link(bandwidth=40, latency=2.0)))  # fmt: skip
-    run = lab.run(e)
-    assert until(lambda: lab._live is not None and lab._live.step >= 20, 120)
-    found = lab.tune(SPACE, worse=0.5).wait()
-    by_hand = OnRanks(lab, Asked(worse=0.5), list(SPACE), lambda: None, lambda trial: None)
-    sweep = {str(s): by_hand.tried(Trial(settings=s), None) for s in candidates(space_of(e.checked(), SPACE, {}))}
-    lab.stop()
-    run.wait(60)
-    best = min(trial.seconds or 9.0 for trial in sweep.values())
-    really = sweep[str(found.best.settings)].seconds or 9.0
-    steps = sum(trial.steps for trial in sweep.values())
-    print(f"{really / best:.3f} of the sweep's best, {found.steps} of {steps} steps\n{found}")
-    assert really <= 1.05 * best and found.steps <= steps / 4
+@pytest.mark.parametrize("wire", tuned.LINKS)
+def test_on_real_ranks_it_comes_within_a_twentieth_of_a_sweep_at_a_quarter_of_its_steps(lab: Lab, wire: str) -> None:
+    """Paced ranks, the loss left out of it: what counts is the step."""
+    found = tuned.searched(lab, tuned.LINKS[wire])
+    print(f"{wire}: {tuned.ratio(found):.3f} of the sweep's best, {found['steps']} of {found['swept']} steps\n{found}")
+    assert tuned.ratio(found) <= tuned.WITHIN and found["steps"] <= tuned.SHARE * found["swept"]

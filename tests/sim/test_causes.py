@@ -26,6 +26,16 @@ def test_a_tenth_of_a_step_is_named_within_twenty_steps_though_all_of_eight_rank
     assert named >= 9
 
 
+def test_who_packs_late_behind_its_backward_is_named_for_all_of_it() -> None:
+    """Three of four buckets are packed while the rank still computes, each before the wire takes the next; each of
+    the four has a tenth of a millisecond more."""
+    slow = (2, "codec", synthetic.factor("codec", 0.1))
+    tl = synthetic.timeline(steps=20, ranks=4, slow=slow, link=True, changes=())
+    blamed = [c for c in causes(tl) if c.ranks]
+    assert [(c.cause, c.ranks) for c in blamed] == [("codec", (2,))]
+    assert "its packing takes 10.4 ms longer" in blamed[0].text
+
+
 def test_what_began_sixteen_steps_ago_is_named_though_no_change_says_when() -> None:
     before, after = (synthetic.Host(4, 0.1, link=False, seed=1, noise=0.02, hiccups=0.0) for _ in range(2))
     for step in range(60):

@@ -52,6 +52,11 @@ class Host:
         s = self.step_s * WIRE / BUCKETS
         return s * (self.slow[2] if self.slow and self.slow[:2] == (rank, "link") else 1.0)
 
+    def encode(self, rank: int) -> float:
+        """How long a rank packs one bucket: no time, but for a delay as long as a port's would be."""
+        slow = self.slow and self.slow[:2] == (rank, "codec")
+        return self.step_s * WIRE / BUCKETS * (self.slow[2] - 1.0) if slow and self.slow else 0.0
+
     def compute(self, step: int, phase: str) -> np.ndarray:
         """One phase of compute on every rank; returns (begin, end) per rank."""
         begin = self.now.copy()
@@ -64,11 +69,14 @@ class Host:
         """All buckets averaged in order; bucket k is `ready[k, rank]`. The step waits for the last of them."""
         done = np.zeros(self.ranks)
         for k in range(BUCKETS):
-            t0 = np.maximum(ready[k], done) + 1e-4
+            packed = np.maximum(ready[k], done)
+            t0 = packed + np.array([self.encode(r) for r in range(self.ranks)]) + 1e-4
             last, name = t0.max(), f"all_reduce bucket {k}"
             busy = [self.port(r) for r in range(self.ranks)] if self.link else [0.01 * self.step_s] * self.ranks
             done = last + max(busy) + self.rng.random(self.ranks) * 1e-4
             for r in range(self.ranks):
+                if t0[r] > packed[r] + 2e-4:
+                    self.spans.append(Span(r, step, "codec", f"bucket {k}", packed[r], packed[r], t0[r], 0))
                 self.spans.append(Span(r, step, "comm", name, ready[k, r], t0[r], done[r], NBYTES))
                 if self.link:
                     self.spans.append(Span(r, step, "port", name, t0[r], last, last + busy[r], NBYTES))

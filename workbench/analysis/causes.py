@@ -72,6 +72,7 @@ class _Own(NamedTuple):
     """What each rank did with its own time, in seconds, of each step (n, p)."""
 
     phases: dict[str, np.ndarray]
+    packed: np.ndarray  # all packing, that behind its compute too: on a lane it delays what the lane sends next
     step: float  # the median of all; their mean where ranks do not meet in each
     everyday: bool  # do they?
 
@@ -131,7 +132,7 @@ def _own(w: Window, over: np.ndarray) -> _Own:
     met[w.lane("wait").step - w.first] = True
     everyday = bool(met[over].mean() >= PERSISTENT) or not met.any()
     step = float((np.median if everyday else np.mean)(w.step_seconds[over]))
-    return _Own({k: v[over] for k, v in phases.items()}, step, everyday)
+    return _Own({k: v[over] for k, v in phases.items()}, w.seconds("codec")[over], step, everyday)
 
 
 def _to_blame(looked: _Looked) -> Iterator[Cause]:
@@ -140,7 +141,7 @@ def _to_blame(looked: _Looked) -> Iterator[Cause]:
     late: dict[str, dict[int, float]] = {}
     seldom: dict[int, tuple[int, float, int, float]] = {}
     steps = w.steps[over]
-    for cause, values in own.phases.items():
+    for cause, values in {**own.phases, "codec": own.packed}.items():
         busy = values.max(axis=1) > 0 if cause in ("codec", "network") else np.ones(len(values), bool)
         found = behind(values[busy], own.step)
         new = behind(values[-NEAR:][busy[-NEAR:]], own.step) if len(values) > NEAR else found

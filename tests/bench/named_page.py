@@ -1,0 +1,91 @@
+"""The section of docs/benchmarks.md on who is named of whom something was slow: see `tests.bench.named`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tests.bench.named import BETWEEN, CAUSES, EVERY, PACE, STOOD, WITHIN, pairs, right, soon, wanted
+
+ASKED, FREE = 0.95, 3000  # of the trials; steps without a false alarm
+SAID = {
+    frozenset({("forward", 2)}): "two ranks late at once, both in forward",
+    frozenset({("forward", 1), ("backward", 1)}): "two late at once, one in forward, one in backward",
+    frozenset({("outside", 1)}): "one that pauses between two steps",
+    frozenset({("frozen", 1)}): f"one that stands still once, for {STOOD:g} steps",
+    frozenset({("network", 1)}): "one whose port is slow",
+}  # fmt: skip
+
+
+def section(cells: dict[str, Any]) -> str:
+    """What was asked beside what was found."""
+    lines = ["| ranks, beside | delay | trials | named rightly | first, after steps | not named | wrong | a step |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for name, cell in cells.items():
+        if cell["trials"] and "apart" not in name:
+            lines.append(_row(cell))
+    apart = [_apart(cell) for name, cell in cells.items() if "apart" in name]
+    free = [c for c in cells.values() if EVERY * c["free_looks"] >= FREE or c["busy"]]
+    alarms = (f"{c['ranks']} ranks{_beside(c)}{_percent(c)}: at {len(c['free'])} of {c['free_looks']} looks in "
+              f"{EVERY * c['free_looks']} steps" for c in free)  # fmt: skip
+    kept = all(sum(map(right, c["trials"])) >= ASKED * len(c["trials"])
+               for c in cells.values() if c["percent"] == 10 and not c["busy"])  # fmt: skip
+    silent = not any(c["free"] for c in free if not c["busy"])
+    small = [(_least(cells, ranks), ranks) for ranks in PACE]
+    return (
+        "## Who is named, of whom something was slow\n\n"
+        "Real ranks, paced. By a plan that no change announces one rank takes longer in one phase, for "
+        f"{WITHIN} steps; then nobody for {BETWEEN}. Phases in turn: {', '.join(CAUSES)}; ranks are drawn. The record "
+        "is looked at as it was after each step. Right: after the last of them the list of causes names this rank and "
+        "this phase, and no other. Percent are of a step as its pace and its wire ask for; the last column is the "
+        "median of all steps.\n\n" + "\n".join(lines) + "\n\nTold apart, at 10 %: " + "; ".join(apart) + ".\n\n"
+        "Somebody named where nothing was wrong: " + "; ".join(alarms) + ".\n\n"
+        f"Asked: 10 % named in 19 of 20 trials: {'kept' if kept else 'NOT kept'}. No false alarm in {FREE:,} steps: "
+        f"{'kept' if silent else 'NOT kept'}. Beside two spinning processes the smallest of "
+        "the delays tried that is named in 19 of 20 (asked: at most 30 %): "
+        + ", ".join(f"{least or 'none'}{' %' if least else ''} on {ranks} ranks" for least, ranks in small) + ".\n"
+    )  # fmt: skip
+
+
+def _least(cells: dict[str, Any], ranks: int) -> float | None:
+    """The smallest delay from which on all that were tried beside spinning processes were named, in per cent."""
+    mine = sorted((c for c in cells.values() if c["busy"] and c["ranks"] == ranks), key=lambda c: -c["percent"])
+    least = None
+    for cell in mine:
+        if sum(map(right, cell["trials"])) < ASKED * len(cell["trials"]):
+            break
+        least = cell["percent"]
+    return least
+
+
+def _beside(cell: dict[str, Any]) -> str:
+    return ", two processes spin" if cell["busy"] else ""
+
+
+def _percent(cell: dict[str, Any]) -> str:
+    return f" (of the run at {cell['percent']:g} %)" if cell["busy"] else ""
+
+
+def _row(cell: dict[str, Any]) -> str:
+    trials = cell["trials"]
+    waited = sorted(s for t in trials if (s := soon(t)) is not None)
+    missed = [t for t in trials if not wanted(t) <= pairs(t["looks"][-1][1])]
+    wrong = [t for t in trials if pairs(t["looks"][-1][1]) - wanted(t)]
+    seconds, first = trials[0]["delays"][0][4], waited[len(waited) // 2] if waited else "-"
+    return (f"| {cell['ranks']}{_beside(cell)} | {seconds * 1e3:.1f} ms, {cell['percent']:g} % | {len(trials)} | "
+            f"{sum(map(right, trials))} | {first} ({waited[-1] if waited else '-'}) | {_of(missed)} | {_of(wrong)} | "
+            f"{cell['pace']['step_50'] * 1e3:.0f} ms |")  # fmt: skip
+
+
+def _of(trials: list[dict[str, Any]]) -> str:
+    """How many, and of which causes."""
+    counts = Counter(d[3] for t in trials for d in t["delays"][:1])
+    return f"{len(trials)}: " + ", ".join(f"{cause} {n}" for cause, n in counts.items()) if trials else "0"
+
+
+def _apart(cell: dict[str, Any]) -> str:
+    by: dict[frozenset[tuple[str, int]], list[bool]] = {}
+    for trial in cell["trials"]:
+        by.setdefault(frozenset(Counter(d[3] for d in trial["delays"]).items()), []).append(right(trial))
+    each = (f"{SAID[kind]} {sum(rights)} of {len(rights)}" for kind, rights in by.items())
+    return f"on {cell['ranks']} ranks " + ", ".join(each)

@@ -1,0 +1,96 @@
+"""What a search finds on three fabrics, beside a sweep of all settings, and what it costs: on paced ranks that train.
+
+    python -m tests.bench.tuned --out docs/data/tuned.json [--fabrics NAME ...]
+
+A search (`lab.tune`), and after it every setting of its space, measured as a trial is on the same ranks in the same
+run. The loss is left out of it: what counts is the step. What was measured before and is not asked for again stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.waiting import until
+from workbench import Experiment, Lab
+from workbench.fabric import Fabric, Link
+from workbench.sim.on_ranks import Asked, OnRanks
+from workbench.sim.space import candidates, space_of
+from workbench.sim.trials import Trial
+from workbench.tasks import ByteGPT
+
+PACE, WORSE = 60.0, 0.5  # ms; nats that the loss may be worse
+SPACE = {
+    "bucket_mb": [0.05, 0.2, 1.0], "compressor": ["Dense", "Cast", "TopK"],
+    "strategy": ["DDP", {"LocalSGD": {"every": 4}}, {"LocalSGD": {"every": 8}}],
+}  # fmt: skip
+LINKS = {
+    "slow bandwidth": Link(bandwidth=40, latency=2.0), "high latency": Link(bandwidth=1000, latency=10.0),
+    "fast": Link(bandwidth=20_000, latency=0.01),
+}  # fmt: skip
+WITHIN, SHARE = 1.05, 0.25  # asked: of the sweep's best, and of its steps
+
+
+def searched(lab: Lab, link: Link) -> dict[str, Any]:
+    """A search on this wire, and a sweep after it. Both in steps; what they found in seconds per step, by the sweep."""
+    e = Experiment(task=ByteGPT(layers=2, width=64, heads=2), ranks=2, batch=4, steps=0, pace=PACE, bucket_mb=0.05,
+                   eval_every=0, fabric=Fabric(link=link))  # fmt: skip
+    run = lab.run(e)
+    if not until(lambda: lab._live is not None and lab._live.step >= 20):
+        raise TimeoutError(f"no steps are made: {run}")
+    found = lab.tune(SPACE, worse=WORSE).wait()
+    by_hand = OnRanks(lab, Asked(worse=WORSE), list(SPACE), lambda: None, lambda trial: None)
+    sweep = {str(s): by_hand.tried(Trial(settings=s), None) for s in candidates(space_of(e.checked(), SPACE, {}))}
+    lab.stop()
+    run.wait(60)
+    seconds = {name: trial.seconds or 9.0 for name, trial in sweep.items()}
+    return {
+        "found": str(found.best.settings), "best": min(seconds, key=lambda name: seconds[name]), "seconds": seconds,
+        "steps": found.steps, "swept": sum(trial.steps for trial in sweep.values()), "trials": len(found.trials),
+    }  # fmt: skip
+
+
+def ratio(cell: dict[str, Any]) -> float:
+    """What was found over the sweep's best, in seconds per step."""
+    return float(cell["seconds"][cell["found"]] / cell["seconds"][cell["best"]])
+
+
+def section(cells: dict[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    lines = ["| wire | search / best of the sweep | steps | of the sweep's | found | the sweep's best |",
+             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    kept = []
+    for name, cell in cells.items():
+        share = cell["steps"] / cell["swept"]
+        kept.append(ratio(cell) <= WITHIN and share <= SHARE)
+        lines.append(f"| {name} | {ratio(cell):.3f} | {cell['steps']} | {share:.2f} of {cell['swept']} | "
+                     f"`{cell['found']}` | `{cell['best']}` |")  # fmt: skip
+    return (
+        "## A search beside a sweep\n\n`lab.tune` over bucket, compressor and strategy on two paced ranks "
+        f"({PACE:g} ms of compute; {len(next(iter(cells.values()))['seconds'])} settings), and after it each setting "
+        "measured as a trial is, in the same run. The loss is left out.\n\n"
+        + "\n".join(lines)
+        + f"\n\nAsked: at most {WITHIN:g} times the sweep's best, with at most {SHARE:g} of its steps: kept on "
+        f"{sum(kept)} of {len(kept)} wires. On a virtual clock, where codecs cost what the search does not know: "
+        "`tests/unit/test_tuning_watched.py`.\n"
+    )
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, required=True)
+    ask.add_argument("--fabrics", nargs="*", default=list(LINKS))
+    a = ask.parse_args()
+    found = json.loads(a.out.read_text()) if a.out.exists() else {}
+    with Lab(ranks=2, name="tuned") as lab:
+        for name in a.fabrics:
+            found[name] = searched(lab, LINKS[name])
+            share = found[name]["steps"] / found[name]["swept"]
+            print(f"{name}: {ratio(found[name]):.3f} of the sweep's best, {share:.2f} of its steps", flush=True)
+            a.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

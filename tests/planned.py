@@ -1,0 +1,123 @@
+"""Ranks that turn slow by a plan, which no change announces: for seeing how soon it is noticed, and by whom.
+
+A delay of X seconds in one phase of one rank, for some steps. Passes and updates are stretched, where X is what a
+step's phase takes longer; batches are handed out late, gradients packed late, and a rank stands still between two steps
+by sleeping; a port is choked. So a delay takes no time of a processor's, and many ranks can share a few.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from workbench.compressors import Cast
+from workbench.compressors._base import Payload
+from workbench.engine.shaping import Pace
+from workbench.fabric import Fault
+from workbench.settings import knob
+from workbench.tasks import Digits
+from workbench.tasks._base import Learner
+
+STRETCHED = {"forward": "forward", "backward": "backward", "optimizer": "update"}  # cause -> phase of compute
+
+
+class Delay(NamedTuple):
+    """In steps [first, stop) one rank takes so many seconds longer, in what `cause` names."""
+
+    first: int
+    stop: int
+    rank: int
+    cause: str
+    seconds: float
+
+
+class Plan:
+    """What this process's rank is to suffer; it knows the present step, which neither ports nor codecs are told."""
+
+    def __init__(self) -> None:
+        self.delays: tuple[Delay, ...] = ()
+        self.pace = self.wire = 1.0  # seconds of a step's compute, and on the wire
+        self.elements = 1  # of the model
+        self.rank = self.step = -1
+
+    def read(self, text: str) -> None:
+        told = {"delays": [], "pace": 1.0, "wire": 1.0, **json.loads(text)}
+        self.delays = tuple(Delay(*each) for each in told["delays"])
+        self.pace, self.wire = told["pace"], told["wire"]
+
+    def seconds(self, cause: str, rank: int | None = None, step: int | None = None) -> float:
+        rank, step = self.rank if rank is None else rank, self.step if step is None else step
+        mine = (d for d in self.delays if d.rank == rank and d.cause == cause and d.first <= step < d.stop)
+        return sum(d.seconds for d in mine)
+
+    def sleep(self, cause: str, share: float = 1.0) -> None:
+        if seconds := self.seconds(cause) * share:
+            time.sleep(seconds)
+
+
+PLAN = Plan()
+
+
+WIDTH, LAYERS = 128, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedDigits(Digits):
+    """Digits read by layers that are alike, where what befalls ranks stands in a plan."""
+
+    plan: str = knob("{}", live=False, doc="delays, and the seconds of a step's compute and on the wire, as JSON")
+
+    def build(self) -> Learner:
+        PLAN.read(self.plan)
+        PLAN.elements = self.elements
+        return replace(super().build(), model=_layers, data=self._late, schedule=_begins)
+
+    @property
+    def elements(self) -> int:
+        return sum(p.numel() for p in _layers().parameters())
+
+    def _late(self, rank: int, *how: Any) -> Iterator[Any]:
+        PLAN.rank = rank
+        for batch in self._batches(rank, *how):
+            PLAN.sleep("input")
+            yield batch
+
+
+def _layers() -> nn.Module:
+    inner = (layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), nn.ReLU(), *inner, nn.Linear(WIDTH, 10))
+
+
+def _begins(step: int) -> float:
+    """Asked between two steps."""
+    if step != PLAN.step:
+        PLAN.step = step
+        PLAN.sleep("outside")
+        PLAN.sleep("frozen")
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Fault):
+    """What of the plan stretches compute and chokes ports."""
+
+    def stretch(self, rank: int, step: int, phase: str) -> float:
+        causes = (cause for cause, name in STRETCHED.items() if name == phase)
+        return 1.0 + sum(PLAN.seconds(c, rank, step) for c in causes) / (PLAN.pace * Pace.shares[phase])
+
+    def choke(self, rank: int) -> float:
+        return 1.0 + PLAN.seconds("network", rank) / PLAN.wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCast(Cast):
+    """16 bits, packed late by plan."""
+
+    def encode(self, x: Tensor) -> Payload:
+        PLAN.sleep("codec", x.numel() / PLAN.elements)
+        return super().encode(x)
