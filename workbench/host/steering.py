@@ -38,6 +38,7 @@ class Steering:
 
     names: the Samples that are noted for the policy
     steps: made since the last look
+    made: all changes so far, by people and by policies, the same on all ranks
     """
 
     def __init__(self, run: Any) -> None:
@@ -50,7 +51,7 @@ class Steering:
         self._given = False  # are its decisions among the planned changes, as of a run that is replayed? It looks only
         self._next: Look | None = None  # the look that is to come; another that is still taken is none any more
         self._held: dict[str, int] = {}  # paths that people have set, and before which step
-        self._made: list[Change] = []
+        self.made: list[Change] = []
         self._refused: set[str] = set()  # what need not be asked again as long as nothing changes
         self._said: set[str] = set()
 
@@ -94,14 +95,12 @@ class Steering:
             run.planned.insert(bisect_right(steps, at), self._next)
 
     def kept(self) -> dict[str, Any]:
-        """All that it goes by, for a checkpoint."""
-        made = [(change.at_step, change.plain()) for change in self._made]
-        return {name: getattr(self, name) for name in KEPT} | {
-            "made": made, "next": self._next and self._next.at_step}  # fmt: skip
+        """All that it goes by, for a checkpoint, but for the changes `made`: these grow, and are said once for all."""
+        return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
 
-    def regain(self, kept: dict[str, Any]) -> None:
-        """After `begin`: goes on from what was `kept`."""
-        following, self._made = kept.pop("next"), [Change.read(plain, step) for step, plain in kept.pop("made")]
+    def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
+        """After `begin`: goes on from what was `kept`, and from the changes made before."""
+        following, self.made = kept.pop("next"), made
         vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
             self._plan(following - 1, following)
@@ -127,7 +126,7 @@ class Steering:
     async def _heed(self, change: Change) -> None:
         """A change was made, whose paths are in full."""
         self._refused.clear()
-        self._made.append(change)
+        self.made.append(change)
         if "policy" in change.settings:  # also the same again: all is in its hands anew
             self._held.clear()
             self._said.clear()
@@ -154,7 +153,7 @@ class Steering:
 
         A change before the same step may have paused it, or named another: then nobody is asked.
         """
-        run, made = self.run, len(self._made)
+        run, made = self.run, len(self.made)
         if look is not self._next:
             return False
         self._next = None
@@ -165,7 +164,7 @@ class Steering:
             await self._make([Change.read(part, run.rank.step) for part in about])
         if self._next is None:
             self._plan(seen.step)
-        return len(self._made) > made
+        return len(self.made) > made
 
     async def _make(self, decision: list[Change]) -> None:
         """Makes all of a decision, or none of it where some rank cannot make a part."""
@@ -185,7 +184,7 @@ class Steering:
             count = self.steps if name == "compute" else len(noted)
             numbers[name] = tuple(map(_as_float, await run.gather(_as_int(_mean(noted, count)))))
         self._forget()
-        made = tuple(self._made)
+        made = tuple(self.made)
         return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
 
     def _asked(self, seen: Seen) -> str:

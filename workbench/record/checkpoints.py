@@ -85,6 +85,7 @@ class Checkpoint:
         self.asked = bool(said.get("asked"))
         self.run = str(said.get("run") or "")
         self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
+        self.made: list[dict[str, Any]] = list(said.get("made") or ())  # changes before it; of old ones each rank's own
         self.each: list[dict[str, Any]] = list(said["each"])
         self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
 
@@ -217,6 +218,7 @@ def _wrongs(said: Any) -> Iterator[str]:
         "experiment": (bool(SETTINGS.good(said.get("experiment"))), SETTINGS.words),
         "held_out": (said.get("held_out") is None or number(said["held_out"]), "a number, or null"),
         "planned": (_list_of(said.get("planned", []), dict), "a list of changes"),
+        "made": (_list_of(said.get("made", []), dict), "a list of changes"),
         "files": (isinstance(said.get("files"), dict), "an object of files by name"),
         "blobs": (_list_of(said.get("blobs"), list), "a list of tensors"),
         "each": (_list_of(said.get("each"), dict), "a list of what each rank held"),

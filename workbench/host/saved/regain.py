@@ -18,7 +18,7 @@ from workbench.host.batches import Numbers, Stand
 from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
-from workbench.settings import KnobError
+from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate
 
 FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # what comes of that
@@ -29,13 +29,15 @@ class Regained:
     """A rank's image as it was written.
 
     whole:  is it of a whole model, which ranks of another number had together?
+    made:   the changes that had been made before, as JSON
     tensor: the tensor of a number, flat where it was written in several pieces
     close:  nothing more is read
     """
 
-    def __init__(self, path: str, kind: str, said: Mapping[str, Any], tensor: Callable[[int], Tensor],
-                 close: Callable[[], None]) -> None:  # fmt: skip
-        self.path, self.whole, self.said, self.tensor, self.close = path, kind == "whole", said, tensor, close
+    def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
+                 tensor: Callable[[int], Tensor], close: Callable[[], None]) -> None:  # fmt: skip
+        self.path, self.whole, self.said, self.made = path, kind == "whole", said, made
+        self.tensor, self.close = tensor, close
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -143,7 +145,9 @@ class Regained:
             return
         with self.refusing():
             reader = self.reader(run)
-            run.steering.regain(reader.read(self.said["policy"]))
+            kept = reader.read(self.said["policy"])
+            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # as each rank said them before
+            run.steering.regain(kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own])
             run.join_crowd(reader.read(self.said["crowd"]))
             run.draw_on(_states(reader.read(self.said["draws"])))
 
@@ -224,7 +228,8 @@ def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Reg
         read = [_of(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
         return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
 
-    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], tensor, files.close if alone else lambda: None)
+    close = files.close if alone else lambda: None
+    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], checkpoint.made, tensor, close)
 
 
 def _of(blob: Any, files: Any) -> Tensor:

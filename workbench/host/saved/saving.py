@@ -202,10 +202,11 @@ class Saving:
     def _about(self, asked: bool, step: int) -> dict[str, Any]:
         """What its manifest says of the run."""
         run = self.run
-        planned = [change.plain() | {"at_step": change.at_step} for change in run.planned if type(change) is Change]
+        planned, made = ([change.plain() | {"at_step": change.at_step} for change in changes if type(change) is Change]
+                         for changes in (run.planned, run.steering.made))  # fmt: skip
         kind = KIND if run.experiment.task.leads else "ranks"
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
-                "held_out": run.held_out, "asked": asked, "planned": planned}  # fmt: skip
+                "held_out": run.held_out, "asked": asked, "planned": planned, "made": made}  # fmt: skip
 
     def _refuse(self, reason: str) -> None:
         text = f"no checkpoint was made before step {self.run.rank.step}: {reason}"
