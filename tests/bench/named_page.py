@@ -34,10 +34,10 @@ def section(cells: dict[str, Any]) -> str:
     about = (
         "## Who is named, of whom something was slow\n\nReal ranks, paced. By a plan that no change announces one rank "
         f"takes longer in one phase, for {WITHIN} steps; then nobody for {BETWEEN}. Phases in turn: "
-        f"{', '.join(CAUSES)}; ranks are drawn. The record is looked at as it was after each step. Right: after the last of them the list of "
-        "causes names this rank and this phase, and no other. Percent are of a step as its pace and its wire ask for; "
-        "the last column is the median of all steps. Rows take up to half a second to come to a notebook, which is not "
-        "in it."
+        f"{', '.join(CAUSES)}; ranks are drawn. The record is looked at as it was after each step. Right: after the "
+        "last of them the list of causes names this rank and this phase, and no other. Percent are of a step as its "
+        "pace and its wire ask for; the last column is the median of all steps. Rows take up to half a second to come "
+        "to a notebook, which is not in it."
     )
     quiet = (
         f"Asked: 10 % named in 19 of 20 trials: {'kept' if kept else 'NOT kept'}. No false alarm in {FREE:,} steps: "
