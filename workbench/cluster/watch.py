@@ -12,7 +12,7 @@ from workbench.cluster import last_rows
 from workbench.cluster.errors import RankError, brought_up
 from workbench.cluster.place import ClusterError, alive
 from workbench.cluster.steady import Steady
-from workbench.record.tidy import Tidy
+from workbench.record.tidy import OFTEN, Tidy
 
 if TYPE_CHECKING:
     from workbench.cluster.cluster import Cluster
@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, live: Live) -> None:
         self.live, self.ending = live, live.ending
-        self._asked, self._tidy = 0.0, Tidy()
+        self._asked, self._tidy = 0.0, Tidy(OFTEN)
         self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank's line answered last
         self.silent: set[int] = set()  # ranks whose lines have not answered for a while
 

@@ -8,7 +8,8 @@ import time
 
 import pyarrow as pa
 
-EVERY = 30.0  # seconds
+EVERY = 30.0  # seconds, of ranks
+OFTEN = 5.0  # of who reads the record: what a view needs for a moment grows with it
 
 
 def give_back() -> None:
@@ -21,11 +22,12 @@ def give_back() -> None:
 class Tidy:
     """Does so again and again, where something goes on for hours: it takes a millisecond or two."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: float = EVERY) -> None:
+        self.every = every  # seconds
         self._at = time.monotonic()
 
     def due(self) -> None:
-        """Gives back, where that was not done for `EVERY` seconds."""
-        if time.monotonic() - self._at > EVERY:
+        """Gives back, where that was not done for so long."""
+        if time.monotonic() - self._at > self.every:
             self._at = time.monotonic()
             give_back()
