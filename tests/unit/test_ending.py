@@ -296,7 +296,7 @@ def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pyt
     monkeypatch.setattr(looking, "ask", lambda: None)
     monkeypatch.setattr(looking, "_look", lambda: None)
     now = time.monotonic()
-    for seconds, times in ((1, 0), (tidy.EVERY + 1, 1), (tidy.EVERY + 2, 1), (2 * tidy.EVERY + 3, 2)):
+    for seconds, times in ((1, 0), (tidy.OFTEN + 1, 1), (tidy.OFTEN + 2, 1), (2 * tidy.OFTEN + 3, 2)):
         monkeypatch.setattr(tidy.time, "monotonic", lambda seconds=seconds: now + seconds)
         looking._turn()
         assert len(given) == times

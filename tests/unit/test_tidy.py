@@ -14,6 +14,6 @@ def test_each_rank_gives_back_between_two_steps_once_half_a_minute_is_over(monke
     monkeypatch.setattr(tidy, "give_back", lambda: given.append("back"))
     ranks.run(ranks.experiment(steps=3))
     assert not given
-    monkeypatch.setattr(tidy, "EVERY", 0.0)
+    monkeypatch.setattr(tidy.Tidy.__init__, "__defaults__", (0.0,))
     ranks.run(ranks.experiment(steps=3))
     assert len(given) == 2 * 3
