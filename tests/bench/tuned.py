@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def section(cells: dict[str, Any]) -> str:
         share = cell["steps"] / cell["swept"]
         kept.append(ratio(cell) <= WITHIN and share <= SHARE)
         lines.append(f"| {name} | {ratio(cell):.3f} | {cell['steps']} | {share:.2f} of {cell['swept']} | "
-                     f"`{cell['found']}` | `{cell['best']}` |")  # fmt: skip
+                     f"{_short(cell['found'])} | {_short(cell['best'])} |")  # fmt: skip
     return (
         "## A search beside a sweep\n\n`lab.tune` over bucket, compressor and strategy on two paced ranks "
         f"({PACE:g} ms of compute; {len(next(iter(cells.values()))['seconds'])} settings), and after it each setting "
@@ -82,6 +83,12 @@ def section(cells: dict[str, Any]) -> str:
         f"{sum(kept)} of {len(kept)} wires.{noted} On a virtual clock, where codecs cost what the search does not "
         "know: `tests/unit/test_tuning_watched.py`.\n"
     )
+
+
+def _short(settings: str) -> str:
+    """Their values, without the names of paths."""
+    values = re.sub(r"'[a-z_]+': ", "", settings.strip("{}"))
+    return f"`{values}`"
 
 
 def main() -> None:
