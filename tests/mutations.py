@@ -215,7 +215,7 @@ _POLICIES = (
            "a policy decides by what is no longer so"),
     Mutant("steering: means are since the start", "host/steering.py",
            """        self._forget()
-        made = tuple(self._made)""", "        made = tuple(self._made)", STEERED, "a missing reset"),
+        made = tuple(self.made)""", "        made = tuple(self.made)", STEERED, "a missing reset"),
     Mutant("steering: seconds of a pass, not of a step", "host/steering.py",
            'self.steps if name == "compute" else len(noted)', "len(noted)", STEERED, "a wrong denominator"),
     Mutant("steering: only the same path is a person's", "host/steering.py",
