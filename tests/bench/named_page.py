@@ -46,7 +46,7 @@ def section(cells: dict[str, Any]) -> str:
     least = ", ".join(f"{x or 'none'}{' %' if x else ''} on {n} ranks" for n in PACE for x in [_least(cells, n)])
     return "\n\n".join([
         about, "\n".join(lines), f"The line about one straggler named this rank in {_lines(cells)} trials.",
-        "Told apart, at 10 %: " + "; ".join(apart) + ".",
+        "Told apart, at 10 %. " + " ".join(apart),
         "Somebody named where nothing was wrong: " + "; ".join(alarms) + ".",
         f"{quiet} Beside two spinning processes the smallest of the delays tried that is named in 19 of 20 (asked: at "
         f"most 30 %): {least}.\n",
@@ -101,5 +101,5 @@ def _apart(cell: dict[str, Any]) -> str:
     by: dict[frozenset[tuple[str, int]], list[bool]] = {}
     for trial in cell["trials"]:
         by.setdefault(frozenset(Counter(d[3] for d in trial["delays"]).items()), []).append(right(trial))
-    each = (f"{SAID[kind]} {sum(rights)} of {len(rights)}" for kind, rights in by.items())
-    return f"on {cell['ranks']} ranks{_beside(cell)}: " + ", ".join(each)
+    each = (f"{SAID[kind]}: {sum(rights)} of {len(rights)}" for kind, rights in by.items())
+    return f"On {cell['ranks']} ranks{_beside(cell)}: " + "; ".join(each) + "."
