@@ -15,16 +15,14 @@ import argparse
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.planned import Delay, Planned, PlannedCast, PlannedDigits
+from tests.spinning import spinning
 from workbench import Experiment, Lab
 from workbench.analysis import causes, straggler
 from workbench.fabric import Fabric, Link
@@ -180,18 +178,6 @@ ONE = [(cause,) for cause in CAUSES]
 CELLS = {f"{ranks} ranks": Cell(ranks, 10, 4, ONE, free=3000) for ranks in PACE}
 CELLS |= {f"{ranks} ranks, told apart": Cell(ranks, 10, 5, APART) for ranks in PACE}
 CELLS |= {f"{ranks} ranks, {x} %, busy": Cell(ranks, x, 3, ONE, 300, 2) for x in (10, 20, 30) for ranks in PACE}
-
-
-@contextmanager
-def spinning(processes: int) -> Iterator[None]:
-    """So many processes beside it that do nothing but keep a core busy."""
-    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for process in beside:
-            process.kill()
-            process.wait()
 
 
 def main() -> None:

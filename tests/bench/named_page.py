@@ -28,9 +28,9 @@ def section(cells: dict[str, Any]) -> str:
     free = [c for c in cells.values() if EVERY * c["free_looks"] >= FREE or c["busy"]]
     alarms = (f"{c['ranks']} ranks{_beside(c)}{_percent(c)}: at {len(c['free'])} of {c['free_looks']} looks in "
               f"{EVERY * c['free_looks']} steps" for c in free)  # fmt: skip
-    kept = all(sum(map(right, c["trials"])) >= ASKED * len(c["trials"])
-               for c in cells.values() if c["percent"] == 10 and not c["busy"])  # fmt: skip
-    silent = not any(c["free"] for c in free if not c["busy"])
+    tenth, calm = ([c for c in some if not c["busy"]] for some in (cells.values(), free))
+    kept = _on_all(tenth) and all(sum(map(right, c["trials"])) >= ASKED * len(c["trials"]) for c in tenth)
+    silent = _on_all(calm) and not any(c["free"] for c in calm)
     about = (
         "## Who is named, of whom something was slow\n\nReal ranks, paced. By a plan that no change announces one rank "
         f"takes longer in one phase, for {WITHIN} steps; then nobody for {BETWEEN}. Phases in turn: "
@@ -51,6 +51,11 @@ def section(cells: dict[str, Any]) -> str:
         f"{quiet} Beside two spinning processes the smallest of the delays tried that is named in 19 of 20 (asked: at "
         f"most 30 %): {least}.\n",
     ])  # fmt: skip
+
+
+def _on_all(cells: list[dict[str, Any]]) -> bool:
+    """Was it measured on as many ranks as it is asked of? Else nothing is kept."""
+    return {c["ranks"] for c in cells} == set(PACE)
 
 
 def _lines(cells: dict[str, Any]) -> str:
