@@ -10,6 +10,7 @@ import pytest
 from tests.deaths import kill
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
+from workbench.engine.spool import EVERY
 from workbench.lab import Lab
 
 pytestmark = pytest.mark.engine
@@ -63,11 +64,18 @@ def test_nobody_is_replaced_again_and_the_run_is_resized(tmp_path_factory: pytes
             lab.close()
 
 
-def test_others_come_for_who_was_lost_while_no_kernel_was_there(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One for whom an engine is idle, and one for whom the kernel that attaches has to start one."""
+@pytest.mark.parametrize("disk", [EVERY, 600.0], ids=["disk in time", "late disk"])
+def test_others_come_for_who_was_lost_while_no_kernel_was_there(
+    tmp_path_factory: pytest.TempPathFactory, disk: float
+) -> None:
+    """One for whom an engine is idle, and one for whom the kernel that attaches has to start one.
+
+    late disk: nothing is left of what rank 0 told, not even that the run trains
+    """
     with apart(tmp_path_factory):
         lab = Lab(ranks=4, name="left alone").wait(120)
         try:
+            lab.view.apply_sync(late, disk)
             lab.run(endless(ranks=3, on_death="replace"))
             reached(lab, 5)
             pids = [row["pid"] for row in lab.status]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit import synthetic
 from tests.waiting import until
+from workbench.cluster import evicting
 from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.errors import RankError
@@ -286,6 +287,41 @@ def test_a_kernel_that_attaches_knows_what_was_changed_before_and_after_a_rank_w
         assert [(c.id, c.applied_at) for c in live.changes.listed] == [("change 1", 3), ("change 2", 7)]
         assert live.members == (1, 2)
     assert [c.value for c in lives[0].run.changes] == [0.5, 0.25]
+
+
+def test_others_come_though_the_word_that_the_run_trains_was_lost_with_the_rank_that_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing that rank 0 told is on a disk, and who says it now has not gone on yet when a kernel attaches."""
+    e, asked = Experiment(ranks=3, on_death="replace"), []
+    there: Any = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: rank == 0)
+    before = Live(Run({}, live=True), there, Changes(e, []), "g")
+    said = {"members": [1, 2], "gone": [0], "step": 9, "text": "ranks 1, 2 went on"}
+    before.evicting.acts = False
+    came(before, 1, 9, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})
+    live = Live(before.run, there, Changes(e, []), "g")
+    live.replay()
+    live.died(0, live.attention.death(0, "(pid 5) is gone"))
+    assert live.notes == ["ranks 1, 2 went on", "rank 0 is lost: its engine (pid 5) is gone"]
+    monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
+    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append((live.state, ranks)))
+    live.evicting.attached()
+    assert not until(lambda: asked, 0.3), "nobody can be asked yet"
+    came(live, 1, 9, 1.1, "state", {"state": "running"})
+    assert until(lambda: asked) and asked == [("running", 3)]
+
+
+def test_nobody_comes_to_a_run_that_is_over_before_anybody_said_that_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: Any = SimpleNamespace(engines=[], death=lambda rank: None)
+    live = Live(Run({}, live=True), there, Changes(Experiment(ranks=2, on_death="replace"), []), "g")
+    monkeypatch.setattr(evicting, "resize", lambda live, ranks: pytest.fail("nobody is to come"))
+    monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
+    live.evicting.lacking = 1
+    live.evicting.attached()
+    replacing = [thread for thread in threading.enumerate() if thread.name == "run replacing"]
+    live.leave("the run is not followed here any more")
+    assert replacing and until(lambda: not any(thread.is_alive() for thread in replacing))
+    assert live.notes == ["the run is not followed here any more"]
 
 
 def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

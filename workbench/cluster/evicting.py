@@ -15,7 +15,7 @@ from workbench.cluster import links
 from workbench.cluster.engines import spans_hosts
 from workbench.cluster.meeting import cannot_start
 from workbench.cluster.place import ClusterError
-from workbench.cluster.resizing import idle, resize, returned
+from workbench.cluster.resizing import LOOK, idle, resize, returned
 from workbench.cluster.silence import Verdict, named
 from workbench.settings import KnobError
 
@@ -182,6 +182,9 @@ class Evicting:
     def _replace(self, count: int) -> None:
         """Others come in, as many as are gone: idle engines, or new ones; or as many as there are."""
         live = self.live
+        while live.state == "starting":  # the word that they train may have been lost with who says it: who is first
+            if live.over.wait(LOOK):  # now does so once they have gone on
+                return
         try:
             if cannot_start(live.cluster, 1):
                 count = min(count, len(idle(live)) + len(returned(live)))

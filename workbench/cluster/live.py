@@ -172,7 +172,8 @@ class Live(Asked):
         self.ending.failed(rank, error)
         gone_on = rank in self.ending.lost  # their word may come before the engine's end is seen
         if (gone_on or self.ending.outlives()) and not self.ending.asked:
-            where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")
+            where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # where it ever said it
+            where += f", {error['op']}" if error["op"] else ""
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
             if self.cluster.engines[rank].host != host():  # a machine that is gone closes no connection
                 self.evicting.leave_behind([rank])
