@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,9 @@ from workbench.experiment import Experiment
 from workbench.host.outliving import Outliving
 from workbench.host.reentry import fitting
 from workbench.host.salvage import copies, first_to_stay, found, pieces
+from workbench.host.steering import Steering
 from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.strategies import DDP, HSDP, LocalSGD, ZeRO1, ZeRO3
 from workbench.tasks import ByteGPT
@@ -82,9 +85,23 @@ def test_a_partition_that_takes_more_ranks_than_are_left_takes_fewer(
 
 def test_what_others_made_is_not_to_come_and_what_does_not_count_is_planned_again() -> None:
     one, two, three = (Change(at, "lr", 0.1 * at) for at in (1, 2, 3))
-    run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[])
+    run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[], steering=Steering(None))
     Outliving.plan_again(run, 2)  # type: ignore[arg-type]
     assert (run.taken, run.planned) == ([], [three])
-    run = SimpleNamespace(taken=[], planned=[three], obeyed=3, _made=[one, None, two])
+    run = SimpleNamespace(taken=[], planned=[three], obeyed=3, _made=[one, None, two], steering=Steering(None))
     Outliving.plan_again(run, 1)  # type: ignore[arg-type]
     assert run.planned == [two, three], "the one between was asked for, and who is behind asks again"
+
+
+def test_a_policy_is_told_once_of_a_change_that_was_made_again() -> None:
+    """A decision of two parts is one of those that were obeyed; before it one was refused, and after it one made."""
+    one, parts, last = Change(1, "lr", 0.1), [Change(4, "lr", 0.2), Change(4, "bucket_mb", 1.0)], Change(5, "lr", 0.3)
+    run = SimpleNamespace(taken=[], planned=[], obeyed=0, _made=[None] * 4, experiment=setting(), rank=Rank(0, 4, 0))
+    run.steering = Steering(run)
+    for made in ([one], [], parts, [last]):
+        for change in made:
+            assert asyncio.run(run.steering.heeding(change, asyncio.sleep(0, True)))
+        run.obeyed += 1
+    for counts, known in ((4, [one, *parts, last]), (3, [one, *parts]), (2, [one]), (1, [one]), (0, [])):
+        Outliving.plan_again(run, counts)  # type: ignore[arg-type]
+        assert run.steering.made == known, counts

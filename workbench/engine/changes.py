@@ -141,12 +141,12 @@ class Turnable(Parts):
         """Every rank's number, by rank."""
         return all_equal(self.control, number)
 
-    async def told(self, text: str) -> str:
-        """What rank 0 says, on every rank."""
-        return self.told_at_once(text)
+    async def told(self, text: str, by: int = 0) -> str:
+        """What rank `by` says, on every rank."""
+        return self.told_at_once(text, by)
 
     def told_at_once(self, text: str, by: int = 0) -> str:
-        """The same of any rank, while no strategy is asked."""
+        """The same, while no strategy is asked."""
         return told(self.control, text.encode(), by).decode() if self.control is not None else text
 
     @contextmanager

@@ -234,8 +234,8 @@ class Life(Outliving, Ordering, Holding):
         """The strategy's step; for how many steps it counts."""
 
     @abstractmethod
-    async def told(self, text: str) -> str:
-        """What rank 0 says, on every rank."""
+    async def told(self, text: str, by: int = 0) -> str:
+        """What rank `by` says, on every rank."""
 
     @abstractmethod
     def tuned(self) -> None:

@@ -69,6 +69,7 @@ class Outliving:
         if len(came.members) > len(came.places):
             await self.rate.agree(self)
             await self.finite.agree()
+        await self.steering.agree(came.furthest[0])
         self._entered()
         await self.share_out(ahead=came.salvaged is not None)
         if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:
@@ -101,13 +102,14 @@ class Outliving:
         self.obeyed += 1
         self._made = (*self._made, planned)[-UNDONE:]
 
-    def plan_again(self, changes: int) -> None:
+    def plan_again(self: Any, changes: int) -> None:
         """So many changes count as made: those that others have made are not to come, of those that do not count all
         that were planned are.
         """
         todo, undone = [*self.taken, *self.planned], self.obeyed - changes
         again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
         self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
+        self.steering.undo(changes)
 
     @property
     @abstractmethod

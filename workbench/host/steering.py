@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,6 +52,7 @@ class Steering:
         self._next: Look | None = None  # the look that is to come; another that is still taken is none any more
         self._held: dict[str, int] = {}  # paths that people have set, and before which step
         self.made: list[Change] = []
+        self._after: list[int] = []  # of each of them, how many changes had been obeyed before
         self._refused: set[str] = set()  # what need not be asked again as long as nothing changes
         self._said: set[str] = set()
 
@@ -100,10 +101,23 @@ class Steering:
 
     def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
         """After `begin`: goes on from what was `kept`, and from the changes made before."""
-        following, self.made = kept.pop("next"), made
+        following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
         vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
             self._plan(following - 1, following)
+
+    def undo(self, changes: int) -> None:
+        """Only so many of the changes that were obeyed count."""
+        count = bisect_left(self._after, changes)
+        del self.made[count:], self._after[count:]
+
+    async def agree(self, by: int) -> None:
+        """What was changed so far, and what of it by people, as rank `by` has it: others have come, or were behind."""
+        mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
+        said = await self.run.told(json.dumps([mine, self._held]) if self.run.rank.id == by else "", by)
+        known, self._held = json.loads(said)
+        self._after = [n for n, _, _ in known]
+        self.made = [Change.read(plain, step) for _, step, plain in known]
 
     def _looks(self, policy: Policy, after: int) -> int:
         """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
@@ -127,6 +141,7 @@ class Steering:
         """A change was made, whose paths are in full."""
         self._refused.clear()
         self.made.append(change)
+        self._after.append(self.run.obeyed)
         if "policy" in change.settings:  # also the same again: all is in its hands anew
             self._held.clear()
             self._said.clear()

@@ -228,9 +228,9 @@ class Turnable(Life):
         numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
         return numbers
 
-    async def told(self, text: str) -> str:
-        """What rank 0 says, on every rank."""
-        said: str = await Op("together", "tell", text, lambda each: [each[0]] * len(each), 0.0)
+    async def told(self, text: str, by: int = 0) -> str:
+        """What rank `by` says, on every rank."""
+        said: str = await Op("together", "tell", text, lambda each: [each[by]] * len(each), 0.0)
         return said
 
     # -- saying --

@@ -1,0 +1,55 @@
+"""What was changed before, and by whom: known to all ranks, also to those who came later and who have gone back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.sim.insides import simulated
+from tests.sim.test_mortal import ends, setting
+from tests.unit.test_crash import crash
+from tests.unit.test_policies import Halver
+from tests.unit.test_resizing import Crowd
+from tests.unit.test_resizing import setting as resized
+from workbench.record.run import Run
+from workbench.settings import Change
+from workbench.strategies import DDP, LocalSGD, Strategy
+
+pytestmark = pytest.mark.ranks
+
+
+def known(session: Any) -> list[tuple[int, str]]:
+    """What a rank knows of changes: before which step, of what."""
+    return [(change.at_step, change.path) for change in session.steering.made]
+
+
+def told(run: Run) -> list[tuple[int, str]]:
+    """The same, as the record has it."""
+    return [(step, said["path"]) for step, _, said in run.details("change")]
+
+
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
+def test_one_who_came_and_is_the_first_now_leaves_alone_what_a_person_set_before(strategy: Strategy) -> None:
+    with Crowd(resized(strategy, policy=Halver(look_every=5))) as crowd:
+        crowd.first.request({"kind": "change", "path": "lr", "value": 0.04, "id": "by hand"})
+        crowd.until(lambda: crowd.said("change"))
+        crowd.resize(0, 1, 2)
+        assert {len(known(s.training)) for s in crowd.there} == {1}
+        crowd.resize(2)
+        assert crowd.first.member == 2
+        crowd.reach(crowd.first.rank.step + 12)
+        assert crowd.first.experiment.lr == 0.04
+        crowd.stopped()
+    assert [said["id"] for said in crowd.said("change")] == ["by hand"]
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["real", "sizes"])
+def test_so_does_a_simulated_one(real: bool) -> None:
+    e = setting(DDP(), ranks=2, steps=400, pace=300.0, on_death="replace", policy=Halver(look_every=5))
+    changes = [Change(3, "lr", 0.04), crash(5, 0), Change(200, "bucket_mb", 0.5), crash(300, 0)]
+    run, sessions = simulated(e, *changes, real=real)
+    last = {s.member: s for s in sessions if ends(run)[s.member] == "done"}
+    assert sorted(last) == [2, 3], "all who were there have been replaced"
+    assert {tuple(known(s)) for s in last.values()} == {tuple(told(run))}
+    assert [said["value"] for _, _, said in run.details("change") if said["path"] == "lr"] == [0.04]
