@@ -211,6 +211,7 @@ hold whatever the machine was busy with besides, so they are upper bounds.
 ## A hundred kills
 
 {deaths_page.section(kills or [])}
+
 ## Changes without faults
 
 Four ranks, two runs in a lab: bursts of up to eight changes at once, pipelines and slices among them. No step mixes
