@@ -148,7 +148,7 @@ class Sheet:
         running = [label for label in dialog.locator("option").all_inner_texts() if label.startswith(self.name)]
         if running:
             dialog.locator("select").select_option(label=running[0])
-        dialog.get_by_role("button", name="Select", exact=True).click()
+        dialog.get_by_role("button", name="Select Kernel", exact=True).click()
 
     def _connected(self) -> bool:
         with urllib.request.urlopen(

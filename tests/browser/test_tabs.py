@@ -12,11 +12,26 @@ pytestmark = pytest.mark.browser
 CELL = "from workbench import Lab\nlab = Lab(ranks=1)\nlab"
 
 
-def test_two_tabs_show_and_turn_the_same_run_and_one_may_be_closed(sheet: Sheet) -> None:
+def opened(sheet: Sheet, cell: str) -> None:
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=kernel)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)], metadata=kernel)
     nbformat.write(book, sheet.jupyter.folder / "tabs.ipynb")
     sheet.open("tabs.ipynb")
+
+
+def test_a_page_that_asks_for_a_kernel_gets_one(sheet: Sheet) -> None:
+    """As JupyterLab now and then asks for one in a second tab."""
+    opened(sheet, "there = 1")
+    sheet.run("there")
+    sheet.page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    sheet.page.locator(".lm-Menu-itemLabel", has_text="Change Kernel").click()
+    sheet.page.wait_for_function("document.querySelector('dialog.jp-Dialog select')")
+    sheet.run("there")
+    assert not sheet.page.locator("dialog.jp-Dialog").count()
+
+
+def test_two_tabs_show_and_turn_the_same_run_and_one_may_be_closed(sheet: Sheet) -> None:
+    opened(sheet, CELL)
     sheet.run("lab = Lab(ranks=1)", keys="Control+Enter")
     sheet.control("strategy").wait_for()
     sheet.button("Start").click()
