@@ -24,6 +24,7 @@ import traitlets
 
 from widgets.feed import Feed, Message
 from widgets.views._base import Setter, View
+from workbench.record.tidy import OFTEN, Tidy
 
 _HERE = Path(__file__).parent
 _ELSEWHERE = 600.0  # seconds that a person may look at something else and still be said to watch
@@ -73,6 +74,7 @@ class Board(anywidget.AnyWidget):
         self._number, self._sent_at = 0, 0.0
         self._tables: dict[str, float] = {}  # tables shown -> when last sent
         self.woken = threading.Event()  # set when a page was heard: a Refresh may send earlier
+        self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the thread that ticks
         self.refreshing = False
         super().__init__(**more)
         self.on_msg(self._hear)
@@ -123,6 +125,7 @@ class Board(anywidget.AnyWidget):
 
     def tick(self) -> bool:
         """Sends what is new, if a page shows the board and has drawn what it was sent; True if it sent."""
+        self._tidy.due()
         with self._lock:
             if not self.shown or self._run is None or self._busy:
                 return False

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+
 import pytest
 
 from tests import ranks
+from tests.unit import synthetic
+from widgets.board import Board
 from workbench.record import tidy
+
+THREAD = """
+import threading, numpy as np
+from pathlib import Path
+from workbench.record.tidy import give_back, give_back_own
+
+def own():
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(row.split()[1]) for row in rows if row.startswith("Anonymous")) / 1024
+
+def works():
+    np.arange(4_000_000.0)  # from now on what is smaller than its 32 MB is no stretch of its own
+    for _ in range(2):
+        before = own()
+        for count, n in ((8, 700_000), (10, 500_000)):
+            taken = [np.ones(n) for _ in range(count)]
+            del taken
+        give_back()
+        trimmed = own()
+        give_back_own()
+        print(trimmed - before, own() - before)
+
+thread = threading.Thread(target=works)
+thread.start()
+thread.join()
+"""
 
 
 @pytest.mark.ranks
@@ -17,3 +49,21 @@ def test_each_rank_gives_back_between_two_steps_once_half_a_minute_is_over(monke
     monkeypatch.setattr(tidy.Tidy.__init__, "__defaults__", (0.0,))
     ranks.run(ranks.experiment(steps=3))
     assert len(given) == 2 * 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is about glibc")
+def test_the_end_of_a_threads_own_stretch_is_given_back_too() -> None:
+    said = subprocess.run([sys.executable, "-c", THREAD], capture_output=True, text=True, check=True).stdout.split()
+    left = [float(mb) for mb in said[1::2]]
+    assert len(left) == 2 and max(left) < 2, f"MB left by malloc_trim, and then: {said}"
+
+
+def test_a_board_gives_back_what_its_charts_took_on_the_thread_that_drew_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a recorded run, which nothing else looks after."""
+    given: list[tuple[str, int]] = []
+    for name in ("give_back", "give_back_own"):
+        monkeypatch.setattr(tidy, name, lambda name=name: given.append((name, threading.get_ident())))
+    monkeypatch.setattr("widgets.board.OFTEN", 0.0)
+    board = Board(synthetic.run("DDP", 2, 10))
+    board._hear(None, {"kind": "hello", "page": "p"}, [])
+    assert given == [(name, threading.get_ident()) for name in ("give_back", "give_back_own")]

@@ -10,6 +10,8 @@ import pyarrow as pa
 
 EVERY = 30.0  # seconds, of ranks
 OFTEN = 5.0  # of who reads the record: what a view needs for a moment grows with it
+TRIM, MMAP = -1, -3  # what mallopt calls its thresholds,
+MOST = 32 << 20  # bytes: and the most to which glibc itself raises the second one, the first to twice that
 
 
 def give_back() -> None:
@@ -19,11 +21,29 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Tidy:
-    """Does so again and again, where something goes on for hours: it takes a millisecond or two."""
+def give_back_own() -> None:
+    """Gives back what is free at the end of the stretch from which this thread has its memory.
 
-    def __init__(self, every: float = EVERY) -> None:
-        self.every = every  # seconds
+    malloc_trim leaves that where the thread is not the first (glibc 2.36): tens of MB for each that has needed them for
+    a moment. It goes when a block is freed while the threshold is low; then that is what glibc itself would come to.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        get, free = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", libc)), libc.free
+        libc.mallopt(TRIM, 1 << 18)
+        free(ctypes.c_void_p(get(100_000)))  # of more than 64 kB, at which it looks
+        libc.mallopt(MMAP, MOST)
+        libc.mallopt(TRIM, 2 * MOST)
+
+
+class Tidy:
+    """Does so again and again, where something goes on for hours: it takes a millisecond or two.
+
+    own: also at the end of this thread's own stretch
+    """
+
+    def __init__(self, every: float = EVERY, *, own: bool = False) -> None:
+        self.every, self.own = every, own  # seconds
         self._at = time.monotonic()
 
     def due(self) -> None:
@@ -31,3 +51,5 @@ class Tidy:
         if time.monotonic() - self._at > self.every:
             self._at = time.monotonic()
             give_back()
+            if self.own:
+                give_back_own()
