@@ -6,9 +6,10 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from workbench.cluster.place import ClusterError, Place
@@ -67,6 +68,24 @@ def test_a_controller_that_lost_a_port_to_somebody_is_replaced(place: Place, fre
         shown = ports(json.loads(owned.introduction.read_text()))
         assert len(shown) > 6 and shown <= listened(owned.started["controller"].pid)
         assert os.stat(owned.introduction).st_mode & 0o77 == 0
+
+
+def test_what_a_controller_has_forked_ends_with_it(place: Place) -> None:
+    """As one that ends by itself for want of a port leaves it behind, and nobody has noted it."""
+    owned = Processes(place)
+    made_here.append(owned)
+    owned.start(0)
+    assert wait_for(owned.introduce, 60)
+    controller = psutil.Process(owned.started["controller"].pid)
+    children = controller.children(recursive=True)
+    assert children
+    controller.kill()
+    try:
+        assert not psutil.wait_procs(children, timeout=30)[1]
+    finally:
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def test_where_it_loses_one_again_and_again_that_is_said(place: Place, free: list[int]) -> None:

@@ -39,6 +39,7 @@ def main(kind: str, file: str) -> None:
     if kind == "engine":
         live(Path(file).parent)
     keep_watch(Path(file).parent)
+    os.register_at_fork(after_in_child=partial(follow, os.getpid()))
     from ipyparallel.controller.app import main as become
     become()
 
@@ -62,6 +63,17 @@ def keep_watch(place: Path) -> None:
     from workbench.cluster.place import Place
 
     threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()
+
+
+def follow(parent: int) -> None:
+    """Has a thread end this process, which is a fork of `parent`, once that is gone: threads of that are not here."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=look, name="parent watch", daemon=True).start()
 
 
 def ends(become: Callable[[], None]) -> NoReturn:
