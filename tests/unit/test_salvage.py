@@ -105,3 +105,32 @@ def test_a_policy_is_told_once_of_a_change_that_was_made_again() -> None:
     for counts, known in ((4, [one, *parts, last]), (3, [one, *parts]), (2, [one]), (1, [one]), (0, [])):
         Outliving.plan_again(run, counts)  # type: ignore[arg-type]
         assert run.steering.made == known, counts
+
+
+def test_who_knows_most_of_the_changes_tells_the_others_though_all_go_back_to_a_checkpoint() -> None:
+    """Rank 0 had not made the last one when another was lost, and the rank that came knows none."""
+    changes = [Change(1, "lr", 0.1), Change(4, "bucket_mb", 1.0, by="AdaComm", reason="it falls"), Change(5, "lr", 0.3)]
+    told: dict[int, str] = {}
+
+    def steering(rank: int, count: int) -> Steering:
+        async def gather(mine: int) -> list[int]:
+            assert mine == count
+            return [2, 3, 0]
+
+        async def tell(text: str, by: int) -> str:
+            told.update({rank: text} if text else {})
+            return told[by]
+
+        run = SimpleNamespace(obeyed=0, experiment=setting(), rank=Rank(rank, 3, 0), gather=gather, told=tell)
+        made = Steering(run)
+        for change in changes[:count]:
+            asyncio.run(made.heeding(change, asyncio.sleep(0, True)))
+            run.obeyed += 1
+        return made
+
+    for one in (each := [steering(1, 3), steering(0, 2), steering(2, 0)]):
+        asyncio.run(one.agree())
+    assert set(told) == {1} and all(one.made == changes and one._held == {"lr": 0} for one in each)
+    for one in each:
+        one.undo(2)
+        assert one.made == changes[:2]

@@ -69,7 +69,7 @@ class Outliving:
         if len(came.members) > len(came.places):
             await self.rate.agree(self)
             await self.finite.agree()
-        await self.steering.agree(came.furthest[0])
+        await self.steering.agree()
         self._entered()
         await self.share_out(ahead=came.salvaged is not None)
         if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:

@@ -111,8 +111,13 @@ class Steering:
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
-    async def agree(self, by: int) -> None:
-        """What was changed so far, and what of it by people, as rank `by` has it: others have come, or were behind."""
+    async def agree(self) -> None:
+        """What was changed so far, and what of it by people, as who knows most has it: some have come, or were behind.
+
+        On all ranks together, once each has undone what does not count.
+        """
+        counts = await self.run.gather(len(self.made))
+        by = counts.index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.told(json.dumps([mine, self._held]) if self.run.rank.id == by else "", by)
         known, self._held = json.loads(said)
