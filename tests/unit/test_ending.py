@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,7 +312,30 @@ def test_others_come_though_the_word_that_the_run_trains_was_lost_with_the_rank_
     assert until(lambda: asked) and asked == [("running", 3)]
 
 
-def test_nobody_comes_to_a_run_that_is_over_before_anybody_said_that_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_are_lost_while_nobody_can_be_asked_yet_are_replaced_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two who ask side by side would each ask for one more than there are."""
+    there, asked = SimpleNamespace(engines=[], death=lambda rank: None), list[int]()
+    live = Live(Run({}, live=True), there, Changes(Experiment(ranks=4, on_death="replace"), []), "g")  # type: ignore[arg-type]
+    monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
+    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append(ranks))
+    live.members = (2, 3)
+    for _ in range(2):
+        live.evicting._begin_replacing(1)
+    live.state = "running"
+    assert until(lambda: asked) and asked == [4]
+    assert until(lambda: not any(thread.name == "run replacing" for thread in threading.enumerate()))
+    live.evicting._begin_replacing(1)
+    assert until(lambda: asked[1:]) and asked == [4, 3]
+
+
+@pytest.mark.parametrize("over", [
+    lambda live: live.leave("the run is not followed here any more"), lambda live: live.come_to_end(),
+    lambda live: setattr(live, "state", "failed")], ids=["left", "stopping", "failed"])  # fmt: skip
+def test_nobody_comes_to_a_run_that_is_over_before_anybody_said_that_it_trains(
+    over: Callable[[Live], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     there: Any = SimpleNamespace(engines=[], death=lambda rank: None)
     live = Live(Run({}, live=True), there, Changes(Experiment(ranks=2, on_death="replace"), []), "g")
     monkeypatch.setattr(evicting, "resize", lambda live, ranks: pytest.fail("nobody is to come"))
@@ -319,9 +343,10 @@ def test_nobody_comes_to_a_run_that_is_over_before_anybody_said_that_it_trains(m
     live.evicting.lacking = 1
     live.evicting.attached()
     replacing = [thread for thread in threading.enumerate() if thread.name == "run replacing"]
-    live.leave("the run is not followed here any more")
+    over(live)
+    notes = list(live.notes)
     assert replacing and until(lambda: not any(thread.is_alive() for thread in replacing))
-    assert live.notes == ["the run is not followed here any more"]
+    assert live.notes == notes
 
 
 def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

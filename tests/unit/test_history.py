@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.sim.insides import simulated
-from tests.sim.test_mortal import ends, setting
+from tests.sim.test_mortal import ends, members, setting
 from tests.unit.test_crash import crash
 from tests.unit.test_policies import Halver
 from tests.unit.test_resizing import Crowd
@@ -31,15 +31,15 @@ def told(run: Run) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
 def test_one_who_came_and_is_the_first_now_leaves_alone_what_a_person_set_before(strategy: Strategy) -> None:
-    with Crowd(resized(strategy, policy=Halver(look_every=5))) as crowd:
-        crowd.first.request({"kind": "change", "path": "lr", "value": 0.04, "id": "by hand"})
+    with Crowd(resized(strategy, policy=Halver(look_every=5), diverged=0.0)) as crowd:
+        crowd.first.request({"kind": "change", "path": "lr", "value": 0.001, "id": "by hand"})
         crowd.until(lambda: crowd.said("change"))
         crowd.resize(0, 1, 2)
         assert {len(known(s.training)) for s in crowd.there} == {1}
         crowd.resize(2)
         assert crowd.first.member == 2
         crowd.reach(crowd.first.rank.step + 12)
-        assert crowd.first.experiment.lr == 0.04
+        assert crowd.first.experiment.lr == 0.001
         crowd.stopped()
     assert [said["id"] for said in crowd.said("change")] == ["by hand"]
 
@@ -53,3 +53,13 @@ def test_so_does_a_simulated_one(real: bool) -> None:
     assert sorted(last) == [2, 3], "all who were there have been replaced"
     assert {tuple(known(s)) for s in last.values()} == {tuple(told(run))}
     assert [said["value"] for _, _, said in run.details("change") if said["path"] == "lr"] == [0.04]
+
+
+def test_who_came_knows_that_decisions_are_given() -> None:
+    """A run is simulated again with all that was changed in it: nobody decides a second time, whoever is first."""
+    e = setting(DDP(), ranks=2, steps=400, pace=300.0, on_death="replace", policy=Halver(look_every=50), lr=0.5)
+    run, _ = simulated(e, crash(5, 0), crash(300, 0))
+    made = [(step, said["path"], said["value"]) for step, _, said in run.details("change")]
+    assert [at for at, path, _ in made if path == "lr"][-1] > 300 and len(members(run)) == 4
+    again, _ = simulated(e, *run.changes)
+    assert [(step, said["path"], said["value"]) for step, _, said in again.details("change")] == made

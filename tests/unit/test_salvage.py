@@ -107,6 +107,15 @@ def test_a_policy_is_told_once_of_a_change_that_was_made_again() -> None:
         assert run.steering.made == known, counts
 
 
+def test_what_a_policy_has_brought_about_stays_though_a_rank_was_lost_before_its_look_was_over() -> None:
+    run = SimpleNamespace(taken=[], planned=[], obeyed=3, _made=[None] * 3, experiment=setting(), rank=Rank(0, 4, 0))
+    run.steering = Steering(run)
+    part = Change(4, "bucket_mb", 1.0, by="AdaComm")
+    assert asyncio.run(run.steering.heeding(part, asyncio.sleep(0, True)))
+    Outliving.plan_again(run, 3)  # type: ignore[arg-type]
+    assert run.steering.made == [part]
+
+
 def test_who_knows_most_of_the_changes_tells_the_others_though_all_go_back_to_a_checkpoint() -> None:
     """Rank 0 had not made the last one when another was lost, and the rank that came knows none."""
     changes = [Change(1, "lr", 0.1), Change(4, "bucket_mb", 1.0, by="AdaComm", reason="it falls"), Change(5, "lr", 0.3)]

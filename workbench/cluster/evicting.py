@@ -17,6 +17,7 @@ from workbench.cluster.meeting import cannot_start
 from workbench.cluster.place import ClusterError
 from workbench.cluster.resizing import LOOK, idle, resize, returned
 from workbench.cluster.silence import Verdict, named
+from workbench.record.run import FINAL
 from workbench.settings import KnobError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class Evicting:
         self.preempted: dict[int, float | None] = {}
         self._replaced: set[int] = set()  # in whose place another is to come
         self._refused = ""
-        self._lock = threading.Lock()
+        self._lock, self._counts = threading.Lock(), threading.Lock()
+        self._wanted = 0  # how many are to come in for others and nobody has seen to yet
 
     # -- what the ranks do
 
@@ -114,7 +116,10 @@ class Evicting:
             self._begin_replacing(count)
 
     def _begin_replacing(self, count: int) -> None:
-        threading.Thread(target=self._replace, args=(count,), name="run replacing", daemon=True).start()
+        with self._counts:
+            self._wanted += count
+            if self._wanted == count:  # else one waits already who sees to these, too
+                threading.Thread(target=self._replace, name="run replacing", daemon=True).start()
 
     # -- what is asked
 
@@ -179,12 +184,16 @@ class Evicting:
             raise ClusterError(f"rank={these}: the others cannot go on alone: {reason}")
         return not reason
 
-    def _replace(self, count: int) -> None:
+    def _replace(self) -> None:
         """Others come in, as many as are gone: idle engines, or new ones; or as many as there are."""
         live = self.live
         while live.state == "starting":  # the word that they train may have been lost with who says it: who is first
             if live.over.wait(LOOK):  # now does so once they have gone on
-                return
+                break
+        with self._counts:
+            count, self._wanted = self._wanted, 0
+        if live.over.is_set() or live.ending.asked or live.state in FINAL:
+            return
         try:
             if cannot_start(live.cluster, 1):
                 count = min(count, len(idle(live)) + len(returned(live)))

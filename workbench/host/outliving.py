@@ -109,7 +109,8 @@ class Outliving:
         todo, undone = [*self.taken, *self.planned], self.obeyed - changes
         again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
         self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
-        self.steering.undo(changes)
+        if undone > 0:
+            self.steering.undo(changes)
 
     @property
     @abstractmethod

@@ -107,7 +107,7 @@ class Steering:
             self._plan(following - 1, following)
 
     def undo(self, changes: int) -> None:
-        """Only so many of the changes that were obeyed count."""
+        """Only so many of the changes that were obeyed count, fewer than were."""
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
@@ -119,8 +119,8 @@ class Steering:
         counts = await self.run.gather(len(self.made))
         by = counts.index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
-        said = await self.run.told(json.dumps([mine, self._held]) if self.run.rank.id == by else "", by)
-        known, self._held = json.loads(said)
+        said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
+        known, self._held, self._given = json.loads(said)
         self._after = [n for n, _, _ in known]
         self.made = [Change.read(plain, step) for _, step, plain in known]
 
