@@ -112,17 +112,12 @@ class Steering:
         del self.made[count:], self._after[count:]
 
     async def agree(self) -> None:
-        """What was changed so far, and what of it by people, as who knows most has it: some have come, or were behind.
-
-        On all ranks together, once each has undone what does not count.
-        """
-        counts = await self.run.gather(len(self.made))
-        by = counts.index(max(counts))
+        """What was changed so far, and what by people, as who knows most has it: some have come, or were behind."""
+        by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
         known, self._held, self._given = json.loads(said)
-        self._after = [n for n, _, _ in known]
-        self.made = [Change.read(plain, step) for _, step, plain in known]
+        self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
 
     def _looks(self, policy: Policy, after: int) -> int:
         """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
