@@ -39,7 +39,7 @@ def main(kind: str, file: str) -> None:
     if kind == "engine":
         live(Path(file).parent)
     keep_watch(Path(file).parent)
-    os.register_at_fork(after_in_child=partial(follow, os.getpid()))
+    os.register_at_fork(after_in_child=follow)
     from ipyparallel.controller.app import main as become
     become()
 
@@ -65,8 +65,9 @@ def keep_watch(place: Path) -> None:
     threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()
 
 
-def follow(parent: int) -> None:
-    """Has a thread end this process, which is a fork of `parent`, once that is gone: threads of that are not here."""
+def follow() -> None:
+    """Has a thread end this process, which was forked just now, once its parent is gone, whose threads are not here."""
+    parent = os.getppid()
 
     def look() -> None:
         while os.getppid() == parent:
