@@ -183,7 +183,7 @@ def test_a_recorded_run_opens_without_torch(name: str) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 400
     if text.strip():
         assert described(path)[0], "no module docstring"
 
