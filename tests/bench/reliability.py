@@ -13,13 +13,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import deaths_page, soak_page
+from tests.bench import deaths_page, joins_page, soak_page
 from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
+# Sections that stand between "A hundred kills" and "Changes without faults": heading, file in docs/data, text from it.
+SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
+    ("Faults while ranks join", "joins.json", joins_page.describe),
+)
 CHANGES, FAULTS = 10_000, 500  # asked for
 KINDS = {
     "kill": "the engine of a rank killed (SIGKILL)",
@@ -63,8 +68,8 @@ checkpoint; saving and loading are the training function's own. | \
 Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs that were changed without faults
 
 
-def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each, Each]:
-    """The rounds of all campaigns, the interrupts, the labs without faults, the hour, others, and kills."""
+def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each, Each, dict[str, Any]]:
+    """The rounds of all campaigns, the interrupts, the labs without faults, the hour, others, kills, and `SECTIONS`."""
     rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
               for one in json.loads(file.read_text())["each"]]  # fmt: skip
     broken, calm = (json.loads(file.read_text())["each"] if file.exists() else []
@@ -72,7 +77,8 @@ def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each, Each]:
     hour, same = (json.loads(file.read_text()) if file.exists() else None
                   for file in (data / "soak.json", data / "recovering.json"))  # fmt: skip
     kills = [json.loads(file.read_text()) for file in sorted(data.glob("deaths/*.json"))]
-    return rounds, broken, calm, hour or {}, same or [], kills
+    more = {name: json.loads(file.read_text()) for _, name, _ in SECTIONS if (file := data / name).exists()}
+    return rounds, broken, calm, hour or {}, same or [], kills, more
 
 
 def seconds(times: list[float]) -> str:
@@ -188,12 +194,15 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
 
 
 def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None,
-         kills: Each | None = None) -> str:  # fmt: skip
-    """docs/reliability.md."""
+         kills: Each | None = None, more: dict[str, Any] | None = None) -> str:  # fmt: skip
+    """docs/reliability.md. more: by file name what the sections of `SECTIONS` are written from."""
+    sections = "".join(f"## {head}\n\n{describe((more or {}).get(name, {}))}\n" for head, name, describe in SECTIONS)
+    files = ", ".join(f"`docs/data/{name}`" for _, name, _ in SECTIONS)
     return f"""# What labs were put through, and how they came through it
 
 Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/deaths/`,
-`docs/data/torture.json`, `docs/data/interrupts.json`, `docs/data/soak.json` and `docs/data/recovering.json`.
+`docs/data/torture.json`, `docs/data/interrupts.json`, `docs/data/soak.json`, `docs/data/recovering.json` and
+{files}.
 
 {against(rounds, broken, calm)}
 ## Campaigns
@@ -212,7 +221,7 @@ hold whatever the machine was busy with besides, so they are upper bounds.
 
 {deaths_page.section(kills or [])}
 
-## Changes without faults
+{sections}## Changes without faults
 
 Four ranks, two runs in a lab: bursts of up to eight changes at once, pipelines and slices among them. No step mixes
 settings, ranks agree to the bit, no row is lost, and the second run leaves no more threads or descriptors than the

@@ -58,3 +58,16 @@ def test_kills_are_noticed_as_soon_as_is_asked_or_not() -> None:
     assert "| the whole model | no | 100 | 99 | 0.50, 1.50, 2.00 | 0.50, 1.50, 2.00 | 3 |" in text
     assert "- whole models, quiet: noticed within 1 s is asked of the median, 0.50 s: kept." in text
     assert "- parts, busy: noticed within 3 s is asked of the 95th percentile, 3.30 s: **not kept**." in text
+
+
+def test_rounds_with_faults_while_ranks_join_are_counted_by_fault_and_setting() -> None:
+    one = {"seed": 3, "setting": "DDP", "how": "resize", "kinds": ["old"], "faults": ["killed rank 0"]}
+    rounds = [{**one, "outcome": "went on", "why": ""}, {**one, "outcome": "ended", "why": "nobody holds it"},
+              {**one, "kinds": ["old", "cut"], "outcome": "wrong", "why": "mean loss 2.302"}]  # fmt: skip
+    controls = {"DDP": {"runs": 2, "alarms": []}, "ZeRO3": {"runs": 2, "alarms": ["mean loss 0.5"]}}
+    text = reliability.page([], [], [], {}, more={"joins.json": {"each": rounds, "controls": controls}})
+    assert "3 rounds: in 1 the survivors trained on, 1 ended with a documented error, 1 were wrong." in text
+    assert "**297 of 300 rounds are still to be played.**" in text
+    assert "| an old rank killed | 2 | 1 | 1 | 0 |" in text and "| DDP | 3 | 1 | 1 | 1 |" in text
+    assert "- seed 3, DDP, killed rank 0: mean loss 2.302 Not mended yet." in text
+    assert "4 undisturbed runs with further seeds went through the same check of losses; 1 gave an alarm." in text

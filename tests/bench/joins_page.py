@@ -1,0 +1,65 @@
+"""The part of docs/reliability.md about faults while ranks join."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tests.joins import KINDS, LIMIT, REFERENCES, STEPS, WINDOW
+
+ASKED = 300  # faults
+ABOUT = f"""Each round trains one run of {STEPS} steps. New ranks join it, and a fault falls at a random moment of it.
+`make joins` plays the rounds. Each seed is one round. Odd rounds run next to two processes that spin. In three of ten
+rounds a new rank replaces a killed one (`on_death="replace"`). In the others `lab.resize` asks for new ranks. A round
+passes if the run ends as planned and each mean of {WINDOW} losses after the fault lies within the range of {REFERENCES}
+undisturbed runs with other seeds. It also passes if the run ends with a documented error and no survivor held the full
+state. A round is wrong if anything else happens, or if the run takes over {LIMIT:g} s.
+"""
+
+
+def name_kind(one: dict[str, Any]) -> str:
+    return one["kinds"][0] if len(one["kinds"]) == 1 else "two"
+
+
+def describe(joins: dict[str, Any]) -> str:
+    """The section's text."""
+    rounds = joins.get("each", [])
+    if not rounds:
+        return f"{ABOUT}\nNot measured yet.\n"
+    every = Counter(one["outcome"] for one in rounds)
+    missing = f" **{ASKED - len(rounds)} of {ASKED} rounds are still to be played.**" if len(rounds) < ASKED else ""
+    text = (f"{len(rounds)} rounds: in {every['went on']} the survivors trained on, {every['ended']} ended with a "
+            f"documented error, {every['wrong']} were wrong.{missing}\n")  # fmt: skip
+    settings = {one["setting"]: one["setting"] for one in rounds}
+    tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
+              tabulate(rounds, settings, lambda one: one["setting"], "setting")]  # fmt: skip
+    return "\n".join([ABOUT, text, *tables, *describe_controls(joins.get("controls", {})), "", *list_wrong(rounds)])
+
+
+def tabulate(rounds: list[dict[str, Any]], rows: dict[str, str], key: Any, head: str) -> str:
+    lines = [f"| {head} | rounds | trained on | ended with an error | wrong |", "| --- | --- | --- | --- | --- |"]
+    for name, words in rows.items():
+        count = Counter(one["outcome"] for one in rounds if key(one) == name)
+        lines.append(f"| {words} | {count.total()} | {count['went on']} | {count['ended']} | {count['wrong']} |")
+    return "\n".join(lines)
+
+
+def describe_controls(controls: dict[str, Any]) -> list[str]:
+    """How often the check of losses gives an alarm without a fault."""
+    if not controls:
+        return []
+    runs, alarms = sum(one["runs"] for one in controls.values()), sum(len(one["alarms"]) for one in controls.values())
+    return ["", f"Control: {runs} undisturbed runs with further seeds went through the same check of losses; {alarms} "
+                f"gave an alarm."]  # fmt: skip
+
+
+def list_wrong(rounds: list[dict[str, Any]]) -> list[str]:
+    """A line for each wrong round; "mended" says what was mended since."""
+    lines = []
+    for one in rounds:
+        if one["outcome"] == "wrong":
+            faults = ", ".join(one.get("faults") or [one["how"]])
+            since = f"Mended since: {one['mended']}" if "mended" in one else "Not mended yet."
+            why = one["why"].splitlines()[0][:200]
+            lines.append(f"- seed {one['seed']}, {one['setting']}, {faults}: {why} {since}")
+    return lines

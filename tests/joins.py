@@ -1,0 +1,410 @@
+"""Injects faults while ranks join a run, and checks what the survivors train on.
+
+    python -m tests.joins --rounds 300 --out docs/data/joins.json [--first 0] [--minutes 60]
+
+A round is one run of `STEPS` steps. After step `JOIN` new ranks come in, by `lab.resize` or for a rank that was killed
+(`on_death="replace"`). At a random moment of the join the round injects one fault or two. Odd rounds run next to two
+processes that spin. The seed of a round decides the setting, the kind of fault and its delay after the request.
+
+Each setting has a reference: `REFERENCES` undisturbed runs with other seeds and the same join. A round passes in one
+of two ways. Either the run ends as planned, and each window of `WINDOW` losses after the fault lies within the range
+of the reference. Or the run ends with a documented error, and no survivor held the full state. `--controls` runs
+undisturbed runs with further seeds through the same check. They show how often the check alone gives an alarm.
+
+The file keeps every round. A later call goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+import workbench
+from tests.harm import shut
+from tests.spinning import spinning
+from tests.waiting import until
+from workbench import Digits, Experiment, Lab, Pipeline, Run, Tensor, Whole
+from workbench.lab import RankError
+
+STEPS, JOIN, WINDOW, NEAR = 160, 50, 12, 40
+REFERENCES = 10
+LIMIT = 120.0  # seconds for a run of about ten: a hang, not a busy machine, takes longer
+STOPPED = 1.5  # seconds for which a stopped process stands still
+TOGETHER = 0.1  # seconds within which the second of two faults follows
+SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("DDP", Whole()), ("LocalSGD", Whole()), ("DiLoCo", Whole()), ("ZeRO1", Whole()), ("DDP", Pipeline()),
+    ("SlowMo", Whole()), ("ZeRO3", Whole()), ("DDP", Tensor()), ("Gossip", Whole()), ("AsyncServer", Whole()),
+    ("TorchDDP", Whole()), ("LocalSGD", Pipeline()), ("ShadowEASGD", Whole()), ("HSDP", Whole()), ("Hogwild", Whole()),
+)  # fmt: skip
+KINDS = {
+    "old": "an old rank killed",
+    "new": "a new rank killed",
+    "both": "an old and a new rank killed",
+    "all old": "all old ranks killed",
+    "cut": "every connection between two ranks shut down",
+    "two": "two of these, or a process stopped for 1.5 s, within 100 ms",
+}
+
+Say = Callable[[str], None]
+
+
+class Plan(NamedTuple):
+    """What one round does. delay: share of a usual join that passes before the fault."""
+
+    strategy: str
+    partition: Any
+    how: str
+    kinds: tuple[str, ...]
+    delay: float
+    gap: float
+    busy: bool
+
+    @property
+    def setting(self) -> str:
+        return name_setting(self.strategy, self.partition)
+
+
+def name_setting(strategy: str, partition: Any) -> str:
+    way = type(partition).__name__
+    return strategy if way == "Whole" else f"{strategy}, {way}"
+
+
+def plan_round(seed: int) -> Plan:
+    """What the round of this seed does."""
+    rng = random.Random(seed)
+    strategy, partition = SETTINGS[seed % len(SETTINGS)]
+    kind = rng.choice(list(KINDS))
+    kinds = tuple(rng.choice(("old", "new", "cut", "stop")) for _ in range(2)) if kind == "two" else (kind,)
+    how = "replace" if rng.random() < 0.3 else "resize"
+    return Plan(strategy, partition, how, kinds, rng.uniform(0.0, 1.3), rng.uniform(0.0, TOGETHER), seed % 2 == 1)
+
+
+def make_experiment(strategy: str, partition: Any, seed: int, how: str = "resize") -> Experiment:
+    """A run of two ranks that is long enough for a join; checkpoints are made every 20 steps."""
+    ranks = 4 if how == "replace" else 2
+    return Experiment(task=Digits(hidden=2048), strategy=getattr(workbench, strategy)(), partition=partition,
+                      ranks=ranks, steps=STEPS, pace=15.0, eval_every=0, save_every=20, diverged=0, seed=seed,
+                      on_death="replace" if how == "replace" else "go on").checked()  # fmt: skip
+
+
+# -- what a run's losses say
+
+
+def list_windows(run: Run, after: float = -math.inf) -> Iterator[tuple[int, float]]:
+    """(first step, mean) of each window of `WINDOW` losses that one rank made later than `after` seconds."""
+    rows = run.samples[(run.samples["name"] == "loss") & (run.samples["t"] > after)]
+    for _, mine in rows.sort_values("t").groupby("rank"):
+        means = mine["value"].rolling(WINDOW).mean().dropna()
+        steps = mine["step"].shift(WINDOW - 1)[means.index]
+        yield from zip(steps.astype(int), means, strict=True)
+
+
+def widen(reference: dict[str, list[float]], run: Run) -> None:
+    """Adds the windows of an undisturbed run to a reference: the lowest and the highest mean by first step."""
+    for step, mean in list_windows(run):
+        low, high = reference.get(str(step), (math.inf, -math.inf))
+        reference[str(step)] = [min(low, mean), max(high, mean)]
+
+
+def find_outliers(reference: dict[str, list[float]], windows: list[tuple[int, float]]) -> list[str]:
+    """Windows outside of the range that the reference has within `NEAR` steps, in words."""
+    found = []
+    for step, mean in windows:
+        near = [reference[key] for k in range(step - NEAR, step + NEAR + 1) if (key := str(k)) in reference]
+        low, high = min(low for low, _ in near), max(high for _, high in near)
+        if not low <= mean <= high:
+            found.append(f"mean loss {mean:.3f} from step {step} on; undisturbed {low:.3f} to {high:.3f}")
+    return found
+
+
+# -- a round
+
+
+class Join:
+    """A run whose join is under way, and the processes that take part in it."""
+
+    def __init__(self, lab: Lab, run: Run, plan: Plan, seed: int) -> None:
+        self.lab, self.run, self.plan, self.rng = lab, run, plan, random.Random(seed + 1)
+        self.old = tuple(lab.members)
+        self.pids: dict[int, int] = {}
+        self.killed: set[int] = set()
+        self.log: list[str] = []
+        self.look()
+
+    def look(self) -> None:
+        """Notes the processes of all ranks that the lab knows now."""
+        self.pids |= {row["rank"]: row["pid"] for row in self.lab.status if row["pid"]}
+
+    def begin(self) -> None:
+        """Asks for new ranks: by `resize`, or by a death that a new rank replaces."""
+        if self.plan.how == "resize":
+            self.lab.resize(4)
+            return
+        victim = self.old[-1]
+        self.old = self.old[:-1]
+        os.kill(self.pids[victim], signal.SIGKILL)
+        self.killed.add(victim)
+
+    @property
+    def new(self) -> list[int]:
+        """Ranks that come in: members, or engines that are to be."""
+        self.look()
+        first = 2 if self.plan.how == "resize" else max(self.old) + 2
+        return [rank for rank in sorted(self.pids) if rank >= first]
+
+    def draw(self, which: str) -> int | None:
+        known = [r for r in (self.old if which == "old" else self.new) if r not in self.killed]
+        return self.rng.choice(known) if known else None
+
+    def kill(self, rank: int | None) -> None:
+        if rank is None:
+            self.log.append("no rank to kill")
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank], signal.SIGKILL)
+            self.killed.add(rank)
+            self.log.append(f"killed rank {rank}")
+
+    def inject(self, kind: str) -> None:
+        """Makes one fault now."""
+        match kind:
+            case "old" | "new":
+                self.kill(self.draw(kind))
+            case "both":
+                self.kill(self.draw("old"))
+                self.kill(self.draw("new"))
+            case "all old":
+                for rank in self.old:
+                    self.kill(rank)
+            case "cut":
+                self.cut()
+            case "stop":
+                self.stop()
+
+    def stop(self) -> None:
+        """Stops a process, and lets it go on later."""
+        rank = self.draw(self.rng.choice(("old", "new")))
+        if rank is not None:
+            process = psutil.Process(self.pids[rank])
+            process.suspend()
+            self.log.append(f"stopped rank {rank}")
+            self.resumes = (time.monotonic() + STOPPED, process)
+
+    resumes: tuple[float, psutil.Process] | None = None
+
+    def let_go_on(self) -> None:
+        if self.resumes is not None:
+            time.sleep(max(0.0, self.resumes[0] - time.monotonic()))
+            with suppress(psutil.NoSuchProcess):
+                self.resumes[1].resume()
+
+    def cut(self) -> None:
+        """Shuts down every connection between two ranks, at one end."""
+        there = [r for r in (*self.old, *self.new) if r not in self.killed]
+        if len(there) < 2:
+            self.log.append("no connection to cut")
+            return
+        one, other = self.rng.sample(there, 2)
+        theirs = [(tuple(c.raddr), tuple(c.laddr))
+                  for c in psutil.Process(self.pids[other]).net_connections("tcp") if c.raddr]  # fmt: skip
+        engine = next(e.id for e in self.lab.cluster.engines if e.rank == one)
+        ends = self.lab.cluster.call(engine, shut, theirs, timeout=LIMIT)
+        self.log.append(f"cut {ends} connections between ranks {one} and {other}")
+
+
+def play(seed: int, reference: dict[str, Any], say: Say) -> dict[str, Any]:
+    """One round; "outcome": "went on", "ended" or "wrong", and why."""
+    plan, began = plan_round(seed), time.monotonic()
+    out: dict[str, Any] = {"seed": seed, "setting": plan.setting, "how": plan.how, "kinds": plan.kinds,
+                           "busy": plan.busy}  # fmt: skip
+    with spinning(2) if plan.busy else nullcontext(), tempfile.TemporaryDirectory() as folder:
+        try:
+            with Lab(ranks=4, name=f"joins-{os.getpid()}-{seed}", spare=int(plan.how == "replace")) as lab:
+                out |= disturb(lab.wait(LIMIT), plan, seed, reference, Path(folder))
+        except Exception as error:
+            say(traceback.format_exc())
+            out |= {"outcome": "wrong", "why": f"{type(error).__name__}: {error}"}
+    out["seconds"] = round(time.monotonic() - began, 1)
+    say(json.dumps(out))
+    return out
+
+
+def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Runs the round's run on a lab, and judges it."""
+    e = make_experiment(plan.strategy, plan.partition, 1000 + seed, plan.how)
+    run = lab.run(e, out=folder / "run")
+    if not until(lambda: not lab.live or min(row["step"] or 0 for row in lab.status[: e.ranks]) >= JOIN, LIMIT):
+        raise TimeoutError(f"the run did not reach step {JOIN}: {lab.notes[-3:]}")
+    join = Join(lab, run, plan, seed)
+    join.begin()
+    asked = time.monotonic()
+    time.sleep(plan.delay * reference["join"])
+    moment = read_clock(run)
+    for number, kind in enumerate(plan.kinds):
+        if number:
+            time.sleep(plan.gap)
+        join.inject(kind)
+    found: dict[str, Any] = {"faults": join.log, "after": round(time.monotonic() - asked, 2)}
+    join.let_go_on()
+    error = None
+    try:
+        run.wait(LIMIT)
+    except TimeoutError as late:
+        where = f"{late}; {lab._live.whereabouts() if lab._live else ''}; {lab.notes[-4:]}"
+        lab.abort()
+        return {**found, "outcome": "wrong", "why": f"did not end: {where}"}
+    except RankError as raised:
+        error = raised
+    return {**found, **judge(run, join, error, list_windows_after(run, moment), reference)}
+
+
+def read_clock(run: Run) -> float:
+    """The record's time of the newest loss, in seconds."""
+    losses = run.samples[run.samples["name"] == "loss"]
+    return float(losses["t"].max()) if len(losses) else 0.0
+
+
+def list_windows_after(run: Run, moment: float) -> list[tuple[int, float]]:
+    return list(list_windows(run, moment))
+
+
+def judge(run: Run, join: Join, error: RankError | None, windows: list[tuple[int, float]],
+          reference: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """Whether a run ended as it may."""
+    outliers = find_outliers(reference["windows"], windows)
+    if outliers:
+        return {"outcome": "wrong", "why": f"{len(outliers)} of {len(windows)} windows: {outliers[0]}"}
+    if error is None and run.state == "done":
+        if not windows:
+            return {"outcome": "wrong", "why": "the run ended as planned, and no loss came after the fault"}
+        return {"outcome": "went on", "why": ""}
+    survivors = [rank for rank in join.old if rank not in join.killed]
+    text = f"{run.state}: {error or join.lab.notes[-2:]}"
+    whole = type(join.plan.partition).__name__ == "Whole" and not join.plan.strategy.startswith(("ZeRO", "HSDP"))
+    cut = any("cut" in line for line in join.log)
+    if whole and survivors and not cut:
+        return {"outcome": "wrong", "why": f"the run ended, though ranks {survivors} held the full state: {text}"}
+    return {"outcome": "ended" if documented(error, join.lab.notes) else "wrong", "why": text[:400]}
+
+
+DOCUMENTED = ("cannot go on without it", "nobody holds", "no rank that is left holds", "holds the full state")
+
+
+def documented(error: RankError | None, notes: list[str]) -> bool:
+    """Whether a run that ended said why, in a sentence that docs/reliability.md lists."""
+    return any(sentence in text for sentence in DOCUMENTED for text in (str(error), *map(str, notes[-6:])))
+
+
+# -- references
+
+
+def measure_reference(strategy: str, partition: Any, say: Say) -> dict[str, Any]:
+    """Undisturbed runs with the same join: the range of their windows, and seconds that a join takes."""
+    windows: dict[str, list[float]] = {}
+    joins = []
+    with Lab(ranks=4, name=f"joins-{os.getpid()}-reference") as lab, tempfile.TemporaryDirectory() as folder:
+        lab.wait(LIMIT)
+        for seed in range(REFERENCES):
+            run, took = run_undisturbed(lab, make_experiment(strategy, partition, seed), Path(folder, str(seed)))
+            widen(windows, run)
+            joins.append(took)
+    found = {"join": round(sorted(joins)[len(joins) // 2], 2), "windows": windows}
+    say(f"reference of {name_setting(strategy, partition)}: a join takes {found['join']} s")
+    return found
+
+
+def run_undisturbed(lab: Lab, e: Experiment, folder: Path) -> tuple[Run, float]:
+    """A run that two ranks join; the seconds from the request until all four train."""
+    run = lab.run(e, out=folder)
+    if not until(lambda: not lab.live or (lab.status[0]["step"] or 0) >= JOIN, LIMIT):
+        raise TimeoutError(f"the run did not reach step {JOIN}: {lab.notes[-3:]}")
+    began = time.monotonic()
+    lab.resize(4).wait(LIMIT)
+    took = time.monotonic() - began
+    run.wait(LIMIT)
+    return run, took
+
+
+def check_controls(strategy: str, partition: Any, reference: dict[str, Any], seeds: range) -> list[str]:
+    """Alarms that the check gives for undisturbed runs with further seeds."""
+    alarms = []
+    with Lab(ranks=4, name=f"joins-{os.getpid()}-control") as lab, tempfile.TemporaryDirectory() as folder:
+        lab.wait(LIMIT)
+        for seed in seeds:
+            run, _ = run_undisturbed(lab, make_experiment(strategy, partition, seed), Path(folder, str(seed)))
+            alarms += find_outliers(reference["windows"], list(list_windows(run)))[:1]
+    return alarms
+
+
+def round_numbers(value: Any) -> Any:
+    """The same value with four digits behind the point, so that the file stays small."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: round_numbers(one) for key, one in value.items()}
+    return [round_numbers(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def count_outcomes(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many rounds had each outcome."""
+    return {"rounds": len(rounds), **Counter(one["outcome"] for one in rounds)}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--rounds", type=int, default=300, help="how many the file is to hold in the end")
+    ask.add_argument("--minutes", type=float, default=1e6, help="begin no round after so many minutes")
+    ask.add_argument("--first", type=int, default=0, help="seed of the first round")
+    ask.add_argument("--only", type=int, nargs="*", help="play these seeds, and write nothing")
+    ask.add_argument("--controls", type=int, default=0, help="check so many undisturbed runs of each setting")
+    ask.add_argument("--out", type=Path, default=Path("docs/data/joins.json"))
+    a = ask.parse_args()
+    kept = json.loads(a.out.read_text()) if a.out.exists() else {"references": {}, "controls": {}, "each": []}
+    say: Say = lambda line: print(line, flush=True)  # noqa: E731
+    end = time.monotonic() + 60 * a.minutes
+
+    def save() -> None:
+        if a.only is None:
+            a.out.write_text(json.dumps({**kept, "summary": count_outcomes(kept["each"])}) + "\n")
+
+    def refer(seed: int) -> dict[str, Any]:
+        plan = plan_round(seed)
+        if plan.setting not in kept["references"]:
+            kept["references"][plan.setting] = round_numbers(measure_reference(plan.strategy, plan.partition, say))
+            save()
+        return kept["references"][plan.setting]
+
+    if a.controls:
+        for number, (strategy, partition) in enumerate(SETTINGS):
+            alarms = check_controls(strategy, partition, refer(number), range(100, 100 + a.controls))
+            kept["controls"][name_setting(strategy, partition)] = {"runs": a.controls, "alarms": alarms}
+            say(f"{name_setting(strategy, partition)}: {len(alarms)} alarms {alarms}")
+            save()
+        return
+    if a.only is not None:
+        sys.exit(any(play(seed, refer(seed), say)["outcome"] == "wrong" for seed in a.only))
+    while len(kept["each"]) < a.rounds and time.monotonic() < end:
+        seed = a.first + len(kept["each"])
+        kept["each"].append(play(seed, refer(seed), say))
+        save()
+    say(json.dumps(count_outcomes(kept["each"])))
+    sys.exit(any(one["outcome"] == "wrong" for one in kept["each"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The check of `tests/joins.py`: a round's plan depends on its seed alone, and lost training is seen."""
+
+from __future__ import annotations
+
+from tests import joins
+from tests.unit import synthetic
+
+
+def test_a_plan_depends_on_its_seed_alone_and_half_of_the_rounds_are_busy() -> None:
+    plans = [joins.plan_round(seed) for seed in range(300)]
+    assert plans == [joins.plan_round(seed) for seed in range(300)]
+    assert sum(plan.busy for plan in plans) == 150
+    assert {plan.setting for plan in plans} == {joins.name_setting(*one) for one in joins.SETTINGS}
+    single = {kinds[0] for plan in plans if len(kinds := plan.kinds) == 1}
+    assert single == set(joins.KINDS) - {"two"} and any(len(plan.kinds) == 2 for plan in plans)
+    assert all(0 <= plan.gap <= joins.TOGETHER for plan in plans)
+
+
+def test_a_loss_outside_of_the_reference_is_found_and_one_inside_is_not() -> None:
+    reference: dict[str, list[float]] = {}
+    run = synthetic.run(ranks=2, steps=60, changes=())
+    joins.widen(reference, run)
+    windows = list(joins.list_windows(run))
+    assert len(windows) == 2 * (60 - joins.WINDOW + 1) and joins.find_outliers(reference, windows) == []
+    highest = max(high for _, high in reference.values())
+    assert joins.find_outliers(reference, [(30, highest + 0.1)]) and joins.find_outliers(reference, [(30, -1e9)])
+    assert len(list(joins.list_windows(run, after=1e9))) == 0
