@@ -21,6 +21,7 @@ from workbench.cluster.errors import RankError as RankError
 from workbench.cluster.handles import Handles
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
+from workbench.cluster.waiting import wait_for_stop
 from workbench.cluster.whole import whole
 from workbench.experiment import Experiment, given
 from workbench.record.display import dashboard, face, show
@@ -176,6 +177,8 @@ class Lab(Handles):
     ) -> Run:  # fmt: skip
         """Starts a run and returns it at once; the one under way if it is of this very experiment.
 
+        A run that was asked to stop is waited for, at most 60 s. Raises ClusterError if it is not over then.
+
         resume:  goes on from a checkpoint: its folder, or a run's directory, whose newest it is. Without an experiment
                  as it was, to the bit in lockstep; with one, what is otherwise is changed before the first step.
         changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
@@ -188,6 +191,8 @@ class Lab(Handles):
             begun = resumed(resume, None if experiment is None else wanted, given.changes(changes) or None, self.ranks)
             wanted, changes = launch.within(begun.experiment, self.ranks), begun.changes
         wanted = wanted if on_nan is None else wanted.set("on_nan", on_nan)
+        if self._live and self._live.state == "stopping":
+            wait_for_stop(self._live)
         if self.live and self._live:
             if begun is None and (experiment is None or wanted in (self.experiment, self._live.began_with)):
                 return cast(Run, self._live.run)

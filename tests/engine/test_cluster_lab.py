@@ -23,6 +23,7 @@ from tests.waiting import until
 from workbench.cluster import launch
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError, Place, alive
+from workbench.cluster.waiting import wait_for_stop
 from workbench.cluster.wire import Batch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
@@ -193,6 +194,26 @@ def test_stop_reaches_a_rank_that_is_blocked(lab: Lab) -> None:
     lab.stop()
     assert until(lambda: not lab.live) and run.state == "stopped"
     assert not run.details("torn"), "it was told, and not made to leave"
+
+
+def test_a_run_waits_for_the_one_before_it_that_was_asked_to_stop(lab: Lab) -> None:
+    first = lab.run(Experiment(steps=10_000))
+    assert until(lambda: lab.status[0]["step"])
+    lab.stop()
+    second = lab.run(Experiment(steps=20))
+    assert first.state == "stopped" and second is not first
+    lab.abort()
+    third = lab.run()
+    assert second.state == "stopped" and third is not second
+    assert third.wait(60).state == "done" and third.made == 20
+
+
+def test_a_run_that_does_not_stop_in_time_is_named_with_what_helps(lab: Lab) -> None:
+    run = lab.run(Experiment(steps=10_000))
+    assert lab._live is not None
+    with pytest.raises(ClusterError, match=rf"{run.name} was asked to stop .* 0.1 s: .* lab.abort\(\)"):
+        wait_for_stop(lab._live, patience=0.1)
+    assert lab.live
 
 
 def test_what_ranks_say_is_recorded_by_rank(lab: Lab) -> None:

@@ -9,11 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from workbench.settings.doing import seen
+from workbench.cluster.place import ClusterError
+from workbench.settings.doing import doing, seen
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
     from workbench.record.run import Run
+
+STOP = 60.0  # seconds that a new run waits for the run before it, which was asked to stop
+
+
+def wait_for_stop(live: Live, patience: float = STOP) -> None:
+    """Waits until a run that was asked to stop is over. Raises ClusterError if that takes longer than `patience` s."""
+    with doing(f"waiting for {live.run.name} to stop"):
+        if not live.over.wait(patience):
+            raise ClusterError(
+                f"the run {live.run.name} was asked to stop and is not over after {patience:g} s: "
+                f"{live.whereabouts()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
+            )
 
 
 def wait_for_run(live: Live, timeout: float | None = None) -> Run:
