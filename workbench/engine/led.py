@@ -187,7 +187,11 @@ class Led(Dealing):
         task: Any = self.task
         try:
             torch.set_num_threads(1)
-            with as_main(self.run, task) if hasattr(task, "file") else nullcontext(task.run) as train:
+            script = hasattr(task, "file")
+            with (
+                self.run.session.children.of_this_thread(),
+                as_main(self.run, task) if script else nullcontext(task.run) as train,
+            ):
                 train()
         except Over:
             pass

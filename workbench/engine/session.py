@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from workbench.engine.at import op_of, status
+from workbench.engine.children import Children
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
 from workbench.engine.device.gauge import gauge
 from workbench.engine.following import Following
@@ -89,6 +90,7 @@ class Session:
         self.born = time.monotonic()  # when set-up began
         self.wires: list[Wire] = []
         self.files: list[Path] = []
+        self.children = Children()
         self.training: Training | None = None
         self._asked = threading.Event()  # a person asked for the end: whoever loses a peer from now on has not failed
         self._told = False  # was it told to leave?
@@ -213,7 +215,8 @@ class Session:
         read = gauge(self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v))
         self.born = time.monotonic()
         try:
-            live_through(self)
+            with self.children.of_this_thread():
+                live_through(self)
         except Spare as spare:
             self.say("stopped", str(spare))
         except Aborted:
@@ -248,10 +251,11 @@ class Session:
 
     def tear_down(self) -> None:
         """Gives everything back; whatever fails on the way, the record's last row says that this rank has left."""
-        try:
-            self._give_back()
-        except Exception:
-            self.mark("log", {"stream": "stderr", "text": traceback.format_exc()})
+        for give_back in (self._give_back, self.children.end):
+            try:
+                give_back()
+            except Exception:
+                self.mark("log", {"stream": "stderr", "text": traceback.format_exc()})
         if self.phase not in FINAL:
             self.say("failed", "its training thread ended without a word")
         self.mark("end", {"rank": self.member, "state": self.phase})

@@ -1,0 +1,91 @@
+"""Processes that the threads of a run start, such as the workers of a DataLoader. They end with the run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+PATIENCE = 2.0  # seconds that a process has to end after SIGTERM, before it is killed
+
+_runs: dict[int, Children] = {}  # by thread, the run that it belongs to
+
+
+class Children:
+    """The processes that one rank's threads have started.
+
+    A process that a `%%px` cell starts while the rank trains belongs to nobody here, and goes on.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[BaseProcess] = []
+
+    @contextmanager
+    def of_this_thread(self) -> Iterator[None]:
+        """Notes every process that this thread starts inside the block."""
+        note_processes()
+        _runs[threading.get_ident()] = self
+        try:
+            yield
+        finally:
+            del _runs[threading.get_ident()]
+
+    def end(self) -> None:
+        """Ends the daemonic processes among them. Others outlive the run, as whoever started them wished."""
+        left = _living(self._started)
+        if left:
+            _shut_down_loaders({process.pid for process in left})
+        for process in (left := _living(left)):
+            process.terminate()
+        for process in left:
+            process.join(PATIENCE)
+        for process in _living(left):
+            process.kill()
+            process.join(PATIENCE)
+        self._started.clear()
+
+
+def _living(processes: list[BaseProcess]) -> list[BaseProcess]:
+    return [process for process in processes if process.daemon and process.is_alive()]
+
+
+def _shut_down_loaders(pids: set[int | None]) -> None:
+    """Shuts down the iterators whose workers have these pids: torch takes a worker that just ends for a failure.
+
+    A DataLoader with persistent workers starts new ones when it is read again.
+    """
+    loaders, iterators = [], {}
+    for one in gc.get_objects():
+        if type(one) is _MultiProcessingDataLoaderIter and pids & {w.pid for w in one._workers}:
+            iterators[id(one)] = one
+        elif issubclass(type(one), DataLoader):  # isinstance would ask the object
+            loaders.append(one)
+    for loader in loaders:
+        if id(getattr(loader, "_iterator", None)) in iterators:
+            loader._iterator = None
+    for iterator in iterators.values():
+        iterator._shutdown_workers()  # type: ignore[no-untyped-call]
+
+
+@cache
+def note_processes() -> None:
+    """From now on each process that a thread of a run starts is noted. Other threads are not affected."""
+    BaseProcess.start = _noted(BaseProcess.start)  # type: ignore[method-assign]
+
+
+def _noted(start: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(start)
+    def noted(self: Any) -> None:
+        start(self)
+        run = _runs.get(threading.get_ident())
+        if run is not None:
+            run._started.append(self)
+
+    return noted
