@@ -53,7 +53,14 @@ class Exercise:
         note("exercise", question)
 
     def check(self, *answer: Any, **named: Any) -> str:
-        """Holds an answer against what was run; it may be tried as often as one likes."""
+        """Judges an answer; you may try as often as you like. An answer with a None in it is none, and does not count.
+
+        >>> Exercise("Half of four?", lambda n: (n == 2, "Right.")).check(n=None)
+        'Write down your answer first: n is None.'
+        """
+        if missing := [name for name, value in (*enumerate(answer, start=1), *named.items()) if value is None]:
+            which = ", ".join(name if isinstance(name, str) else f"answer {name}" for name in missing)
+            return Said(f"Write down your answer first: {which} {'are' if len(missing) > 1 else 'is'} None.")
         right, said = self._judge(*answer, **named)
         answers = ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())])
         tried(self.question, answers, bool(right))  # a judge may say it by numpy's

@@ -96,7 +96,7 @@ def test_frames_are_made_again_only_when_rows_came() -> None:
 def test_summary_and_line_say_how_far_how_fast_how_good() -> None:
     run = synthetic.run(steps=160)
     s = run.summary()
-    assert (s["strategy"], s["ranks"], s["steps"], s["state"], s["changes"]) == ("DDP", 4, 160, "done", 2)
+    assert (s["strategy"], s["ranks"], s["steps"], s["state"], s["changes"]) == ("LocalSGD", 4, 160, "done", 2)
     assert 0.09 < s["step_s"] < 0.2 and 2.5 < s["held_out"] < 3.5 and s["bytes_per_step"] > 0
     assert "\n" not in repr(run) and "4 ranks, 160 steps" in repr(run) and "2 changes" in repr(run)
     json.dumps(s)

@@ -8,6 +8,7 @@ import numpy as np
 
 from workbench.analysis.examples import examples_per_second, recent, serving
 from workbench.analysis.memory import memory
+from workbench.analysis.settings import stretches
 from workbench.analysis.steps import bytes_per_step
 from workbench.analysis.window import Window, last_steps, newest, ranks_of, stands_for
 
@@ -21,13 +22,14 @@ RECENT = 50  # steps
 def summary(run: Run) -> dict[str, Any]:
     """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
 
+    strategy, compressor: in force after the last change; ranks: at the start
     steps:      that have ended on every rank that trains; who serves makes none
     stands_for: for how many of the ranks each stands that is on the record; 1: all are
     examples_per_second: of all ranks together; None where the record does not say how many a step has
     missing, unwritten: rows that are lost, and rows that are here and not in the run directory
     memory_peak: bytes, of the rank that held most at a time; None where the record does not say
     """
-    tl = run.timeline
+    tl, now = run.timeline, stretches(run)[-1].settings
     first, stop = _trained(tl)
     w = Window(tl, first, stop)
     seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
@@ -37,8 +39,8 @@ def summary(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "state": run.state,
-        "strategy": _name(run.settings.get("strategy")),
-        "compressor": _name(run.settings.get("compressor")),
+        "strategy": _name(now.get("strategy")),
+        "compressor": _name(now.get("compressor")),
         "ranks": int(run.settings.get("ranks") or len(ranks_of(tl.spans.rows()))),
         "stands_for": stands_for(tl),
         "steps": stop,

@@ -28,6 +28,7 @@ class Cast(Codec):
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("FP16", "BF16", "Half")
     to: str = knob("bf16", choices=("fp16", "bf16"), doc="the 16-bit float that crosses the wire")
 
     linear: ClassVar[bool] = True

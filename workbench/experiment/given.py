@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from workbench.experiment.experiment import Experiment
-from workbench.settings import Change, KnobError, resolved, short, with_values
+from workbench.settings import Change, KnobError, knobs, resolved, short, with_values
 from workbench.strategies import TorchDDP
 from workbench.tasks.script import Script
 
-MAX_RANKS = 64
+MAX_RANKS = 64  # that a lab starts
+LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")  # that are simulated
 LONGEST = 10**9  # steps
 LONGEST_PATH, LONGEST_NAME = 1024, 200  # letters
 
@@ -30,7 +31,8 @@ def system() -> None:
 def ranks(value: Any) -> int:
     """A number of ranks that a lab can start."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
-        raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}]")
+        raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}]: as many ranks as a lab starts "
+                        f"as processes; simulate(experiment) takes up to {LIMIT} ranks")  # fmt: skip
     return value
 
 

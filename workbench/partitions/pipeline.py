@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from workbench.compressors import Compressor, Dense
 from workbench.partitions._base import Coding, Partition
@@ -52,6 +52,7 @@ class Pipeline(Partition):
     2019, https://arxiv.org/abs/1811.06965
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("PP", "PipelineParallel")
     stages: int = knob(2, 2, 64, unit="stages", doc="p: ranks that make one replica")
     micros: int = knob(4, 1, 1024, unit="micro-batches", doc="m: equal parts that a replica's batch is cut into")
     schedule: Schedule = knob(OneFOneB(), doc="in which order a stage computes forwards and backwards")

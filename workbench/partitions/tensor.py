@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from workbench.compressors import Compressor, Dense
 from workbench.partitions._base import Coding, Partition
@@ -52,6 +53,7 @@ class Tensor(Partition):
     parallel training?", 2023, https://arxiv.org/abs/2301.02654
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("TP", "TensorParallel")
     ways: int = knob(2, 2, 64, unit="ranks", doc="t: ranks that compute each layer together")
     sequence: bool = knob(False, doc="between layers each rank has its own positions only (sequence parallelism)")
 

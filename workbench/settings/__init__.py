@@ -6,7 +6,6 @@ from workbench.settings.changes import fold as fold
 from workbench.settings.changes import resolved as resolved
 from workbench.settings.family import Family as Family
 from workbench.settings.found import KnobError as KnobError
-from workbench.settings.found import find as find
 from workbench.settings.found import member as member
 from workbench.settings.found import members as members
 from workbench.settings.found import renamed as renamed
@@ -17,8 +16,8 @@ from workbench.settings.knobs import checked as checked
 from workbench.settings.knobs import describe as describe
 from workbench.settings.knobs import knob as knob
 from workbench.settings.knobs import knobs as knobs
-from workbench.settings.knobs import normalise as normalise
 from workbench.settings.knobs import walk as walk
+from workbench.settings.named import find as find
 from workbench.settings.paths import AND as AND
 from workbench.settings.paths import each as each
 from workbench.settings.paths import joined as joined
@@ -27,6 +26,7 @@ from workbench.settings.paths import with_value as with_value
 from workbench.settings.paths import with_values as with_values
 from workbench.settings.plain import from_plain as from_plain
 from workbench.settings.plain import in_words as in_words
+from workbench.settings.plain import normalise as normalise
 from workbench.settings.plain import to_plain as to_plain
 
 __all__ = [

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-from workbench.settings.knobs import normalise
+from workbench.settings.plain import normalise
 
 
 class Family(ABC):
@@ -15,6 +15,7 @@ class Family(ABC):
 
     __family__: ClassVar[bool] = True
     home: ClassVar[str] = ""
+    known_as: ClassVar[tuple[str, ...]] = ()  # a member's other names in the field, for hints alone
     old: ClassVar[tuple[str, ...]] = ()  # knobs that it had in an earlier version; see `formerly`
     renamed: ClassVar[dict[str, str]] = {}  # what a member overrode by these names has other names today
 

@@ -6,7 +6,6 @@ of another package that is installed and names its module as an entry point of t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -94,21 +93,6 @@ def member(home: str, name: str) -> Any:
     if name[:1].isupper() and name in (files := shipped(home)):
         return getattr(importlib.import_module(files[name]), name)
     raise AttributeError(f"module {home!r} has no attribute {name!r}")
-
-
-def find(base: type[M], name: str) -> type[M]:
-    """The member called `name`; an unknown name is answered with the nearest one."""
-    every = members(base)
-    if not isinstance(name, str):
-        raise KnobError(f"{base.__name__.lower()}={short(name)}: must be a name; there are {', '.join(every)}")
-    if name in every:
-        return every[name]
-    for cls in every.values():  # what runs that were recorded earlier say
-        if name in getattr(cls, "formerly_called", ()):
-            return cls
-    near = difflib.get_close_matches(name, every, n=1, cutoff=0.3)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
-    raise KnobError(f"{base.__name__.lower()}={short(name)}: no such {base.__name__.lower()}; {hint}")
 
 
 def short(value: Any, most: int = 100) -> str:

@@ -194,13 +194,6 @@ def checked(thing: Any, path: str = "") -> Any:
     return replace(thing, **found) if found else thing
 
 
-def normalise(thing: Any, path: str | None = None) -> None:
-    """Checks the knobs of a settings object that is being made, and puts each into its type; raises KnobError."""
-    before = f"{type(thing).__name__}." if path is None else path
-    for k in knobs(thing):
-        object.__setattr__(thing, k.name, k.check(k.default, before + k.name))
-
-
 def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
     """All knobs of `thing` and of what it holds, as (dotted path, knob)."""
     for k in knobs(thing):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 from workbench.settings.found import KnobError, short
 from workbench.settings.knobs import Knob, checked, walk
-from workbench.settings.plain import from_plain, to_plain
+from workbench.settings.named import hint_for_knob
+from workbench.settings.plain import from_plain, read_value, to_plain
 
 AND = ", "  # between the paths of knobs that are set at once
 
@@ -52,8 +52,7 @@ def resolve(thing: Any, path: str) -> tuple[str, Knob]:
         return hits[0], every[hits[0]]
     if hits:
         raise KnobError(f"{path}: could mean any of {', '.join(hits)}; say more of it")
-    near = difflib.get_close_matches(path, every, n=3, cutoff=0.4) or [p for p in every if "." not in p] or list(every)
-    raise KnobError(f"{path[:100]}: no such knob here; did you mean {', '.join(near)}?")
+    raise KnobError(f"{path[:100]}: no such knob here; {hint_for_knob(path[:100], every)}")
 
 
 def _subsequence(short: list[str], full: list[str]) -> bool:
@@ -71,9 +70,7 @@ def with_value(thing: Any, path: str, value: Any) -> Any:
         if isinstance(path, str) and (now := _formerly(thing, path, value)) is not None:
             return now
         raise
-    if k.element or is_dataclass(k.kind):
-        value = from_plain(value, k.element or k.kind, full)
-    value = k.check(value, full)
+    value = k.check(read_value(k, value, full), full)
     if is_dataclass(value) and not isinstance(value, type):
         value = checked(value, full)
     return _put(thing, full.split("."), value)

@@ -8,8 +8,9 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from workbench.settings.found import KnobError, find, short
-from workbench.settings.knobs import field_types
+from workbench.settings.found import KnobError, short
+from workbench.settings.knobs import Knob, field_types, knobs
+from workbench.settings.named import find
 
 
 def to_plain(value: Any) -> Any:
@@ -52,6 +53,23 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
         raise KnobError(f"{path or name}: {name} has no knob {short(others[0])}; {hint}")
     return member(**{k: _field_from_plain(v, types[k], f"{path}.{k}") for k, v in settings.items()})
+
+
+def normalise(thing: Any, path: str | None = None) -> None:
+    """Checks the knobs of a settings object that is being made, and puts each into its type; raises KnobError.
+
+    A member of a family may be given by its name, or as `to_plain` writes it.
+    """
+    before = f"{type(thing).__name__}." if path is None else path
+    for k in knobs(thing):
+        object.__setattr__(thing, k.name, k.check(read_value(k, k.default, before + k.name), before + k.name))
+
+
+def read_value(k: Knob, value: Any, path: str) -> Any:
+    """The value for knob `k` that `value` means: names and plain JSON become members; all else stays as it is."""
+    if k.element is not None and isinstance(value, (list, tuple)):
+        return from_plain(value, k.element, path)
+    return from_plain(value, k.kind, path) if isinstance(value, (str, dict)) and is_dataclass(k.kind) else value
 
 
 def _field_from_plain(plain: Any, hint: Any, path: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from workbench.sim.fits import MOST, longest, require_room
 from workbench.sim.simulate import rehearsed
 from workbench.tasks import Learner
 
+REASONS = 3  # that an error names
 ALL = 64  # ranks up to which each has its own speed
 SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
 
@@ -72,7 +73,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     partitions: by default the whole model, also with checkpointing, and all ways to cut it in stages and slices whose
                 ranks are a divisor of all
 
-    Raises KnobError where nothing says how long compute lasts.
+    Raises KnobError where nothing says how long compute lasts, and where no pair is left: with the reasons.
     """
     e = given.experiment(experiment).checked()
     if not e.pace and costs is None:
@@ -81,31 +82,43 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
         )
     costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
     costs = costs.even(e.ranks) if e.ranks > ALL else costs
-    learner = e.task.build()
-    ways = _able(e, list(partitions) or list(_ways(e)), learner)
-    found, seen = [], dict[Any, Any]()  # passes without values, which are the same in many pairs
+    learner, why = e.task.build(), list[str]()
+    ways = _able(e, list(partitions) or list(_ways(e)), learner, why)
+    found, seen = list[Planned](), dict[Any, Any]()  # passes without values, which are the same in many pairs
     pairs = list(product(list(strategies) or _exact(e), ways))
     with doing("planning", len(pairs)) as work:
         for strategy, way in pairs:
             once: tuple[Any, Any] = (learner, seen) if learner.pure else (e.task.build(), None)
-            if (row := _simulated(e, strategy, way, costs, *once)) is not None:
-                found.append(row)
+            row = _simulated(e, strategy, way, costs, *once)
+            found.append(row) if isinstance(row, Planned) else why.append(row)
             work.step()
+    if not found:
+        raise KnobError(_nothing(why))
     return sorted(found, key=lambda row: (row.step_s, row.peak))
 
 
-def _able(e: Experiment, ways: list[Partition], learner: Learner) -> list[Partition]:
-    """Those that the model can be cut by, which is soon told; what a strategy says to them comes later."""
+def _nothing(why: list[str]) -> str:
+    """The sentence for a plan without a pair: how many were refused, and the most frequent reasons."""
+    reasons = [reason for reason, _ in Counter(why).most_common(REASONS)]
+    more = f"; and {len(set(why)) - len(reasons)} other reasons" if len(set(why)) > len(reasons) else ""
+    return f"plan: no strategy and partition can train this experiment ({len(why)} refused): {'; '.join(reasons)}{more}"
+
+
+def _able(e: Experiment, ways: list[Partition], learner: Learner, why: list[str]) -> list[Partition]:
+    """The ways by which the model can be cut, which takes no simulation. Reasons against the other ways go to `why`."""
     model, found = outline(learner), []
     for way in ways:
-        with suppress(KnobError):
+        try:
             spread_of(replace(e, partition=way, batch=e.batch * way.size), model, learner)
             found.append(way)
+        except KnobError as error:
+            why.append(f"{_said(way)}: {error}")
     return found
 
 
 def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
-               seen: dict[Any, Any] | None) -> Planned | None:  # fmt: skip
+               seen: dict[Any, Any] | None) -> Planned | str:  # fmt: skip
+    """The row of a pair, or why the pair is refused."""
     looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
     never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
     stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
@@ -119,8 +132,8 @@ def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learn
         held = analysis.memory(run.timeline)
         if e.memory_mb:
             require_room(e, held)
-    except (KnobError, OutOfMemory):
-        return None
+    except (KnobError, OutOfMemory) as error:
+        return f"{_said(strategy)}, {_said(way)}: {error}"
     times = analysis.step_times(run.timeline, looked, stop)
     away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
     sent = float(analysis.bytes_per_step(run.timeline, stop - looked, stop).mean())

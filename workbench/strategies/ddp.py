@@ -27,6 +27,7 @@ class DDP(Strategy):
     https://arxiv.org/abs/2006.15704
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("DataParallel", "DistributedDataParallel", "AllReduce")
     accumulate: int = knob(1, 1, 64, unit="batches", doc="batches whose gradients are added before each exchange")
 
     alike: ClassVar[bool] = True

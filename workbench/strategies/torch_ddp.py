@@ -23,6 +23,7 @@ class TorchDDP(Strategy):
     Reference: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("DistributedDataParallel",)
     exact: ClassVar[bool] = True
     follows: ClassVar[bool] = True
     opaque: ClassVar[bool] = True

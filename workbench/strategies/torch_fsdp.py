@@ -34,6 +34,7 @@ class TorchFSDP(Strategy):
     Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, https://arxiv.org/abs/1910.02054
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("FSDP", "FSDP2", "FullyShardedDataParallel")
     exact: ClassVar[bool] = True
     opaque: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"

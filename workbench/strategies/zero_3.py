@@ -45,6 +45,7 @@ class ZeRO3(ZeRO2):
     https://arxiv.org/abs/2304.11277
     """
 
+    known_as: ClassVar[tuple[str, ...]] = ("FSDP", "FSDP2", "FullyShardedDataParallel")
     prefetch: int = knob(1, 0, 64, unit="buckets", doc="gathered ahead of what is read: less waiting, more memory")
 
     shards: ClassVar[frozenset[str]] = frozenset({"optimizer state", "gradients", "parameters"})
