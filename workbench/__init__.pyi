@@ -47,6 +47,7 @@ from workbench.fabric.algorithms.auto import Auto as Auto
 from workbench.fabric.algorithms.by_group import ByGroup as ByGroup
 from workbench.fabric.algorithms.double_tree import DoubleTree as DoubleTree
 from workbench.fabric.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
+from workbench.fabric.algorithms.hierarchical import Hierarchical as Hierarchical
 from workbench.fabric.algorithms.native import Native as Native
 from workbench.fabric.algorithms.parameter_server import ParameterServer as ParameterServer
 from workbench.fabric.algorithms.ring import Ring as Ring

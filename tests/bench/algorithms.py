@@ -31,7 +31,15 @@ from tests.ranks import Rows
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.fabric.algorithms import Algorithm, DoubleTree, HalvingDoubling, ParameterServer, Ring, TwoLevel
+from workbench.fabric.algorithms import (
+    Algorithm,
+    DoubleTree,
+    HalvingDoubling,
+    Hierarchical,
+    ParameterServer,
+    Ring,
+    TwoLevel,
+)
 from workbench.rank import Rank
 from workbench.settings import knob
 from workbench.strategies import Strategy
@@ -44,7 +52,8 @@ FLAT: dict[str, Algorithm] = {
     "double tree": DoubleTree(),
     "one server": ParameterServer(),
 }
-ALL = {**FLAT, "two levels": TwoLevel()}  # of two sites, one leader each: between them any way is the same
+SITES: dict[str, Algorithm] = {"tree of leaders": TwoLevel(), "hierarchical": Hierarchical()}  # by rings between sites
+ALL = {**FLAT, **SITES}
 CLOSE = 1.03  # of the quickest: as quick
 ASKED = 9  # of ten cells
 

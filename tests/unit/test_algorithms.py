@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from workbench.fabric.algorithms import (
     ByGroup,
     DoubleTree,
     HalvingDoubling,
+    Hierarchical,
     Native,
     ParameterServer,
     Ring,
@@ -38,9 +39,11 @@ LINK = Link(bandwidth=80.0, latency=2.0)  # 10 bytes in a microsecond
 WAYS: dict[str, Algorithm] = {
     "ring": Ring(), "halving": HalvingDoubling(), "tree": DoubleTree(pieces=1), "tree in pieces": DoubleTree(pieces=3),
     "sites of two": TwoLevel(site=2), "sites of three": TwoLevel(site=3, between=HalvingDoubling()),
-    "one site": TwoLevel(site=64), "one server": ParameterServer(), "servers": ParameterServer(every=True),
+    "one site": TwoLevel(site=64), "parts of two": Hierarchical(site=2),
+    "parts of three": Hierarchical(site=3, between=HalvingDoubling()), "parts of all": Hierarchical(site=64),
+    "one server": ParameterServer(), "servers": ParameterServer(every=True),
 }  # fmt: skip
-EXACT = {name: way for name, way in WAYS.items() if name not in ("tree in pieces", "sites of three")}
+EXACT = {name: way for name, way in WAYS.items() if name not in ("tree in pieces", "sites of three", "parts of three")}
 
 
 def exchanged(way: Algorithm, xs: list[torch.Tensor], op: str = "sum", seed: int = 0) -> list[tuple[int, int, int]]:
@@ -113,6 +116,7 @@ def test_whole_numbers_are_added_up_exactly(way: Algorithm) -> None:
         (ParameterServer(every=True), 8, 14, 2 * 7 * 512),
         (ParameterServer(), 8, 1, 4096),
         (TwoLevel(site=4), 8, 1, 4096),
+        (Hierarchical(site=4), 8, 8, 6 * 1024 + 2 * 512),
     ],
 )
 def test_the_last_rank_sends_as_many_messages_and_bytes_as_the_paper_says(
@@ -120,6 +124,16 @@ def test_the_last_rank_sends_as_many_messages_and_bytes_as_the_paper_says(
 ) -> None:
     mine = [nbytes for source, _, nbytes in exchanged(way, drawn(p, 1024)) if source == p - 1]
     assert (len(mine), sum(mine)) == (messages, bytes_of_4096)
+
+
+@pytest.mark.parametrize(("p", "sizes"), [(8, [4, 4]), (6, [4, 2]), (7, [3, 3, 1]), (5, [4, 1])])
+def test_hierarchical_sends_a_ring_s_bytes_and_between_sites_one_part_per_owner(p: int, sizes: list[int]) -> None:
+    site, n, k, m = sizes[0], 1200, min(sizes), len(sizes)
+    sent = exchanged(Hierarchical(site=site), drawn(p, n))
+    assert sum(nbytes for *_, nbytes in sent) == 2 * (p - 1) * 4 * n
+    for rank in range(p):
+        away = sum(nbytes for source, to, nbytes in sent if source == rank != to and to // site != rank // site)
+        assert away == (2 * (m - 1) * 4 * n // k // m if rank % site < k else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +175,12 @@ def test_formulas_are_those_of_the_papers() -> None:
         Native(): 14 * a + 14 / 8 * b, Ring(): 14 * a + 14 / 8 * b, HalvingDoubling(): 6 * a + 14 / 8 * b,
         ParameterServer(): 14 * (a + b), ParameterServer(every=True): 14 * a + 14 / 8 * b,
         DoubleTree(pieces=1): 10 * (a + b / 2), TwoLevel(site=4): 4 * (a + b) + 2 * (a + b / 2),
+        Hierarchical(site=4): 6 * (a + b / 4) + 2 * (a + b / 8),
     }  # fmt: skip
     for way, seconds in by_hand.items():
         assert way.seconds(fabric, range(8), n) == pytest.approx(seconds), way
     assert HalvingDoubling().seconds(fabric, range(6), n) == pytest.approx(4 * a + 6 / 4 * b + 2 * (a + b))
+    assert Hierarchical(site=4).seconds(fabric, range(6), n) == pytest.approx(6 * (a + b / 2) + 2 * (a + b / 4))
     assert Ring().seconds(fabric, range(8), n, 1e-9) - by_hand[Ring()] == pytest.approx(7 / 8 * n * 1e-9)
 
 
@@ -181,11 +197,25 @@ def test_hundreds_of_pieces_are_put_in_order_at_once_and_each_goes_once_over_eve
     assert all(len({hop.source for hop in now}) == len({hop.to for hop in now}) == len(now) for now in hops)
 
 
-@pytest.mark.parametrize("way", [Ring(), HalvingDoubling(), TwoLevel(), TwoLevel(between=HalvingDoubling())])
+@pytest.mark.parametrize("way", [Ring(), HalvingDoubling(), TwoLevel(), TwoLevel(between=HalvingDoubling()),
+                                 Hierarchical(), Hierarchical(between=HalvingDoubling())])  # fmt: skip
 @pytest.mark.parametrize(("p", "site"), [(8, 4), (8, 2), (4, 2)])
 def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, p: int, site: int) -> None:
     fabric = Fabric(link=LINK, site=site, between_bandwidth=8.0, between_latency=20.0, algorithm=way)
     assert took(p, fabric) == pytest.approx(way.seconds(fabric, range(p), 4 * 5040), rel=1e-9)
+
+
+@pytest.mark.parametrize(("p", "site"), [(6, 4), (7, 4), (5, 4), (8, 3), (10, 4)])
+@pytest.mark.parametrize("between", [(8.0, 20.0), (40.0, 2.0)], ids=str)
+def test_unequal_sites_take_up_to_one_message_between_them_longer(
+    between: tuple[float, float], p: int, site: int
+) -> None:
+    fabric = Fabric(link=LINK, site=site, between_bandwidth=between[0], between_latency=between[1])
+    way, n, sites, k = Hierarchical(), 4 * 5040, -(-p // site), p % site
+    part = 2 * (sites - 1) * (between[1] / 1e3 + n / k / sites * 8e-6 / between[0])
+    said = (site - 1) * 2 * LINK.seconds(n / k, 1) + part
+    assert way.seconds(fabric, range(p), n) == pytest.approx(said)
+    assert said - 1e-9 <= took(p, replace(fabric, algorithm=way)) <= said + part / 2 / (sites - 1) + 1e-9
 
 
 @pytest.mark.parametrize("way", [*EXACT.values(), TwoLevel(site=2, between=HalvingDoubling())], ids=str)
@@ -212,6 +242,14 @@ def test_two_levels_save_latency_between_sites_and_a_ring_bytes() -> None:
 
     assert quicker(1000)
     assert not quicker(100_000_000)
+
+
+def test_auto_takes_the_tree_of_leaders_for_few_bytes_between_sites_and_parts_for_many() -> None:
+    far = Fabric(link=Link(bandwidth=1000.0, latency=0.1), site=6, between_bandwidth=50.0, between_latency=10.0)
+    few, many = (Auto().chosen(far, None, range(12), n) for n in (1000, 4_000_000))
+    assert isinstance(few, TwoLevel) and isinstance(many, Hierarchical)
+    powers = replace(far, site=4)
+    assert Auto().chosen(powers, None, range(8), 4_000_000) == HalvingDoubling(), "the same bytes in fewer messages"
 
 
 def test_auto_takes_whichever_is_over_first() -> None:
@@ -315,7 +353,8 @@ class Pairs(Strategy):
         await rank.sample("mean", float(x.mean()))
 
 
-@pytest.mark.parametrize("way", [Native(), Ring(), HalvingDoubling(), DoubleTree(pieces=1)], ids=str)
+@pytest.mark.parametrize("way", [Native(), Ring(), HalvingDoubling(), DoubleTree(pieces=1), Hierarchical(site=3)],
+                         ids=str)  # fmt: skip
 def test_a_mean_in_a_group_is_over_its_own_ranks(way: Algorithm) -> None:
     e = experiment(4, 2, strategy=Pairs(), pace=1.0, fabric=Fabric(link=LINK, algorithm=way))
     assert [set(samples(simulate(e, real=True), "mean", r)) for r in range(4)] == [{0.5}, {0.5}, {2.5}, {2.5}]
@@ -335,6 +374,8 @@ def test_what_cannot_be_is_refused_in_words() -> None:
         e.set("strategy", TorchDDP()).set("fabric.algorithm", Ring())
     with pytest.raises(KnobError, match=r"between=Native\(\): .*take Ring\(\)"):
         e.set("fabric.algorithm", TwoLevel(between=Native()))
+    with pytest.raises(KnobError, match=r"Hierarchical\.between=Native\(\): .*take Ring\(\)"):
+        e.set("fabric.algorithm", Hierarchical(between=Native()))
     with pytest.raises(KnobError, match=r"between=ByGroup\(\): .*take Ring\(\)"):
         e.set("fabric.algorithm", TwoLevel(between=TwoLevel(between=ByGroup())))
     assert "algorithm=Ring" in (unlike(e.set("fabric.algorithm", Ring()), None) or "")

@@ -29,8 +29,8 @@ class BetweenSites(Compressor):
     neighbouring ranks, the last may be smaller; say the same as `fabric.site`. With m sites of g ranks a rank sends
     2 (g-1)/g of the bucket, and (g-1)/g for the broadcast, inside; its first one what `of` sends among m.
 
-    When to use it: sites with fast wires inside and slow ones between. TwoLevel, a network's algorithm, is the same way
-    without compression.
+    When to use it: sites with fast wires inside and slow ones between. Without compression use `Hierarchical`, an
+    all-reduce algorithm of the network.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2022,
     https://arxiv.org/abs/2107.01499 (hierarchical communication, compressed between machines)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from workbench.fabric.algorithms._base import Algorithm, Among
 from workbench.fabric.algorithms.double_tree import DoubleTree
 from workbench.fabric.algorithms.halving_doubling import HalvingDoubling
+from workbench.fabric.algorithms.hierarchical import Hierarchical
 from workbench.fabric.algorithms.parameter_server import ParameterServer
 from workbench.fabric.algorithms.ring import Ring
 from workbench.fabric.algorithms.two_level import TwoLevel
@@ -63,4 +64,6 @@ def _quickest(auto: Auto, fabric: Fabric, group: Group | None, ranks: tuple[int,
 
 def _ways(fabric: Fabric, ranks: Sequence[int]) -> list[Algorithm]:
     flat = [Ring(), HalvingDoubling(), DoubleTree(), ParameterServer()]
-    return [*flat, *(TwoLevel(between=way) for way in flat[:3])] if fabric.crosses(ranks) else flat
+    if not fabric.crosses(ranks):
+        return flat
+    return [*flat, *(kind(between=way) for kind in (TwoLevel, Hierarchical) for way in flat[:3])]

@@ -1,4 +1,4 @@
-"""TwoLevel: sums are made inside each site first, then among one rank of each, and then handed out inside."""
+"""TwoLevel, a tree of leaders: each site sums up a tree to one rank, these leaders sum, and send the sum back down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, parted
-from workbench.fabric.algorithms.by_group import ByGroup
+from workbench.fabric.algorithms._sites import group_by_site, refuse_between
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
 
@@ -20,31 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel(Algorithm):
-    """Inside a site sums go to its leader, leaders sum among themselves, and each hands the sum out in its site.
+    """A tree of leaders: ranks sum along a tree to their site's leader, leaders sum, and each sends the sum back down.
 
-        inside:    ceil(log2 g) rounds along a binomial tree, in which half of the ranks left send all they have
+        inside:    ceil(log2 g) rounds along a binomial tree; in each, half of the remaining ranks send all they have
         between:   an all-reduce of the m leaders, by an algorithm of its own
-        inside:    the tree the other way
-        time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of m leaders between sites
+        inside:    the same tree, from the leader down
+        time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of n bytes among m leaders
 
-    Of g ranks on a site one sends to other sites, so it is the latency between sites that is saved: m - 1 messages go
-    around where p - 1 would. A flat ring sends no more bytes through a port, and inside each rank sends all it has.
+    Only the m leaders send to other sites: a ring of them pays the latency between sites 2 (m-1) times, a flat ring of
+    all p ranks 2 (p-1) times. But every message carries the whole tensor, inside a site and through a leader's port.
+    To split the tensor inside the site first, as Horovod's hierarchical all-reduce does, use Hierarchical.
 
-    When to use it: several sites with a large latency between them. `fabric.site` says how large they are.
+    When to use it: small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
+    Hierarchical is at least as fast for every size. `fabric.site` sets the size of a site.
 
     Reference: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in
-    Four Minutes", 2018, https://arxiv.org/abs/1807.11205 (hierarchical all-reduce)
+    Four Minutes", 2018, https://arxiv.org/abs/1807.11205 (hierarchical all-reduce with one master per group)
     """
 
     between: Algorithm = knob(Ring(), doc="how leaders sum among themselves")
     site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the Fabric says")
 
     def refuses(self) -> str | None:
-        if self.between.native:
-            return "TwoLevel.between=Native(): the backend's own way has no messages; take Ring()"
-        if isinstance(self.between, ByGroup):
-            return "TwoLevel.between=ByGroup(): leaders of sites are no group of the mesh; take Ring()"
-        return self.between.refuses()
+        return refuse_between("TwoLevel", self.between)
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         leaders, between = [site[0] for site in self._sites(fabric, ranks)], self.between
@@ -53,7 +51,7 @@ class TwoLevel(Algorithm):
         return replace(self, site=self.site or fabric.site or ranks[-1] + 1, between=between)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        sites = _sites(self.site, rank.ranks)
+        sites = group_by_site(self.site, rank.ranks)
         here = rank.few(next(site for site in sites if rank.rank.id in site), "inside")
         parent, children = _binomial(here.index, here.size)
         for child in children:
@@ -74,15 +72,7 @@ class TwoLevel(Algorithm):
         return total + (self.between.seconds(fabric, leaders, nbytes, gamma) if len(leaders) > 1 else 0.0)
 
     def _sites(self, fabric: Fabric, ranks: Sequence[int]) -> list[list[int]]:
-        return _sites(self.site or fabric.site or ranks[-1] + 1, ranks)
-
-
-def _sites(site: int, ranks: Sequence[int]) -> list[list[int]]:
-    """`ranks` by the site on which they are."""
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(rank // site, []).append(rank)
-    return list(found.values())
+        return group_by_site(self.site or fabric.site or ranks[-1] + 1, ranks)
 
 
 def _binomial(i: int, size: int) -> tuple[int | None, list[int]]:
