@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.labs import apart
+from tests.torchrun import HERE, started_by_torchrun
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
@@ -21,7 +18,6 @@ from workbench.strategies import DDP, TorchDDP
 from workbench.tasks import Script
 
 pytestmark = pytest.mark.engine
-HERE = Path(__file__).parents[1] / "scripts_ddp"
 SIX = ["tutorial", "accumulation", "mixed", "scheduler", "two_optimizers", "sampler"]
 
 
@@ -36,32 +32,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             yield made.wait(90)
 
 
-def without_us(name: str, out: Path) -> Any:
-    """What it comes to on two processes that are told what torchrun would tell them, and meet at its store."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
-    asked = [sys.executable, str(HERE / f"{name}.py"), *words(name, out)]
-    ranks = [subprocess.Popen(asked, env={**told, "RANK": r, "LOCAL_RANK": r}) for r in ("0", "1")]
-    try:
-        assert until(lambda: _read(out / f"{name}.pt") is not None, 200)
-    finally:
-        for p in ranks:  # torch's own end may take a minute where no name service answers
-            p.kill()
-            p.wait()
-    return _read(out / f"{name}.pt")
-
-
-def _read(file: Path) -> Any:
-    try:
-        return torch.load(file)
-    except (OSError, RuntimeError, EOFError):  # it is not there yet, or not whole
-        return None
-
-
 @pytest.mark.parametrize("name", SIX)
 def test_a_script_comes_to_the_same_seen_from_outside_and_replaced_live(lab: Lab, name: str, tmp_path: Path) -> None:
-    plain = without_us(name, tmp_path)
+    plain = started_by_torchrun(name, tmp_path / f"{name}.pt", words(name, tmp_path))
     for strategy, turns in ((TorchDDP(), ()), (TorchDDP(), (Change(5, "strategy", "DDP"),)), (DDP(), ())):
         task = Script(file=str(HERE / f"{name}.py"), args=words(name, tmp_path))
         (tmp_path / f"{name}.pt").unlink()

@@ -97,7 +97,7 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             return ("residual", str(detail["text"])) if "text" in detail else None
         case "stood still" | "spool" | "saved" | "not saved" | "data" | "hang" | "evicted" | "asked" | "members":
             return name, str(detail.get("text"))
-        case "rolled back" | "not rolled back" | "preempted" | "profile":
+        case "rolled back" | "not rolled back" | "preempted" | "profile" | "warning":
             return name, str(detail.get("text"))
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))

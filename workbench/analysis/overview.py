@@ -54,7 +54,7 @@ def summary(run: Run) -> dict[str, Any]:
         "changes": len(run.changes),
         "missing": run.missing + int(_newest(run, "dropped") or 0),
         "unwritten": run.unwritten,
-        "warnings": list(run.warnings),
+        "warnings": [*run.warnings, *(str(detail.get("text", "")) for _, _, detail in run.details("warning"))],
     }
 
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -38,7 +39,7 @@ class Dealing:
         self._lent: list[nn.Module] = []  # whose forward is heard
 
     @abstractmethod
-    def forward(self, model: nn.Module, exchanges: bool, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+    def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any] | None: ...
 
     @abstractmethod
     def _meet(self, where: str) -> None: ...
@@ -109,6 +110,7 @@ class Dealing:
             return plain(*args, **kwargs)
         self._inside = True
         try:
-            return self.forward(model, self._last, plain, args, kwargs)
+            around = self.enter_forward(model, self._last) if torch.is_grad_enabled() else None
+            return (plain if around in (None, model) else around)(*args, **kwargs)
         finally:
             self._inside = False

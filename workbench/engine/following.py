@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from workbench.engine.canonical import broadcast_model, check_model
+from workbench.engine.canonical import all_equal, broadcast_model, check_model
 from workbench.engine.led import Led
-from workbench.engine.opaque import wrap
+from workbench.engine.opaque import bucket_cap, wrap
 from workbench.engine.theirs import TheirRate
 from workbench.engine.training import Training
-from workbench.engine.wrapped import Over
+from workbench.engine.wrapped import Over, hook_name
+from workbench.experiment import Experiment
 from workbench.fabric import traffic
 from workbench.host.batches import Batches
+from workbench.host.canonical import state_hash
 from workbench.host.layout import Layout
 from workbench.host.saved.alone import mean_taken
 from workbench.rank import Op
@@ -35,6 +37,17 @@ class Following(Training):
     """A Training that a loop leads; see [Note: Hand in hand] in engine/led.py."""
 
     led: Led
+    script_store: Any = None  # on rank 0: where the script's process group meets
+    recut = False  # has a person set the size of buckets, so that the script's no longer holds?
+    _asked_by_script: Change | None = None  # the size of buckets that the script gives, as a change at the start
+
+    def __init__(self, session: Any, before: Any = None) -> None:
+        try:
+            super().__init__(session, before)
+        except BaseException:
+            if hasattr(self, "led"):
+                self.led.close()  # else the script would wait for good, with its process group open
+            raise
 
     def _make_model(self) -> None:
         e, rank = self.experiment, self.rank
@@ -47,16 +60,35 @@ class Following(Training):
         random.seed(e.seed)
         self.model = self.learner.model()
         self.layout = Layout(self.model, e.bucket_mb)
+        self._take_bucket_size()
         check_model(self.control, self.model)
-        broadcast_model(self.control, self.layout, self.model)
+        if self.led.wrapper is None:
+            broadcast_model(self.control, self.layout, self.model)
+        elif len(set(all_equal(self.control, state_hash(self.layout)))) > 1:
+            raise KnobError(f"{self.led.name}: ranks begin with different parameters, and no strategy trains such; "
+                            f"leave out init_sync=False, and load the same values on all ranks")  # fmt: skip
         self.optimizer = self.make_optimizer(e)
         rank.lr = rate(self.optimizer)
         self.rate = TheirRate(e, self.optimizer)
         self.batches = Batches(self.learner.data, rank.id, rank.size, self.session.device)
         self.restart_data(0)
 
+    def _take_bucket_size(self) -> None:
+        """The script's `bucket_cap_mb` is the run's first change, if nobody has set another `bucket_mb`."""
+        usual = {f.name: f.default for f in fields(Experiment)}["bucket_mb"]
+        self.recut = self.experiment.bucket_mb != usual
+        cap = self.led.wrapper.options.get("bucket_cap_mb") if self.led.wrapper else None
+        if cap is not None and not self.recut:
+            size = min(max(cap * 2**20 / 1e6, 0.01), 1024.0)  # the knob's range
+            self._asked_by_script = Change(0, "bucket_mb", size)
+            self.planned = [self._asked_by_script, *self.planned]
+
     def _make_host(self, first: float | None) -> None:
         super()._make_host(first)
+        if self.rank.id == 0 and self.led.wrapper is not None and self.led.wrapper.comm_hook is not None:
+            name = hook_name(self.led.wrapper.comm_hook)
+            self.mark("warning", {"text": f"the script's communication hook {name} exchanges the gradients: the bytes "
+                                  f"on the record are those of its buckets, and it may send fewer"})  # fmt: skip
         self.host.go_back, self.host.shown = self.led.go_back, self.led.shown
         self.finite.again = False
 
@@ -65,8 +97,35 @@ class Following(Training):
             self.host.forget_hooks()
             lane = self.lane if self.port.active else None
             seen = None if self.chip.runs_ahead else self._exchanged
-            self.host.module = wrap(self.model, self.peers.data, self.experiment.bucket_mb, lane, seen, self.clock.now,
-                                    self.led.options)  # fmt: skip
+            hook = self.led.wrapper.comm_hook if self.led.wrapper else None
+            made = wrap(self.model, self.peers.data, self._options(), lane, seen, self.clock.now, hook)
+            made.broadcast_buffers = self.led.wrapper is None  # the script's wrapper does it, under each strategy
+            self.host.module = made
+
+    def _options(self) -> dict[str, Any]:
+        """Arguments of torch's own wrapper: the script's, but for the size of buckets once a person has set it."""
+        options = dict(self.led.wrapper.options) if self.led.wrapper else {}
+        if self.recut or self.led.wrapper is None:
+            options.pop("bucket_cap_mb_list", None)
+            options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
+        return options
+
+    def able(self, wanted: Experiment) -> Experiment:
+        if self.led.wrapper is not None and self.led.wrapper.comm_hook is not None:
+            self._require_hook_runs(wanted, hook_name(self.led.wrapper.comm_hook))
+        return super().able(wanted)
+
+    def _require_hook_runs(self, wanted: Experiment, hook: str) -> None:
+        """Raises KnobError if the script's communication hook would not exchange the gradients under `wanted`."""
+        name, said = type(wanted.strategy).__name__, f"{self.led.name} registers the communication hook {hook}"
+        if not wanted.strategy.opaque:
+            raise KnobError(f"strategy={name}: {said}, and {name} would exchange gradients without it; take TorchDDP, "
+                            f"or leave register_comm_hook out of the script")  # fmt: skip
+        if wanted.fabric.shaped:
+            raise KnobError(f"fabric: {said}, and an emulated Link cannot carry what it sends; take Fabric(), or leave "
+                            f"register_comm_hook out of the script")  # fmt: skip
+        if self.peers.data is None:
+            raise KnobError(f"ranks=1: {said}, which a run of one rank does not call; take 2 ranks or more")
 
     def unwrap(self) -> None:
         sums = self.led.sums()
@@ -80,9 +139,15 @@ class Following(Training):
         self.record.span(self.rank.step, "comm", name, began, began, self.clock.now(), sent)
 
     async def obey(self, change: Change) -> bool:
+        was, self.recut = self.recut, self.recut or self._is_new_bucket_size(change)
         if made := await super().obey(change):
             self.led.changes.append(replace(change, at_step=self.rank.step))
+        else:
+            self.recut = was
         return made
+
+    def _is_new_bucket_size(self, change: Change) -> bool:
+        return type(change) is Change and "bucket_mb" in change.settings and change is not self._asked_by_script
 
     async def finish(self) -> None:
         if self.led.in_block:

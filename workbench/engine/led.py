@@ -16,15 +16,17 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from workbench.engine.collectives import Aborted
 from workbench.engine.dealing import Dealing
 from workbench.engine.theirs import Theirs, held
 from workbench.engine.torchrun import as_main
-from workbench.engine.wrapped import Over, heard, one_loss
+from workbench.engine.wrapped import Over, Wrapped, heard, one_loss
 from workbench.host.batches import numbers
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 LOOK = 0.2  # seconds between two looks whether this rank must leave
 PATIENCE = 5.0  # seconds that a loop has to leave what it is in, at the end
+SHARDED = {"DTensor", "FlatParameter"}  # parameters as FSDP2 and FSDP make them
 
 
 class Led(Dealing):
@@ -43,7 +46,7 @@ class Led(Dealing):
 
     at:         where the loop waits: "forward", "backward", "updated"; "end": it is over
     model:      what it trains, from its first forward on
-    options:    with which it wrapped that, for torch's own DDP
+    wrappers:   the DistributedDataParallels that the loop has made
     optimizers: those that hold its parameters
     began:      when it was let go on to the step that comes
     """
@@ -54,7 +57,7 @@ class Led(Dealing):
         self.run, self.task = run, run.experiment.task
         self.at, self.began = "", None
         self.model: nn.Module | None = None
-        self.options: dict[str, Any] = {}
+        self.wrappers: list[ref[Wrapped]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.gone = False  # has the rank left?
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -93,7 +96,27 @@ class Led(Dealing):
                 self.optimizers.append(one)
         if not self.optimizers:
             raise TaskError(f"{self.name}: no optimizer has a parameter of its model; make it before the first forward")
+        self._require_one_model()
         return self.model
+
+    def _require_one_model(self) -> None:
+        """Raises KnobError if an optimizer steps a second wrapped model; later that would be found inside of a step."""
+        mine = {id(p) for p in self.model.parameters()} if self.model is not None else set()
+        found = [one for made in self.wrappers if (one := made()) is not None and one.module is not self.model]
+        theirs = [{id(p) for p in one.module.parameters() if p.requires_grad} - mine for one in found]
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer) and any(other & held(one) for other in theirs):
+                raise KnobError(self._two_models)
+
+    @property
+    def _two_models(self) -> str:
+        return f"{self.name}: trains two models, and one can be exchanged; wrap one, or put both into one"
+
+    @property
+    def wrapper(self) -> Wrapped | None:
+        """The DistributedDataParallel around the model that is trained; None if the loop has wrapped none."""
+        every = [one for made in self.wrappers if (one := made()) is not None and one.module is self.model]
+        return every[-1] if every else None
 
     def another(self) -> bool:
         """To the next forward; or is the loop over?"""
@@ -213,24 +236,23 @@ class Led(Dealing):
         if not self._go.get():
             raise Over
 
-    def forward(self, model: nn.Module, exchanges: bool, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The loop calls its model: by way of what the strategy has put around it, where that learns from it.
+    def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any]:
+        """Waits until the rank may compute a forward with gradients. Returns what the loop calls in the model's place.
 
-        exchanges: is its backward to be exchanged? plain: the model itself
+        exchanges: is the backward of this forward exchanged?
         """
-        if self.settled or not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
+        if self.settled:
+            return model
         if self.model is not None and self.model is not model:
-            raise KnobError(f"{self.name}: trains two models, and one can be exchanged; wrap one, or put both into one")
+            raise KnobError(self._two_models)
         self.model, self._exchanges = model, exchanges
         if not self._open:
             self._open = True
             self._meet("forward")
         around: Any = self.run.host.module
-        if around is model:
-            return plain(*args, **kwargs)
-        around.require_backward_grad_sync = exchanges
-        return around(*args, **kwargs)
+        if around is not model:
+            around.require_backward_grad_sync = exchanges
+        return around  # type: ignore[no-any-return]
 
     def backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
         """The loop goes back: the rank does it where gradients are to be exchanged, else it is done here."""
@@ -257,6 +279,18 @@ class Led(Dealing):
             for p, _ in self._kept:
                 p.grad = None
         self._summed = False
+
+    def will_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises KnobError at the first update of a script that no strategy can follow."""
+        if self.model is not None or self.wrappers or self.in_block:
+            return
+        kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
+        if kinds & SHARDED:
+            raise KnobError(f"{self.name}: shards its model itself (fully_shard, FullyShardedDataParallel), and no "
+                            f"strategy can follow that; wrap it in DistributedDataParallel instead")  # fmt: skip
+        if dist.is_initialized():
+            raise KnobError(f"{self.name}: updates a model without a DistributedDataParallel around it, so no strategy "
+                            f"can exchange its gradients; wrap it before the first update")  # fmt: skip
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the loop has stepped: the update is over once all have been that have a gradient."""

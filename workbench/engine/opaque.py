@@ -17,19 +17,26 @@ BEST = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 Seen = Callable[[str, float, int], None]  # (name, when it began, bytes) of a bucket that has been exchanged
+Hook = tuple[Any, Callable[[Any, Any], Any]]  # its state, and what exchanges a bucket
 
 
-def wrap(model: torch.nn.Module, wire: Wire, bucket_mb: float, lane: Lane | None, seen: Seen | None = None,
-         now: Callable[[], float] = float, options: dict[str, Any] = BEST) -> DistributedDataParallel:  # fmt: skip
-    """DDP at its best, or with a script's own options; with `lane` its buckets go over the Link by a comm hook.
+def bucket_cap(bucket_mb: float) -> float:
+    """The size of buckets as torch's DDP takes it, in MiB, of one in MB."""
+    return bucket_mb * 1e6 / 2**20
 
-    seen: told of every bucket, where there is no `lane`; now: the time
+
+def wrap(model: torch.nn.Module, wire: Wire, options: dict[str, Any], lane: Lane | None, seen: Seen | None = None,
+         now: Callable[[], float] = float, hook: Hook | None = None) -> DistributedDataParallel:  # fmt: skip
+    """Returns torch's DDP with these options; with `lane` a comm hook sends its buckets over the Link.
+
+    seen: called after each bucket's exchange, if there is no `lane`; now: the time
+    hook: the script's own comm hook and its state, which exchanges the buckets; there is no `lane` then
     """
-    ddp = DistributedDataParallel(
-        model, process_group=wire.lend(), bucket_cap_mb=bucket_mb * 1e6 / 2**20, init_sync=False,
-        **options,
-    )
-    if lane is not None:
+    ddp = DistributedDataParallel(model, process_group=wire.lend(), init_sync=False, **options)
+    if hook is not None:
+        state, exchange = hook
+        ddp.register_comm_hook(state, lambda state, bucket: _timed(exchange(state, bucket), bucket, seen, now()))
+    elif lane is not None:
         # torch reads the hook's annotations and takes no postponed ones, so what it is given has none
         ddp.register_comm_hook(lane, lambda lane, bucket: _over_the_link(lane, bucket))
     elif seen is not None:
@@ -50,13 +57,26 @@ def unwrap(module: Callable[..., Any]) -> None:
 def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.futures.Future[torch.Tensor]:
     """The all-reduce that torch makes without a hook, and when it was over; nobody waits for it here."""
     buffer = bucket.buffer().div_(wire.size)
+    sent = buffer._values() if buffer.is_sparse else buffer
 
     def over(made: Any) -> torch.Tensor:
         made.value()  # raises what it failed with
-        seen(f"all_reduce bucket {bucket.index()}", began, buffer.numel() * buffer.element_size())
+        seen(f"all_reduce bucket {bucket.index()}", began, sent.numel() * sent.element_size())
         return buffer
 
     return wire.group.allreduce([buffer]).get_future().then(over)
+
+
+def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
+    """What the script's hook returns for a bucket; `seen` is called when it has a value."""
+    name, nbytes = f"comm hook bucket {bucket.index()}", bucket.buffer().nbytes
+
+    def over(made: Any) -> Any:
+        value = made.value()  # raises what it failed with
+        seen(name, began, nbytes)
+        return value
+
+    return future if seen is None else future.then(over)
 
 
 def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -26,6 +26,11 @@ class Theirs:
         return [dict(group) for one in self._led.optimizers for group in one.param_groups]
 
     @property
+    def classes(self) -> list[type]:
+        """The class of each."""
+        return [type(one) for one in self._led.optimizers]
+
+    @property
     def state(self) -> Any:
         """By parameter, what is remembered of it."""
         found = [one.state for one in self._led.optimizers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,9 +25,9 @@ def environment(run: Following) -> dict[str, str]:
     """What torchrun tells a script of its rank. All ranks ask for it together."""
     rank, size, session = run.rank.id, run.rank.size, run.session
     here = LOOPBACK if run.peers.local else address(session.where)
-    with socket.socket() as s:  # rank 0's is given up at once, for the script to open
-        s.bind((here, 0))
-        where, port = run.told_at_once(f"{here} {s.getsockname()[1]}").split()
+    if rank == 0:  # as torchrun's agent: a port that is only chosen may be taken before the script opens it
+        run.script_store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+    where, port = run.told_at_once(f"{here} {run.script_store.port if rank == 0 else 0}").split()
     hosts = [run.told_at_once(here, r) for r in range(size)]
     names = list(dict.fromkeys(hosts))
     local, on, number = hosts[:rank].count(here), hosts.count(here), names.index(here)
@@ -37,7 +36,7 @@ def environment(run: Following) -> dict[str, str]:
         "GROUP_RANK": str(number), "GROUP_WORLD_SIZE": str(len(names)), "ROLE_RANK": str(rank), "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(size), "MASTER_ADDR": where, "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": session.generation, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }  # fmt: skip
 
 

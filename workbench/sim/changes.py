@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.compressors import inside
-from workbench.experiment import Experiment, momentum, sharding
+from workbench.experiment import Experiment, momentum, sharding, sparse
 from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import crashed, pauses
@@ -259,8 +259,9 @@ def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None =
     `made` makes its optimizer.
     """
     name = type(e.strategy).__name__
-    if made is not None and (reason := momentum.refused(e, made) or sharding.refused(e, made)):
-        return reason
+    if made is not None:
+        if reason := momentum.refused(e, made) or sharding.refused(e, made) or sparse.refused(e, made):
+            return reason
     if e.strategy.opaque:
         return (
             f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "

@@ -1,0 +1,168 @@
+"""What a script asks of DistributedDataParallel holds on real ranks, or is refused by name before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.labs import apart
+from tests.torchrun import HERE, started_by_torchrun
+from workbench.cluster.errors import RankError
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.run import Run
+from workbench.settings import Change
+from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP
+from workbench.tasks import Script
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with apart(tmp_path_factory):
+        with Lab(ranks=2, name="numbers") as made:
+            yield made.wait(90)
+
+
+class Case(NamedTuple):
+    """script, its words, the strategies under which it runs, and how far DDP may be from torch's numbers."""
+
+    script: str
+    words: tuple[str, ...] = ()
+    strategies: tuple[Strategy, ...] = (TorchDDP(), DDP())
+    far: float = 1e-5
+
+
+CASES = [
+    Case("batchnorm"),
+    Case("batchnorm", ("--own-statistics",)),
+    Case("options"),
+    Case("compiled"),
+    Case("hook", strategies=(TorchDDP(),)),
+    Case("sparse_rows", strategies=(TorchDDP(), LocalSGD(every=1))),
+]
+
+
+def run_in(lab: Lab, case: Case, strategy: Strategy, out: Path, *changes: Change) -> Run:
+    task = Script(file=str(HERE / f"{case.script}.py"), args=(str(out), *case.words))
+    return lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0), changes).wait(120)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "".join((case.script, *case.words)))
+def test_a_script_makes_the_numbers_that_torchrun_makes(lab: Lab, case: Case, tmp_path: Path) -> None:
+    plain = started_by_torchrun(case.script, tmp_path / "plain.pt", (str(tmp_path / "plain.pt"), *case.words))
+    for strategy in case.strategies:
+        run = run_in(lab, case, strategy, tmp_path / "ours.pt")
+        assert (run.state, run.made) == ("done", 12)
+        found, off = torch.load(tmp_path / "ours.pt"), 0.0 if strategy == TorchDDP() else case.far
+        if not isinstance(strategy, LocalSGD):  # which averages what Adam has made of each rank's gradients
+            torch.testing.assert_close(found, plain, rtol=off, atol=off)
+
+
+def test_the_scripts_size_of_buckets_holds_until_a_person_sets_another(lab: Lab, tmp_path: Path) -> None:
+    for strategy in (TorchDDP(), DDP()):
+        run = run_in(lab, Case("options"), strategy, tmp_path / "out.pt", Change(6, "bucket_mb", 4.0))
+        spans = run.spans
+        sums = spans[(spans.lane == "comm") & (spans["rank"] == 0) & spans.name.str.startswith("all_reduce")]
+        buckets = sums.groupby("step").name.nunique()
+        assert buckets[5] > 1 and buckets[11] == 1
+        assert [(change.at_step, change.path) for change in run.changes] == [(0, "bucket_mb"), (6, "bucket_mb")]
+        assert run.changes[0].value == pytest.approx(0.016384)
+
+
+def test_a_summary_says_that_the_scripts_hook_exchanges_the_gradients(lab: Lab, tmp_path: Path) -> None:
+    run = run_in(lab, Case("hook"), TorchDDP(), tmp_path / "out.pt", Change(6, "strategy", "DDP"))
+    assert ["communication hook signs" in text for text in run.summary()["warnings"]] == [True]
+    ((_, _, refused),) = run.details("refused")
+    assert "strategy=DDP" in refused["reason"] and "hook signs" in refused["reason"]
+
+
+BEGINNING = """
+import pathlib, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+"""
+END = """
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    pathlib.Path("stepped").touch()
+"""
+REFUSED: dict[str, tuple[str, str]] = {
+    "fully_shard": ("""
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = first
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+""", "shards its model itself"),
+    "no wrapper": ("model = first", "updates a model without a DistributedDataParallel around it"),
+    "two models": ("model, other = DDP(first), DDP(second)", "trains two models"),
+    "join": ("""
+model = DDP(first)
+with model.join():
+    pass
+""", "join"),
+    "Join": ("""
+from torch.distributed.algorithms.join import Join
+model = DDP(first)
+with Join([model]):
+    pass
+""", "join"),
+    "a part of the ranks": ("""
+groups = [dist.new_group([r]) for r in range(2)]
+model = DDP(first, process_group=groups[rank])
+""", "has 1 of 2 ranks"),
+    "init_sync": ("""
+nn.init.constant_(first.weight, rank)
+model = DDP(first, init_sync=False)
+""", "ranks begin with different parameters"),
+    "ignored": ("""
+DDP._set_params_and_buffers_to_ignore_for_model(first, ["bias"])
+model = DDP(first)
+""", "ignore parameter 'bias'"),
+    "mixed_precision": ("""
+from torch.nn.parallel.distributed import _MixedPrecision
+model = DDP(first, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+""", "mixed_precision"),
+    "delayed": ("""
+both = nn.Sequential(first, second)
+model = DDP(both, delay_all_reduce_named_params=[("0.weight", first.weight)], param_to_hook_all_reduce=second.weight)
+""", "delay_all_reduce_named_params"),
+    "builtin hook": ("""
+model = DDP(first)
+model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+""", "written in Python"),
+}  # fmt: skip
+
+
+def refusal(lab: Lab, task: Script, strategy: Strategy) -> str:
+    """With which sentence a run of this script ends."""
+    run = lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0))
+    with pytest.raises(RankError) as error:
+        run.wait(120)
+    assert run.state == "failed" and run.made == 0
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_strategy_can_follow_is_refused_before_the_first_step(lab: Lab, what: str, tmp_path: Path) -> None:
+    made, said = REFUSED[what]
+    (tmp_path / "script.py").write_text(BEGINNING + made + END)
+    assert said in refusal(lab, Script(file="script.py", folder=str(tmp_path)), TorchDDP())
+    assert not (tmp_path / "stepped").exists()
+
+
+@pytest.mark.parametrize(("name", "said"), [("hook", "communication hook signs"), ("sparse_rows", "SparseAdam takes")])
+def test_what_only_torch_can_exchange_is_refused_under_ddp(lab: Lab, name: str, said: str, tmp_path: Path) -> None:
+    task: Any = Script(file=str(HERE / f"{name}.py"), args=(str(tmp_path / "out.pt"),))
+    text = refusal(lab, task, DDP())
+    assert said in text and "strategy=DDP" in text and "TorchDDP" in text

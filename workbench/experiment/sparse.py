@@ -1,0 +1,29 @@
+"""Which strategies keep a sparse gradient sparse: an optimizer such as SparseAdam takes no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import SparseAdam
+
+if TYPE_CHECKING:
+    from workbench.experiment.experiment import Experiment
+
+
+def refused(e: Experiment, made: Callable[[], Any]) -> str | None:
+    """Why `e`'s strategy gives `e`'s optimizer gradients that it does not take; or None.
+
+    made: makes `e`'s optimizer for its model
+    """
+    strategy = e.strategy
+    if strategy.exchanges not in ("gradients", "moments") or (strategy.opaque and not strategy.shards):
+        return None
+    optimizer = made()
+    if not any(issubclass(kind, SparseAdam) for kind in getattr(optimizer, "classes", [type(optimizer)])):
+        return None
+    name = type(strategy).__name__
+    return (
+        f"strategy={name}: SparseAdam takes sparse gradients only, and {name} sums gradients in dense buckets; take "
+        f"TorchDDP or LocalSGD, or the optimizer Adam"
+    )
