@@ -53,8 +53,13 @@ def run_in(lab: Lab, case: Case, strategy: Strategy, out: Path, *changes: Change
     return lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0), changes).wait(120)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "".join((case.script, *case.words)))
+LIBRARIES = [pytest.param(Case(f"by_{name}"), marks=pytest.mark.long) for name in ("accelerate", "lightning")]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LIBRARIES], ids=lambda case: "".join((case.script, *case.words)))
 def test_a_script_makes_the_numbers_that_torchrun_makes(lab: Lab, case: Case, tmp_path: Path) -> None:
+    if case.script.startswith("by_"):
+        pytest.importorskip(case.script.removeprefix("by_"))
     plain = started_by_torchrun(case.script, tmp_path / "plain.pt", (str(tmp_path / "plain.pt"), *case.words))
     for strategy in case.strategies:
         run = run_in(lab, case, strategy, tmp_path / "ours.pt")
