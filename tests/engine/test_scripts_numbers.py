@@ -50,7 +50,7 @@ CASES = [
 
 def run_in(lab: Lab, case: Case, strategy: Strategy, out: Path, *changes: Change) -> Run:
     task = Script(file=str(HERE / f"{case.script}.py"), args=(str(out), *case.words))
-    return lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0), changes).wait(120)
+    return lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0), changes).wait(300)
 
 
 LIBRARIES = [pytest.param(Case(f"by_{name}"), marks=pytest.mark.long) for name in ("accelerate", "lightning")]
