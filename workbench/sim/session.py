@@ -160,11 +160,16 @@ class Session(Mortal):
         return None if self.world.real else self.body.trial
 
     async def learned(self) -> list[str]:
-        found: list[str] = self.body.learned()
-        return found
+        return await self.agreed(self.body.learned())
 
     async def agreed(self, names: list[str]) -> list[str]:
-        return names
+        parts = len(self.spread) if self.spread else 1
+
+        def by_part(said: list[list[str]]) -> list[list[str]]:
+            return [said[rank % parts] for rank in range(len(said))]
+
+        found: list[str] = await Op("together", "agree on an order", names, by_part, 0.0)
+        return found
 
     async def relay_in(self, names: list[str]) -> None:
         await self.relay(partial(self.body.learn, names))
