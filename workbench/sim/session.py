@@ -209,7 +209,6 @@ class Session(Mortal):
             world.call(meeting.named(self.experiment, self.rank, self.state))
         while True:
             if world.meets >= 0 and (not propagation or step == world.meets or idle):
-                self.rank.step = max(step, world.meets) if propagation else step
                 return True
             if not idle:
                 return False
@@ -225,7 +224,10 @@ class Session(Mortal):
             world.due = sum(c.at_step <= steps[0] for c in self.planned)
             return [None] * len(steps)
 
+        propagation = self.experiment.strategy.propagation_in(world.size, self.rank.step)
         await Op("together", "meet between steps", self.rank.step, joint, 0.0)
+        if propagation and self.rank.role == "server":  # it makes no steps of its own
+            self.rank.step = world.latest
         await self.rest()
         await self.gather(0)
 
