@@ -141,7 +141,8 @@ class Keeper:
         except Exception as error:  # the others wait to be told
             said = {"failed": _why(error)}
         every = [json.loads(text) for text in self._all(json.dumps(said))]
-        failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(every) if "failed" in one]
+        number = self.run.rank.number
+        failed = [f"rank {number(place)}: {one['failed']}" for place, one in enumerate(every) if "failed" in one]
         return failed[0] if failed else [one["made"] for one in every]
 
     def _all(self, text: str) -> list[str]:

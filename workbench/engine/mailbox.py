@@ -51,6 +51,7 @@ class Mailbox:
 
     def __init__(self, rank: Rank, store: Any, where: tuple[str, int], secret: bytes, port: Port, leaving: Leaving,
                  span: Callable[..., None], local: bool, limit: int = 2**30) -> None:
+        self.number = rank.number
         self.rank, self.size, self.store, self.where, self.secret = rank.id, rank.size, store, where, secret
         self.limit = limit
         self.door: Door | None = None
@@ -140,7 +141,8 @@ class Mailbox:
             return sent, message.source
         if into.numel() != sent.numel() or into.dtype != sent.dtype:
             raise StrategyError(
-                f"rank {message.source} sent {message.what} of {kind!r} to rank {self.rank}, which has room for "
+                f"rank {self.number(message.source)} sent {message.what} of {kind!r} to rank {self.number(self.rank)}, "
+                f"which has room for "
                 f"{str(into.dtype)[6:]}{list(into.shape)}: both ends must agree"
             )
         self.chip.fill(into, sent.view(into.shape))
@@ -157,12 +159,15 @@ class Mailbox:
                 if self.leaving.is_set():
                     raise Aborted(f"left while waiting for {kind!r}")
                 if self._trouble is not None:
-                    raise RuntimeError(f"rank {self.rank}'s messages failed: {self._trouble!r}") from self._trouble
+                    text = f"rank {self.number(self.rank)}'s messages failed: {self._trouble!r}"
+                    raise RuntimeError(text) from self._trouble
                 if self.gone and (source is None or source in self.gone):
                     gone = source if source is not None else min(self.gone)
                     if gone in self._why:
-                        raise StrategyError(f"rank {gone}'s line to rank {self.rank} was closed: {self._why[gone]}")
-                    raise ConnectionError(f"Connection closed by peer: rank {gone}, of which {kind!r} was awaited")
+                        line = f"rank {self.number(gone)}'s line to rank {self.number(self.rank)}"
+                        raise StrategyError(f"{line} was closed: {self._why[gone]}")
+                    who = f"rank {self.number(gone)}, of which {kind!r} was awaited"
+                    raise ConnectionError(f"Connection closed by peer: {who}")
                 self._news.wait(SLICE)
 
     def said(self, kind: str) -> list[tuple[int, int]]:

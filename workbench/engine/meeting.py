@@ -106,7 +106,7 @@ class Meeting:
                 raise Aborted("told to leave")
             self.check()
             if not self.strategy.lockstep and run.mailbox.gone:
-                raise ConnectionError(f"Connection closed by peer: rank {min(run.mailbox.gone)}")
+                raise ConnectionError(f"Connection closed by peer: rank {run.rank.number(min(run.mailbox.gone))}")
             if not self.strategy.lockstep and run.peers.parted():  # one that had not reached this rank by message yet
                 raise ConnectionError("Connection closed by peer")
             if self._wanted():

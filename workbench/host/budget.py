@@ -42,7 +42,7 @@ def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> Non
 
     Before its first step is over it is not known what that takes, so no number is said to do.
     """
-    rank, e = run.rank.id, run.experiment
+    rank, e = run.rank.number(), run.experiment
     limit_mb = e.memory_mb
     if not limit_mb or needed <= limit_mb * MB:
         return

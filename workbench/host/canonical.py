@@ -6,7 +6,7 @@ it here; how ranks come to agree on it is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,26 +15,29 @@ from torch import Tensor, nn
 
 from workbench.host.checksum import checksum
 from workbench.host.layout import Layout
-from workbench.rank import as_real, can_average
 
 
 class Disagreement(RuntimeError):
     """Ranks that should hold the same state do not."""
 
 
-def check_same(numbers: list[int], what: str) -> None:
-    """Raises Disagreement naming the ranks whose number differs from rank 0's; `numbers` is by rank."""
-    odd = [r for r, n in enumerate(numbers) if n != numbers[0]]
+def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> None:
+    """Raises Disagreement naming the ranks whose number differs from the first rank's.
+
+    names: the number in the run of the rank with each of `numbers`; (): its index
+    """
+    names = names or range(len(numbers))
+    odd = [r for r, n in zip(names, numbers, strict=True) if n != numbers[0]]
     if odd:
-        raise Disagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank 0's")
+        raise Disagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank {names[0]}'s")
 
 
 def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
-    """The optimizer's state that can be averaged, in an order that is the same on all ranks."""
+    """The optimizer's floating-point state in an order that is the same on all ranks."""
     found = []
     for place in layout.order:
         slots = optimizer.state.get(place.param, {})
-        found += [slots[k] for k in sorted(slots) if isinstance(slots[k], Tensor) and can_average(slots[k].dtype)]
+        found += [slots[k] for k in sorted(slots) if isinstance(slots[k], Tensor) and slots[k].is_floating_point()]
     return found
 
 
@@ -78,19 +81,18 @@ def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float]
 
 def buffers(model: nn.Module) -> list[Tensor]:
     """The running statistics and the like that can be averaged."""
-    return [b for b in model.buffers() if can_average(b.dtype)]
+    return [b for b in model.buffers() if b.is_floating_point()]
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """One real vector of them all, fp32 or wider if one is: a hand-over tensor by tensor takes ten times as long."""
-    tensors = [as_real(t.detach()) for t in tensors]
+    """One vector of them all, fp32 or wider if one is: a hand-over tensor by tensor takes ten times as long."""
     widest = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     if any(t.is_meta for t in tensors):
         return torch.empty(sum(t.numel() for t in tensors), dtype=widest, device="meta")
     if not tensors:
         return torch.zeros(0)
     where = max(tensors, key=Tensor.numel).device  # on a GPU an optimizer's counters lie with the host
-    return torch.cat([t.reshape(-1).to(where, widest) for t in tensors])
+    return torch.cat([t.detach().reshape(-1).to(where, widest) for t in tensors])
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
@@ -99,7 +101,7 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
         return
     at = 0
     with torch.no_grad():
-        for t in map(as_real, tensors):
+        for t in tensors:
             t.copy_(flat[at : at + t.numel()].view(t.shape))
             at += t.numel()
 

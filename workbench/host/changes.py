@@ -48,7 +48,7 @@ async def obey(run: Changing, change: Change) -> bool:
     refusing = await run.gather(int(wanted is None))  # one that cannot is enough
     if wanted is None or any(refusing):
         first = refusing.index(1)
-        reason = reason or f"rank {first} cannot make it, and why was not heard"
+        reason = reason or f"rank {run.rank.number(first)} cannot make it, and why was not heard"
         _answer(run, first, "refused", _refusal(change, reason))
         return False
     began, sent = run.now, run.sent

@@ -91,7 +91,7 @@ class Finite:
         """Says it once, until there is a good loss again or the run goes on after a pause; and acts by the policy."""
         if not self._said:
             self._said = True
-            self.run.mark(name, {"rank": self.run.rank.id, **detail})
+            self.run.mark(name, {"rank": self.run.rank.number(), **detail})
             policy = self.run.experiment.on_nan
             self.alarmed(policy if policy in ("stop", "roll back") else "pause")
 
@@ -168,7 +168,7 @@ class Finite:
             return self._alarm("nan", {"loss": "", **(own or in_gradients(run.model)).plain(), "row": IN_A_ROW})
         if own is not None or run.rank.id == 0:
             said = (own or in_gradients(run.model)).plain()
-            run.mark("nan", {"rank": run.rank.id, "loss": "", **said, "skipped": True, "own": own is not None})
+            run.mark("nan", {"rank": run.rank.number(), "loss": "", **said, "skipped": True, "own": own is not None})
 
 
 def finite(grads: Any) -> bool:

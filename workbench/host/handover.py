@@ -27,7 +27,7 @@ from workbench.host.placement import Held, Placement
 from workbench.host.remembered import rule
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
-from workbench.rank import Part, Rank, can_average
+from workbench.rank import Part, Rank
 
 
 class Cut(NamedTuple):
@@ -57,6 +57,11 @@ def alike(run: Changing, numbers: list[int]) -> list[int]:
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
 
+def names(run: Changing) -> list[int]:
+    """The numbers in the run of the ranks that `alike` picks."""
+    return alike(run, [run.rank.number(place) for place in range(run.rank.size)])
+
+
 def owners(run: Changing, strategy: Any) -> dict[str, int]:
     """By embedding table the rank whose values of it are the run's, where `strategy` lets them lie with one each."""
     names = run.rank.tables if strategy.tables else ()
@@ -76,7 +81,7 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     most = max(alike(run, await run.gather(own)))
     if own < most or (apart and most):  # it served, or is yet to make its first step, or has others' tables
         prime(run.layout, run.optimizer)
-    check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state")
+    check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state", names(run))
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
@@ -99,7 +104,7 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
     have none, the first one's.
     """
     first, count = min(among, default=0), len(among) or group.size
-    floats = [x for x in drifted if can_average(x.dtype)]
+    floats = [x for x in drifted if x.is_floating_point()]
     if floats:
         flat = flattened(floats).div_(count)
         if among and group.index not in among:
@@ -107,7 +112,7 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
         await group.all_reduce(flat, "sum", name)
         scatter_back(flat, floats)
     for x in drifted:
-        if not can_average(x.dtype):
+        if not x.is_floating_point():
             whole = x.detach().reshape(-1).clone().view(torch.uint8)
             await group.broadcast(whole, first, "counters")
             scatter_back(whole.view(x.dtype), [x])
@@ -141,10 +146,10 @@ def _present(state: State) -> State:
 async def check(run: Changing) -> None:
     """All ranks hold the same parameters, and their optimizers the same of them. Raises Disagreement."""
     own = checksum(parameters(run.layout))
-    check_same(alike(run, await run.gather(own)), "after the switch the parameters")
+    check_same(alike(run, await run.gather(own)), "after the switch the parameters", names(run))
     if cut(run, run.experiment.strategy) is None:
         own = checksum(slots(run.layout, run.optimizer))
-        check_same(alike(run, await run.gather(own)), "after the switch the optimizer's slots")
+        check_same(alike(run, await run.gather(own)), "after the switch the optimizer's slots", names(run))
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same

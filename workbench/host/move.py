@@ -48,7 +48,7 @@ async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Plac
     group = tuple(members) or tuple(range(rank.size))
     me = group[rank.index]
     has, wants = (was.at(me) if me in alive else {}), to.at(me)
-    _check(me, state, was, to, has, like)
+    _check(rank.number(me), {name: was.numel(me, name) for name in has}, state, to, like)
     todo = plan(was, to, alive, {name: like[name].element_size() for name in to.sizes})
     held = {name: state[name].detach().reshape(-1) for name in has}
     given = {name: state[name] if has.get(name) == slices else _begun(held, has, name, slices, like[name])
@@ -115,15 +115,17 @@ def _device(like: Mapping[str, Tensor]) -> torch.device:
     return next((t.device for t in like.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 
-def _check(me: int, state: Mapping[str, Tensor], was: Placement, to: Placement, has: Held,
+def _check(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor], to: Placement,
            like: Mapping[str, Tensor]) -> None:  # fmt: skip
-    """Refuses in words a state that is not as its placement says."""
+    """Raises ValueError if the state is not as its placement says.
+
+    rank: its number in the run; has: by name, the elements that the placement says it holds
+    """
     if unlike := [name for name in to.sizes if name not in like]:
         raise ValueError(f"move: {unlike[0]} has no dtype; name it in `like`")
-    for name in has:
-        n = was.numel(me, name)
+    for name, n in has.items():
         if name not in state or state[name].numel() != n:
             there = f"{state[name].numel()} of them are" if name in state else "it is not"
-            raise ValueError(f"move: rank {me} is said to hold {n} elements of {name}, and {there} in its state")
+            raise ValueError(f"move: rank {rank} is said to hold {n} elements of {name}, and {there} in its state")
         if name in to.sizes and state[name].dtype != like[name].dtype:
-            raise ValueError(f"move: {name} is {state[name].dtype} on rank {me} and {like[name].dtype} in `like`")
+            raise ValueError(f"move: {name} is {state[name].dtype} on rank {rank} and {like[name].dtype} in `like`")

@@ -90,7 +90,7 @@ def _line(pieces: State, lies: Placement, me: int, like: Tensor) -> Tensor:
         n = lies.numel(me, name)
         parts.append(like.new_zeros(n) if like.is_meta or name not in pieces else pieces[name].to(like))
         if parts[-1].numel() != n:
-            raise Disagreement(f"of {name} {parts[-1].numel()} elements are remembered and {n} lie on rank {me}")
+            raise Disagreement(f"of {name} {parts[-1].numel()} elements are remembered and {n} lie at place {me}")
     return torch.cat(parts) if parts else like.new_zeros(0)
 
 

@@ -171,7 +171,8 @@ class Reading:
             await self._close(index)
         for index in sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)):
             if self.phase and self._ask is not None and self._run.ledger.due:  # another bucket's would be taken for it
-                check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next")
+                check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
+                           [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
             self._offered.add(index)
             following = self._following(plan, index) if index in plan.first else iter(())
             await self.by.unshard(self._run.rank, self._run.state, self._layout.lies(index), following)

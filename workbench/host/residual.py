@@ -92,7 +92,7 @@ def _tell_sent(run: Changing) -> None:
     detail: dict[str, Any] = {"sent": residual, "gradient": gradient, "steps": run.flushing,
                               "unit": run.experiment.strategy.exchanges}
     if float(share.norm()) > LONG * gradient:
-        part = f" (of what rank {run.rank.id} holds of the model)" if run.rank.mesh.inside else ""
+        part = f" (of what rank {run.rank.number()} holds of the model)" if run.rank.mesh.inside else ""
         times = f"{float(share.norm()) / gradient:.1f} times" if gradient else "infinitely many times"
         detail["text"] = (
             f"a step sent what compression had left unsent, {times} as long as its own gradient{part}; "

@@ -24,6 +24,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
     id:           this rank in the run, for what is written down; an algorithm counts by `index`
+    members:      by place the number that each rank keeps for the whole run; (): its place
     mesh:         the named dimensions in which the strategy has arranged the ranks that train
     within:       the group that this Rank stands for; None: all of the run
     worker:       which of the strategy's `workers` on this rank runs, from 0
@@ -42,6 +43,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     def __init__(self, index: int, size: int, seed: int = 0) -> None:
         self.id = self.index = index
         self.size = size
+        self.members: tuple[int, ...] = ()
         self.within: Group | None = None
         self._groups: dict[tuple[str, ...], Rank] = {}
         self.mesh = Mesh.line(size)
@@ -55,6 +57,11 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         self.memory = Memory(seed * 100_003 + index)
         self.tables: tuple[str, ...] = ()
         self.phase = ""
+
+    def number(self, place: int | None = None) -> int:
+        """The number in the run of the rank at `place`, or of this rank: messages for people name ranks by it."""
+        place = self.id if place is None else place
+        return self.members[place] if self.members else place
 
     @property
     def mesh(self) -> Mesh:

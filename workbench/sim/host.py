@@ -41,6 +41,7 @@ class Host(Waving, Away, Drawing):
         self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
         self.member = world.members[index]
         self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
+        self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
         self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
         self.flow.steps = lambda: self.experiment.steps
         self.lanes: dict[str, Lane] = {}
