@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,7 @@ class Peers:
         self.data: Wire | None = None
         self.arrivals: Wire | None = None
         self.local, self.doubt, self.offset = True, 0.0, 0.0
+        self._watching: Any = None  # the store, to look at who is gone
         self._parted: float | None = None  # when a peer was seen to be gone while a message is awaited
         self._folder = Path()
         if self.rank.size > 1:
@@ -68,9 +71,17 @@ class Peers:
         session, me = self.session, self.rank.id
         index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
         here = LOOPBACK if session.loopback else address(session.where)
-        wire = Wire(store or self.store, index, size, tag, self.leaving, here=here, **how)
+        opened = partial(Wire, store or self.store, index, size, tag, self.leaving, here=here, **how)
+        alone = how.get("kind", "gloo") != "gloo"  # NCCL opens on the thread that uses it
+        wire = opened() if alone else Opening(opened, f"rank {me} opening {tag}").wait(self._look_while_opening)
         session.wires.append(wire)
         return wire
+
+    def _look_while_opening(self) -> None:
+        """Raises when this rank must leave or a peer is gone. Asks over a second connection: the first one waits."""
+        self.look()
+        self._watching = self._watching or connect_store(*self.session.where, self.session.generation)
+        membership.require(self._watching, range(self.rank.size))
 
     def drop(self, wires: list[Wire]) -> None:
         """Closes wires that nobody uses any more, before the run ends."""
@@ -141,6 +152,41 @@ class Peers:
             self.session.files.append(Path(made))
         control.wait(control.broadcast(said, 0))
         return Path(bytes(said.numpy()).rstrip(b"\0").decode())
+
+
+class Opening:
+    """Something that torch opens and that cannot be interrupted: a thread of its own waits for it."""
+
+    def __init__(self, make: Callable[[], Wire], name: str) -> None:
+        self._make = make
+        self._made: list[Wire | BaseException] = []
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            made = self._make()
+        except BaseException as error:
+            return self._made.append(error)
+        if self._left.is_set():
+            return made.close()
+        self._made.append(made)
+
+    def wait(self, look: Callable[[], None]) -> Wire:
+        """What was opened. Raises what `look` raises meanwhile; then the thread closes it once it is open."""
+        try:
+            while self._thread.is_alive():
+                self._thread.join(LOOK)
+                if self._thread.is_alive():
+                    look()
+        except BaseException:
+            self._left.set()
+            raise
+        made = self._made.pop()
+        if isinstance(made, BaseException):
+            raise made
+        return made
 
 
 def removed(files: list[Path]) -> None:
