@@ -190,7 +190,7 @@ def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypat
     with Crowd(setting(DDP(), ranks=3, on_death="go on")) as crowd:
         crowd.reach(4)
         crowd.resize(0, 1, 3)
-        assert crowd.said("refused")[0]["reason"] == "ranks=3: a rank was lost before they had met; ask again"
+        assert crowd.said("refused")[0]["reason"] == "ranks=3: a rank or a connection was lost in the join; ask again"
         assert crowd.every[3].join(60) and crowd.every[3].phase == "stopped" and crowd.every[3].error is None
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [(0, 2)] * 2, "who was to be taken out is still there"
@@ -208,7 +208,7 @@ def test_one_lost_who_was_only_to_come_ends_nothing(more: dict[str, Any], monkey
     with Crowd(setting(DDP(), **more)) as crowd:
         crowd.reach(4)
         crowd.resize(*range(ranks + 1))
-        assert crowd.said("refused")[0]["reason"].endswith("a rank was lost before they had met; ask again")
+        assert crowd.said("refused")[0]["reason"].endswith("a rank or a connection was lost in the join; ask again")
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [tuple(range(ranks))] * ranks
         again = {"kind": "resize", "members": list(range(ranks + 1)), "id": f"resize {tuple(range(ranks + 1))}"}
@@ -217,7 +217,7 @@ def test_one_lost_who_was_only_to_come_ends_nothing(more: dict[str, Any], monkey
             crowd.until(lambda n=n: len(crowd.said("refused")) > n + 1)
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [tuple(range(ranks))] * ranks
-        lost = "a rank was lost before they had met", f"rank {ranks} is not there any more"
+        lost = "a rank or a connection was lost in the join", f"rank {ranks} is not there any more"
         reasons = [said["reason"] for said in crowd.said("refused")]
         assert reasons[1:] == [f"ranks={ranks + 1}: {why}; ask again" for why in lost]
         crowd.resize(*range(ranks), ranks + 1)

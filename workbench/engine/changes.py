@@ -27,6 +27,7 @@ from workbench.host.recomputing import recomputed
 from workbench.host.spread import Spread
 from workbench.rank import Op
 from workbench.settings import KnobError
+from workbench.tasks import at_rate
 
 
 class Turnable(Parts):
@@ -63,6 +64,7 @@ class Turnable(Parts):
     def lie_anew(self) -> None:
         self.layout = Layout(self.model, self.experiment.bucket_mb)
         self.optimizer = self.make_optimizer(self.experiment)
+        at_rate(self.optimizer, self.rank.lr)
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = self.host.optimizer = optimizer

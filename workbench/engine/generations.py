@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.engine.forming import undo
 from workbench.engine.outliving import begin_generation, leave_generation, outlives, settled
 from workbench.engine.resizing import arranged, invited
 from workbench.host.voting import Next, Resized
@@ -20,7 +21,8 @@ def live_through(session: Session) -> None:
             if (to := _one(session, to)) is None:
                 return
         except Exception as error:
-            if not outlives(session, error):
+            broke = undo(session, error) if session.forming is not None else False
+            if not outlives(session, error, broke):
                 raise
             error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
             session.words = session.words or leave_generation(session, session.set_up_already)

@@ -23,6 +23,7 @@ from workbench.engine.children import Children
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
 from workbench.engine.device.gauge import gauge
 from workbench.engine.following import Following
+from workbench.engine.forming import Forming
 from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
 from workbench.engine.membership import Spare, gone
@@ -95,7 +96,7 @@ class Session:
         self._asked = threading.Event()  # a person asked for the end: whoever loses a peer from now on has not failed
         self._told = False  # was it told to leave?
         self.outlives_next = False  # is a rank about to be put out, without whom the others go on?
-        self.forming = False  # is the next generation about to begin?
+        self.forming: Forming | None = None  # the next generation, until it has formed
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
 
@@ -293,8 +294,14 @@ class Session:
 
     # -- saying --
 
-    def mark(self, name: str, detail: dict[str, Any]) -> None:
-        self.record.mark(self.rank.step, name, self.clock.now(), json.dumps(detail))
+    def mark(self, name: str, detail: dict[str, Any], t: float | None = None) -> None:
+        """Writes a Mark of the present moment, or of `t`; one of a generation that forms, once it has formed."""
+        row = self.rank.step, name, self.clock.now() if t is None else t, json.dumps(detail)
+        forming = self.forming
+        if forming is not None and threading.current_thread() is self._thread:
+            forming.marks.append(row)
+        else:
+            self.record.mark(*row)
 
     def say(self, phase: str, detail: str = "") -> None:
         """What this rank is in from now on; of the run, as far as rank 0 says it."""

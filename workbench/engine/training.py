@@ -16,6 +16,7 @@ from workbench.engine.collectives import Aborted
 from workbench.engine.cost import Cost
 from workbench.engine.crashing import crash
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
+from workbench.engine.forming import confirm
 from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
@@ -181,6 +182,9 @@ class Training(Turnable):
     async def lay_out(self) -> None:
         await super().lay_out()
         self.begun = True
+
+    async def formed(self) -> None:
+        await Op("do", partial(confirm, self.session))
 
     async def boundary(self) -> None:
         self.host.at("between two steps")

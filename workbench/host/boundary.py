@@ -66,12 +66,12 @@ def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, siz
 def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
     """What `run`'s rank holds now. spare: one that is needed no more, whose memory may be written over
 
-    copied: else it is what is held itself, for a rank that changes nothing any more
+    copied: else it is what is held itself, but for buffers, for a rank that changes nothing any more
     """
     layout, state = run.layout, dict[str, Tensor]()
     lies = cut(run, run.experiment.strategy)
     state |= held(layout, lies if run.reading.sharded else None, run.rank.id)
-    state |= {name: x.reshape(-1) for name, x in run.model.named_buffers() if x.numel()}
+    state |= {name: x.clone().reshape(-1) for name, x in run.model.named_buffers() if x.numel()}
     state |= {name: x.reshape(-1) for name, x in slots(layout, run.optimizer).items()}
     memory: dict[str, State] = run.rank.memory.buffers
     if copied:
@@ -79,6 +79,11 @@ def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = 
         old = spare.memory if spare else {}
         memory = {kind: _copied(of, old.get(kind, {})) for kind, of in memory.items()}
     return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory)
+
+
+def copy_boundary(b: Boundary) -> Boundary:
+    """The same boundary in memory of its own."""
+    return b._replace(state=_copied(b.state, {}), memory={kind: _copied(of, {}) for kind, of in b.memory.items()})
 
 
 def held(layout: Layout, lies: Cut | None, place: int) -> State:

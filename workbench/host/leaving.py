@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
 
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
-from workbench.host import absent, sliced
+from workbench.host import absent, handover, sliced
 from workbench.host.answers import Done
-from workbench.host.boundary import Boundary
+from workbench.host.boundary import Boundary, copy_boundary, stood
+from workbench.host.move import State
 from workbench.host.reentry import Salvaged
 from workbench.host.salvage import in_parts
 from workbench.host.settling import nowhere
 from workbench.host.voting import Next, Said
 from workbench.rank import Memory, Rank
+from workbench.tasks import at_rate
 
 Asked = tuple[list[dict[str, Any]], Done, bool, int]  # as in Said: asked, done, paused, credit
 NOTHING: Asked = [], {}, False, 0
@@ -62,13 +65,67 @@ def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked 
                 bool(rollback and rollback.void and rollback.together is not None), used)  # fmt: skip
 
 
+class StateBefore:
+    """The state with which a rank comes to a generation, until that has formed.
+
+    A generation changes what the rank takes over: parameters, buffers, optimizer state, settings, plans. `restore`
+    puts all of it back. Take it before `hand_down`.
+    """
+
+    def __init__(self, run: Any, to: Next) -> None:
+        self.run = run
+        self.steering = {name: copy(value) for name, value in vars(run.steering).items() if name != "run"}
+        self.settings = {name: getattr(run, name) for name in ("experiment", "obeyed", "_made", "outer", "former")}
+        self.settings |= {name: list(getattr(run, name)) for name in ("planned", "taken", "bounds")}
+        self.settings["rate"], self.optimizer = copy(run.rate), run.optimizer
+        self.whole: Boundary | None = None
+        if to.came.salvaged is not None:  # what lies in `bounds` is never changed
+            return
+        if in_parts(run.experiment):  # the ranks have come together, and the newest boundary is whole
+            self.settings["bounds"] = [copy_boundary(b) for b in run.bounds]
+        else:
+            self.whole = stood(run, (run.rank.step, run.obeyed))
+
+    def restore(self) -> None:
+        """The rank has that state again."""
+        run = self.run
+        if run.experiment.bucket_mb != self.settings["experiment"].bucket_mb:
+            run.cut_anew(self.settings["experiment"].bucket_mb)
+        for name, value in self.settings.items():
+            setattr(run, name, value)
+        vars(run.steering).update(self.steering)
+        run.steering.run = run
+        if self.whole is None:
+            return
+        run.use_optimizer(self.optimizer)
+        at_rate(self.optimizer, run.rank.lr)
+        _put_back(run, self.whole.state)
+
+
+def _put_back(run: Any, state: State) -> None:
+    """The model and the optimizer of `run`, which lie whole, have these values; flat, by name."""
+    layout, optimizer = run.layout, run.optimizer
+    with torch.no_grad():
+        for name, x in [*handover.parameters(layout).items(), *run.model.named_buffers()]:
+            if name in state:
+                x.copy_(state[name].view(x.shape))
+    for place in layout.order:
+        remembered = optimizer.state.get(place.param, {})
+        tensors = {slot: x for slot, x in remembered.items() if isinstance(x, torch.Tensor)}
+        if tensors and not any(f"{slot}/{place.name}" in state for slot in tensors):
+            del optimizer.state[place.param]
+            continue
+        for slot, x in tensors.items():
+            x.copy_(state[f"{slot}/{place.name}"].view(x.shape))
+
+
 def hand_down(before: Any, rank: Rank, to: Next) -> None:
     """Of what `before` had, the same rank in the generation that is over, `rank` goes on with what is its own."""
-    rank.memory = before.rank.memory
+    rank.memory = before.rank.memory.copied()
     before.plan_again(to.changes)
     if (salvaged := to.came.salvaged) is None:
         return _adopt(before, to.experiment, rank.step)
-    before.bounds = [b for b in (_boundary_of(before, salvaged, rank.id),) if b is not None]
+    before.bounds = [copy_boundary(b) for b in (_boundary_of(before, salvaged, rank.id),) if b is not None]
     own = before.bounds[0] if before.bounds else None
     rank.memory = Memory(rank.memory.seed)
     if own is not None:  # whole where it had slices

@@ -63,7 +63,7 @@ class Outliving:
         """From a step on before which ranks were lost, or came, to the last step."""
         if came.salvaged is not None:
             await put_together(self, came, self.bounds, self.former)
-            self.bounds, self.former = [], None
+        self.bounds, self.former = [], None
         await self.lie_alike()
         await reenter(self, came)
         if len(came.members) > len(came.places):
@@ -75,6 +75,7 @@ class Outliving:
         if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:
             await hand_on(self, self.outer, min(came.furthest))
         self.outer = None
+        await self.formed()
         self.say("running")
         await self.on()
 
@@ -111,6 +112,10 @@ class Outliving:
         self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
         if undone > 0:
             self.steering.undo(changes)
+
+    @abstractmethod
+    async def formed(self) -> None:
+        """Every rank of the generation holds the full state by now, or the generation does not form."""
 
     @property
     @abstractmethod

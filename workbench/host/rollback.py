@@ -89,6 +89,7 @@ class Rollback:
         if self._was is not None:  # a part of what goes on already
             yield
             return
+        self._parts, self.coming, self.together = in_parts(self.run.experiment), False, None
         if not self.wanted and (changes or not self.free):
             self.open = True
             self.kept.clear()
@@ -96,7 +97,7 @@ class Rollback:
             self.open = False
             return
         run = self.run
-        self._updated, self._parts, self.coming, self.together = False, in_parts(run.experiment), False, None
+        self._updated = False
         if self._parts:
             self._keep({})
             self._keep_boundary()
@@ -143,6 +144,8 @@ class Rollback:
     def past(self) -> None:
         """What was going on has ended well, though by an exception: nobody goes back from it."""
         self._was, self.open = None, False
+        if self.together is not None:
+            self.void, self.kept = True, deque([self.together])
 
     def back(self) -> int:
         """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -139,6 +140,13 @@ class Memory:
             pieces[part.name] = whole[part.start : part.stop]
         self._joined[key] = whole
         return whole
+
+    def copied(self) -> Memory:
+        """The same values in memory of their own; the random numbers go on together."""
+        made = Memory(self.seed)
+        made.buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in self.buffers.items()}
+        made.parts, made._generator = deepcopy(self.parts), self._generator
+        return made
 
     def clear(self) -> None:
         """Forgets everything but how its random numbers go on."""

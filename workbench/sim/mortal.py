@@ -57,6 +57,10 @@ class Mortal(Turnable):
         parts = went_back(self)
         return said(self, self.member, parts, saved if parts else ())
 
+    async def formed(self) -> None:
+        """All ranks pass at one moment, so none crashes before every rank holds the full state."""
+        await self.gather(0)
+
     # -- others come --
 
     async def obey(self, change: Change) -> bool:

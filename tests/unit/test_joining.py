@@ -1,0 +1,218 @@
+"""A fault at each moment of a join: the old ranks train on from their own state, whatever dies or is cut.
+
+A moment is before a wait of a rank that joins or is joined: for a wire to open, for a collective, for the others to say
+that they have come so far. A test goes through a join moment by moment, as long as there is one more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.thinned import thinned
+from tests.unit.test_resizing import Crowd, setting
+from workbench.engine import membership, resizing
+from workbench.engine.collectives import Aborted, Wire
+from workbench.engine.peers import Peers
+from workbench.engine.session import Session
+from workbench.host import outliving
+from workbench.host.canonical import Disagreement, check_same
+from workbench.host.slots import slots
+from workbench.partitions import Pipeline, Tensor
+from workbench.rank import Rank
+from workbench.strategies import DDP, DiLoCo, LocalSGD, Strategy, TorchDDP, ZeRO1, ZeRO3
+from workbench.tasks import ByteGPT, Digits
+
+pytestmark = pytest.mark.ranks
+OLD, NEW = (0, 1), (2, 3)
+MOST = 400  # moments, of which there are fewer
+
+Values = dict[str, torch.Tensor]
+
+
+def dies(session: Session) -> None:
+    """What its peers see of a rank that is killed: its wires end, and it says nothing more."""
+    session._told = True
+    session.cut()
+    raise Aborted("killed by the test")
+
+
+def is_cut_off(session: Session) -> None:
+    session.cut()
+
+
+class Faults:
+    """Makes `fault` happen to each of `victims` before its wait number `at` in a generation that forms.
+
+    happened: the victims that came so far
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, victims: tuple[int, ...], fault: Callable[[Session], None]) -> None:
+        self.victims, self.fault, self.at = victims, fault, 0
+        self.crowd: Crowd | None = None
+        self.happened: set[int] = set()
+        self._counts: dict[int, int] = {}
+        wait, opened, gather = Wire.wait, Peers.open, membership.gather
+
+        def waits(wire: Wire, work: Any) -> None:
+            every = self.crowd.every if self.crowd else ()
+            for session in [s for s in every if any(own is wire for own in s.wires)]:
+                self._passes(session)
+            wait(wire, work)
+
+        def opens(peers: Peers, *args: Any, **more: Any) -> Wire:
+            self._passes(peers.session)
+            return opened(peers, *args, **more)
+
+        def gathers(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
+            self._passes(look.args[0])
+            gather(store, what, place, processes, look)
+
+        patch.setattr(Wire, "wait", waits)
+        patch.setattr(Peers, "open", opens)
+        patch.setattr(membership, "gather", gathers)
+
+    def begin(self, at: int, crowd: Crowd) -> None:
+        self.at, self.crowd = at, crowd
+        self.happened.clear()
+        self._counts.clear()
+
+    def _passes(self, session: Session) -> None:
+        if session.forming is None or session.member not in self.victims or session.turn > 1:
+            return
+        self._counts[session.member] = number = self._counts.get(session.member, 0) + 1
+        if number == self.at:
+            self.happened.add(session.member)
+            self.fault(session)
+
+
+class Crowded(Crowd):
+    """Two ranks that have trained and stand still.
+
+    had: by rank, what an old rank held when all had come together for the join; now: what it has taken up since
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, faults: Faults, strategy: Strategy, **more: Any) -> None:
+        super().__init__(setting(strategy, **{"on_death": "go on", "eval_every": 0, **more}))
+        self.had: dict[int, Values] = {}
+        self.now: dict[int, Values] = {}
+        self._come, self._put = resizing.come_together, outliving.reenter
+        patch.setattr(resizing, "come_together", self._comes)
+        patch.setattr(outliving, "reenter", self._reenters)
+        faults.crowd = None
+        self.reach(4)
+        self.first.request({"kind": "pause", "id": "p"})
+        self.paused()
+
+    async def _comes(self, run: Any, stay: tuple[int, ...]) -> None:
+        await self._come(run, stay)
+        self.had[run.session.member] = held(run)
+
+    async def _reenters(self, run: Any, came: Any) -> None:
+        await self._put(run, came)
+        self.now[run.session.member] = held(run)
+
+    def join(self) -> None:
+        """Asks for two more ranks, and waits until they are there or the old ranks have settled to go on without."""
+        for _ in NEW:
+            self.call(len(OLD + NEW))
+        self.until(lambda: all(self.every[m].phase == "waiting" for m in NEW))
+        self.first.request({"kind": "resize", "members": [*OLD, *NEW], "id": "r"})
+        self.until(lambda: self.said("refused") or all(self.every[m].phase == "paused" for m in NEW))
+        self.until(lambda: all(s.join(0) for s in self.every if s.member not in self.first.members))
+
+
+def held(run: Any) -> Values:
+    """Copies of the parameters and of what the optimizer remembers, by name; only where they lie whole."""
+    params = {place.name: place.param.detach() for place in run.layout.order}
+    return {name: x.clone() for name, x in {**params, **slots(run.layout, run.optimizer)}.items()}
+
+
+def play(patch: pytest.MonkeyPatch, victims: tuple[int, ...], fault: Any, at: int, strategy: Strategy,
+         **more: Any) -> bool:  # fmt: skip
+    """One join with a fault at moment `at`: the right ranks go on, from the right state. Was there such a moment?"""
+    with patch.context() as patched:
+        faults = Faults(patched, victims, fault)
+        with Crowded(patched, faults, strategy, **more) as crowd:
+            faults.begin(at, crowd)
+            crowd.join()
+            lost = faults.happened if fault is dies else set()
+            crowd.until(lambda: all(crowd.every[member].join(0) for member in lost))
+            there = tuple(sorted(s.member for s in crowd.there))
+            assert all(s.error is None for s in crowd.every), at
+            if faults.happened and not (fault is is_cut_off and there == OLD + NEW):
+                assert there == tuple(m for m in OLD if m not in lost), at
+                refused = crowd.said("refused")
+                assert [said["id"] for said in refused] == ["r"] and "ask again" in refused[0]["reason"], at
+            else:
+                assert there == OLD + NEW, at
+            source = crowd.had[OLD[0]]
+            for member in there:
+                now = crowd.now[member]
+                assert now.keys() == source.keys(), at
+                for name, x in now.items():
+                    torch.testing.assert_close(x, source[name], rtol=0, atol=0)
+            crowd.first.request({"kind": "resume", "id": "go"})
+            crowd.reach(crowd.first.rank.step + 2)
+            return bool(faults.happened)
+
+
+VICTIMS = {"old": (0,), "other old": (1,), "new": (3,), "both": (0, 3)}
+SMALL = Digits(hidden=16)
+CASES: dict[str, dict[str, Any]] = {
+    "DDP": {"strategy": DDP(), "task": SMALL},
+    "LocalSGD": {"strategy": LocalSGD(every=3), "task": SMALL},
+    "DiLoCo": {"strategy": DiLoCo(every=3), "task": SMALL},
+    "TorchDDP": {"strategy": TorchDDP(), "task": SMALL},
+    "ZeRO1": {"strategy": ZeRO1(), "task": SMALL},
+    "ZeRO3": {"strategy": ZeRO3(), "task": SMALL},
+    "Pipeline": {"strategy": DDP(), "partition": Pipeline(), "task": ByteGPT(width=32, context=16)},
+    "Tensor": {"strategy": DDP(), "partition": Tensor(), "task": ByteGPT(width=32, context=16)},
+}
+
+
+FAULTS = {"dies": dies, "is cut off": is_cut_off}
+PARTS = 6  # tests into which the moments of one case are dealt, one after the other
+
+
+@pytest.mark.parametrize(
+    ("name", "who", "fault", "part"), thinned(product(CASES, VICTIMS, FAULTS, range(1, PARTS + 1)), of=96, long=24)
+)
+def test_old_ranks_keep_their_state_at_each_moment_of_a_join(
+    name: str, who: str, fault: str, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in range(part, MOST, PARTS):
+        if not play(monkeypatch, VICTIMS[who], FAULTS[fault], at, **CASES[name]):
+            break
+    assert PARTS < at < MOST - PARTS, "there were such moments, and the join ends"
+
+
+@pytest.mark.parametrize("name", ["DDP", "ZeRO1"])
+def test_a_new_rank_lost_while_it_joins_ends_no_run_that_ends_with_its_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert play(monkeypatch, (3,), dies, 9, **CASES[name], on_death="end")
+
+
+def test_a_record_has_no_generation_that_did_not_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults(monkeypatch, (3,), dies)
+    with Crowded(monkeypatch, faults, **CASES["DDP"], save_every=1) as crowd:
+        faults.begin(12, crowd)
+        crowd.join()
+        marks = [json.loads(m[3]) for s in crowd.every for m in s.record.noted("members")]
+        assert faults.happened and [said["members"] for said in marks] == [list(OLD)]
+        assert not any(m[1] in ("mesh", "buckets", "roles") for m in crowd.every[3].record.marks)
+
+
+def test_messages_name_ranks_by_their_number_in_the_run() -> None:
+    with pytest.raises(Disagreement, match=r"^the parameters of rank 5, 7 differ from rank 4's$"):
+        check_same([1, 2, 3], "the parameters", [4, 5, 7])
+    rank = Rank(1, 3)
+    assert rank.number() == 1
+    rank.members = (0, 4, 5)
+    assert (rank.number(), rank.number(2)) == (4, 5)
