@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.cluster.errors import RankError
+from workbench.cluster.errors import RankError, none_holds
 
 
 def failed(rank: int, text: str, kind: str = "ValueError", **rest: Any) -> dict[str, Any]:
@@ -38,3 +38,16 @@ def test_the_line_of_the_users_own_code_is_shown() -> None:
     error = RankError([failed(0, "bad", traceback="\n".join(lines))])
     assert str(error).endswith('File "<ipython-input-3>", line 2, in loss')
     assert error._repr_mimebundle_()["text/plain"].startswith("RankError: rank 0")
+
+def test_the_error_says_that_nobody_holds_the_trained_state_and_what_to_do() -> None:
+    errors = {r: {"type": "EngineDied", "text": "its engine ended"} for r in (0, 1)}
+    none_holds(errors, (0, 1), (2, 3), "")
+    assert errors[0]["text"] == errors[1]["text"] == (
+        "its engine ended; no rank that is left holds the trained state (ranks 2, 3 were still joining); "
+        "there is no checkpoint to go on from, take save_every=100"
+    )
+    errors = {0: {"type": "EngineDied", "text": "gone"}}
+    none_holds(errors, (0, 1), (), "run/step-8")
+    assert errors[0]["text"] == "gone", "rank 1 lives"
+    none_holds(errors, (0,), (), "run/step-8")
+    assert errors[0]["text"].endswith("go on from the newest checkpoint with lab.run(resume='run/step-8')")

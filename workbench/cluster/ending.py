@@ -87,6 +87,11 @@ class Ending:
             if not self.errors:
                 self._release = float("inf")
 
+    def forget(self, ranks: Iterable[int]) -> None:
+        """The end of these ranks says nothing about the run."""
+        with self._lock:
+            self.lost |= {rank: self.errors.pop(rank) for rank in ranks}
+
     # -- what is asked
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 _CONSEQUENCES = (
@@ -58,6 +58,25 @@ def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
     for error in errors.values():
         if together and error["type"] == "EngineDied" and error["step"] < missed:
             error.update(step=missed, op="")
+
+
+def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], joining: Sequence[int],
+               checkpoint: str) -> None:  # fmt: skip
+    """If all `members` died, their errors say that nobody holds the trained state, and what to do.
+
+    joining: ranks that live and were still being given it; checkpoint: the path of the newest, or ""
+    """
+    dead = {rank for rank, error in errors.items() if error["type"] == "EngineDied"}
+    if not members or not dead.issuperset(members):
+        return
+    text = "no rank that is left holds the trained state"
+    if joining:
+        text += f" ({_named(joining)} {'was' if len(joining) == 1 else 'were'} still joining)"
+    text += f"; go on from the newest checkpoint with lab.run(resume={checkpoint!r})" if checkpoint else (
+        "; there is no checkpoint to go on from, take save_every=100")  # fmt: skip
+    for rank in dead.intersection(members):
+        if text not in errors[rank]["text"]:
+            errors[rank]["text"] += f"; {text}"
 
 
 def consequence(error: dict[str, Any]) -> bool:

@@ -21,9 +21,12 @@ from workbench.record.run import FINAL
 from workbench.settings import KnobError
 
 if TYPE_CHECKING:
+    from workbench.cluster.changes import PendingChange
     from workbench.cluster.live import Live
 
 TELL = 2.0  # seconds that the others have to say whether they could go on
+AGAIN = "ask again"  # the end of a refusal that holds no longer
+TRIES = 3  # times that ranks are asked for again after such a refusal
 WORD = 2.0  # seconds that their word may take that they went on
 
 
@@ -44,6 +47,7 @@ class Evicting:
         self.preempted: dict[int, float | None] = {}
         self._replaced: set[int] = set()  # in whose place another is to come
         self._refused = ""
+        self._refusals = 0  # in a row, of ranks that were to come in for others
         self._lock, self._counts = threading.Lock(), threading.Lock()
         self._wanted = 0  # how many are to come in for others and nobody has seen to yet
 
@@ -200,6 +204,27 @@ class Evicting:
             if not count:
                 raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
                                    "none can be started")  # fmt: skip
-            resize(live, len(live.members) + count)
+            asked = resize(live, len(live.members) + count)
         except Exception as failure:  # the run goes on without
-            live.note(failure)
+            return live.note(failure)
+        self._ask_again(asked)
+
+    def _ask_again(self, asked: PendingChange) -> None:
+        """Asks for new ranks again if they were refused because a rank or a connection was lost while they joined.
+
+        Only for those that still live: `went_on` counts the others.
+        """
+        live = self.live
+        while not live.over.is_set():
+            try:
+                asked.wait(LOOK)
+            except TimeoutError:
+                continue
+            except KnobError as refusal:
+                alive = [rank for rank in asked.coming if not live.cluster.death(rank)]
+                self._refusals += 1
+                if alive and str(refusal).endswith(AGAIN) and self._refusals <= TRIES:
+                    self._begin_replacing(len(alive))
+                return
+            self._refusals = 0
+            return

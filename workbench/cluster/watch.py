@@ -6,12 +6,14 @@ What is due is said by `Ending`; it is done here, on a thread of its own.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.cluster import last_rows
-from workbench.cluster.errors import RankError, brought_up
+from workbench.cluster.errors import RankError, brought_up, none_holds
 from workbench.cluster.place import ClusterError, alive
 from workbench.cluster.steady import Steady
+from workbench.record import checkpoints
 from workbench.record.tidy import OFTEN, Tidy
 
 if TYPE_CHECKING:
@@ -104,13 +106,24 @@ class Watch:
             left = {r for r in live.evicting.preempted if live.cluster.death(r)} | set(live.returned)
             last_rows.gather(live, dead | silent | left)
             brought_up(self.ending.errors, live.changes.experiment)
+            self._tell_none_holds()
             last_rows.obituary(live, dead)
         except Exception as failure:  # neither a full disk nor a silent rank may keep it from being over
             live.note(failure)
+        if self.ending.asked:
+            self.ending.forget(set(self.ending.errors) - set(live.members))  # these were yet to join
         state, errors = self.ending.outcome()
         if state != "done" and (why := _orphaned(live.cluster)):
             return live.end("failed", ClusterError(why))
         live.end(state, RankError(errors) if errors else None)
+
+
+    def _tell_none_holds(self) -> None:
+        """If all ranks that held the trained state died, their errors say so."""
+        live, ending = self.live, self.ending
+        joining = sorted(live.been - set(live.members) - ending.dead - set(ending.lost))
+        kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
+        none_holds(ending.errors, live.members, joining, str(kept[-1]) if kept else "")
 
 
 def _orphaned(cluster: Cluster) -> str:

@@ -1,0 +1,75 @@
+"""Ranks are killed while new ranks join a run of a lab: the survivors train on, and never from untrained values."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.labs import apart
+from tests.waiting import until
+from workbench import DDP, DiLoCo, Experiment, Lab, LocalSGD
+from workbench.lab import RankError
+from workbench.strategies import Strategy
+from workbench.tasks import Digits
+
+pytestmark = pytest.mark.engine
+LIMIT = 90.0  # seconds
+STRATEGIES: dict[str, Strategy] = {"DDP": DDP(), "LocalSGD": LocalSGD(), "DiLoCo": DiLoCo()}
+MOMENTS = {"asked": 0.05, "joining": 0.4, "there": -1.0}  # seconds after the request; -1: once the lab has the members
+
+
+@pytest.fixture
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with apart(tmp_path_factory), Lab(ranks=4, name="joining") as made:
+        yield made.wait(120)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "moment"),
+    [("DDP", (0, 1), "there"),
+     *(pytest.param(name, ranks, moment, marks=pytest.mark.long)
+       for name, ranks, moment in [("DDP", (0,), "joining"), ("DDP", (3,), "there"), ("DDP", (0, 1), "joining"),
+                                   ("LocalSGD", (0,), "there"), ("LocalSGD", (3,), "asked"),
+                                   ("DiLoCo", (0, 1), "joining")])],
+)  # fmt: skip
+def test_survivors_of_a_join_train_on_from_trained_values(
+    lab: Lab, name: str, ranks: tuple[int, ...], moment: str
+) -> None:
+    task = Digits(hidden=1024)
+    run = lab.run(Experiment(ranks=2, task=task, on_death="go on", strategy=STRATEGIES[name], steps=0))
+    assert until(lambda: (lab.status[0]["step"] or 0) >= 60, LIMIT)
+    pids = {row["rank"]: row["pid"] for row in lab.status}
+    asked = lab.resize(4)
+    if (seconds := MOMENTS[moment]) < 0:
+        assert until(lambda: len(lab.members) == 4, LIMIT)
+        pids |= {row["rank"]: row["pid"] for row in lab.status}
+    else:
+        time.sleep(seconds)
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)
+
+    def went_on() -> bool:
+        answered = asked.applied_at is not None or asked.refused is not None
+        return not lab.live or (answered and set(lab.members).isdisjoint(ranks) and _made_steps(run, 3))
+
+    assert until(went_on, LIMIT), lab.notes
+    if lab.live:
+        lab.stop()
+        run.wait(60)
+        losses = run.samples[run.samples.name == "loss"].sort_values("t").value
+        assert losses.tail(6).mean() < losses.iloc[0] / 3, "the survivors train from trained values"
+    else:  # nobody held the state
+        assert len(ranks) == 2
+        with pytest.raises(RankError, match="no rank that is left holds the trained state"):
+            run.wait(60)
+
+
+def _made_steps(run: object, count: int) -> bool:
+    """Did ranks make so many steps since the last change of members?"""
+    marks, spans = run.marks, run.spans  # type: ignore[attr-defined]
+    since = marks[marks.name == "members"].t.max()
+    return bool((spans[(spans.lane == "step") & (spans.t0 > since)].groupby("rank").size() >= count).all())

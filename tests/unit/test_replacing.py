@@ -1,0 +1,65 @@
+"""Ranks that come in for lost ones are asked for again if a fault kept them from joining."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.waiting import until
+from workbench.cluster import evicting
+from workbench.cluster.changes import PendingChange
+from workbench.settings import Change
+
+LOST = "ranks=3: a rank or a connection was lost in the join; ask again"
+
+
+class Lab:
+    """A live run of two ranks, as far as `Evicting` asks for it.
+
+    refusals: of the ranks asked for, one after the other
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, refusals: list[str], dead: tuple[int, ...] = ()) -> None:
+        self.asked: list[int] = []
+        self.refusals = refusals
+        live: Any = SimpleNamespace(state="running", over=threading.Event(), members=(0, 1), note=pytest.fail,
+                                    ending=SimpleNamespace(asked=False),
+                                    cluster=SimpleNamespace(death=lambda rank: rank in dead))  # fmt: skip
+        patch.setattr(evicting, "cannot_start", lambda cluster, count: False)
+        patch.setattr(evicting, "resize", self._resize)
+        self.evicting = evicting.Evicting(live)
+
+    def _resize(self, live: Any, ranks: int) -> PendingChange:
+        change = PendingChange(Change(0, "ranks", ranks))
+        change.coming = [2 + len(self.asked)]
+        self.asked.append(ranks)
+        refused = self.refusals.pop(0) if self.refusals else None
+        change.answer(applied_at=None if refused else 7, refused=refused)
+        return change
+
+
+def test_ranks_are_asked_for_again_until_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(monkeypatch, [LOST, LOST])
+    lab.evicting._begin_replacing(1)
+    assert until(lambda: lab.asked == [3, 3, 3] and not lab.evicting._refusals)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "dead", "asked"),
+    [([LOST] * 9, (), 4), (["group=2 does not divide 3 ranks"], (), 1), ([LOST], (2,), 1)],
+    ids=["three times", "never possible", "the new rank died, so that its death is counted"],
+)
+def test_ranks_are_not_asked_for_without_end(
+    refusals: list[str], dead: tuple[int, ...], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(monkeypatch, refusals, dead)
+    lab.evicting._begin_replacing(1)
+    assert until(lambda: len(lab.asked) == asked and not _replacing())
+    assert len(lab.asked) == asked
+
+
+def _replacing() -> bool:
+    return any(thread.name == "run replacing" for thread in threading.enumerate())
