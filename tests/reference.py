@@ -152,6 +152,8 @@ def standing(m: type[Any], claims: tuple[str, ...]) -> str:
     said = [f"Claims: {', '.join(held) or 'none'}."] if claims else []
     if issubclass(m, Strategy):
         said.append(f"Exchanges {m.exchanges}.")
+    if issubclass(m, Strategy | Compressor):
+        said.append(f"Element types: {', '.join(m.dtypes)}.")
     if issubclass(m, Compressor) and type(usual := m.usual()) is not m:
         said.append(f"Its bare name means `{type(usual).__name__}(of={m.__name__}())`.")
     return " ".join(said)

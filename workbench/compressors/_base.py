@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from workbench.rank import Bucket, Memory, Part, Rank, each
+from workbench.rank import FLOATS, Bucket, Memory, Part, Rank, each
 from workbench.settings import Family
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Compressor(Family):
     returns what this rank itself contributed to that sum, or None if that is exactly its data. A strategy
     that wants the mean hands in shares (data / size), which costs nothing: it scales the loss.
 
+    dtypes:      element types of the gradients that it takes; hosts refuse a model with others
     linear:      the sum of compressed equals the compressed sum, so an all-reduce can add payloads
     unbiased:    the expected result is the input
     contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2 for some delta > 0; wants error feedback
@@ -67,6 +68,7 @@ class Compressor(Family):
 
     home: ClassVar[str] = "workbench.compressors"
     renamed: ClassVar[dict[str, str]] = {"owes": "residual"}
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     contraction: ClassVar[bool] = False

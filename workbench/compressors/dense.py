@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from workbench.compressors._base import Coder, Compressor, Payload
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import COMPLEX, FLOATS, Bucket, Memory, Rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,7 @@ class Dense(Compressor):
     to the loss without a limit or at 1 Gbit/s.
     """
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS + COMPLEX
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
     immediate: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from workbench.host.canonical import buffers, flattened
 from workbench.host.cutting import instead
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
 from workbench.host.pipelining import evaluated
-from workbench.rank import Bucket, Op
+from workbench.rank import Bucket, Op, as_real
 
 if TYPE_CHECKING:
     from workbench.engine.setup import Parts
@@ -74,11 +74,13 @@ def _spread_out(run: Parts) -> Evaluated:
 @contextmanager
 def _mean_of_replicas(run: Parts) -> Iterator[float]:
     """Inside, what is here of the model is the mean of all replicas; yields this rank's RMS distance from it."""
-    replicas, numel = run.rank.replicas, run.layout.numel
+    replicas = run.rank.replicas
     if replicas.size == 1:
         yield 0.0
         return
-    live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
+    weights = [as_real(x) for x in run.layout.weights]
+    live = [x for x in [*weights, *map(as_real, buffers(run.model))] if x.numel()]
+    numel = sum(x.numel() for x in weights)
     sizes = [x.numel() for x in live]
     own = flattened(live)
     mean = own.clone().div_(replicas.size)
@@ -86,7 +88,7 @@ def _mean_of_replicas(run: Parts) -> Iterator[float]:
     values, kept = ([part.view(x.shape) for part, x in zip(flat.split(sizes), live, strict=True)]
                     for flat in (mean, own))  # fmt: skip
     with holding(live, values, kept):
-        yield distance([own[:numel]], [mean[:numel]], numel)
+        yield distance([own[:numel]], [mean[:numel]], run.layout.numel)
 
 
 def known_evaluated(run: Parts, known: list[Bucket]) -> Evaluated:

@@ -79,7 +79,7 @@ class Verbs:
 
     def _reduce_scatter(self, wire: Wire, op: Op) -> tuple[Any, Any]:
         """gloo's own moves a whole all-reduce's bytes; an all-to-all and a local sum do not."""
-        x = wire.carriable(op.args[0].contiguous())
+        x = wire.carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
 
@@ -102,8 +102,8 @@ class Verbs:
 def _wire_view(x: Tensor) -> Tensor:
     """`x` as contiguous bytes where gloo cannot carry its dtype in a collective."""
     x = x.contiguous()
-    narrow = x.dtype in (torch.int16, torch.uint16) or "float8" in str(x.dtype)
-    return x.view(torch.uint8) if narrow else x
+    odd = x.is_complex() or x.dtype in (torch.int16, torch.uint16) or "float8" in str(x.dtype)
+    return x.view(torch.uint8) if odd else x
 
 
 def alone(op: Op) -> Any:

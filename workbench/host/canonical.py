@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from workbench.host.checksum import checksum
 from workbench.host.layout import Layout
+from workbench.rank import as_real, can_average
 
 
 class Disagreement(RuntimeError):
@@ -33,11 +34,11 @@ def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> 
 
 
 def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
-    """The optimizer's floating-point state in an order that is the same on all ranks."""
+    """The optimizer's state that can be averaged, in an order that is the same on all ranks."""
     found = []
     for place in layout.order:
         slots = optimizer.state.get(place.param, {})
-        found += [slots[k] for k in sorted(slots) if isinstance(slots[k], Tensor) and slots[k].is_floating_point()]
+        found += [slots[k] for k in sorted(slots) if isinstance(slots[k], Tensor) and can_average(slots[k].dtype)]
     return found
 
 
@@ -81,18 +82,19 @@ def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float]
 
 def buffers(model: nn.Module) -> list[Tensor]:
     """The running statistics and the like that can be averaged."""
-    return [b for b in model.buffers() if b.is_floating_point()]
+    return [b for b in model.buffers() if can_average(b.dtype)]
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """One vector of them all, fp32 or wider if one is: a hand-over tensor by tensor takes ten times as long."""
+    """One real vector of them all, fp32 or wider if one is: a hand-over tensor by tensor takes ten times as long."""
+    tensors = [as_real(t.detach()) for t in tensors]
     widest = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     if any(t.is_meta for t in tensors):
         return torch.empty(sum(t.numel() for t in tensors), dtype=widest, device="meta")
     if not tensors:
         return torch.zeros(0)
     where = max(tensors, key=Tensor.numel).device  # on a GPU an optimizer's counters lie with the host
-    return torch.cat([t.detach().reshape(-1).to(where, widest) for t in tensors])
+    return torch.cat([t.reshape(-1).to(where, widest) for t in tensors])
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
@@ -101,7 +103,7 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
         return
     at = 0
     with torch.no_grad():
-        for t in tensors:
+        for t in map(as_real, tensors):
             t.copy_(flat[at : at + t.numel()].view(t.shape))
             at += t.numel()
 

@@ -68,7 +68,8 @@ class Others(NamedTuple):
     coded: Coded = plainly
 
     def encode(self, x: Tensor, meeting: Combining, coder: Coder) -> Payload:
-        """What crosses in place of `x`."""
+        """What crosses in place of `x`. Raises StrategyError if it is complex."""
+        require_floats(x, meeting.name)
         made: Payload = self.coded(f"encode {meeting.name}", lambda: coder.encode(x), x.nbytes)
         return made
 
@@ -76,6 +77,14 @@ class Others(NamedTuple):
         """What has crossed in place of a tensor like this one."""
         made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
         return made
+
+
+def require_floats(x: Tensor, name: str) -> None:
+    """Raises StrategyError for complex numbers, of which codecs would drop the imaginary part."""
+    if x.is_complex():
+        kind = str(x.dtype)[6:]
+        raise StrategyError(f"{name}: codecs take floats, and this tensor has {kind}; take activations=Dense() and "
+                            f"gradients=Dense()")  # fmt: skip
 
 
 def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) -> tuple[Tensor, Payload]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.compressors import Codec, Coder
+from workbench.host.coded import require_floats
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank
 
@@ -65,6 +66,7 @@ class Crossing:
         return x if chosen is None else chosen.decode((x,), x.new_empty(shape))
 
     async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
+        require_floats(x, name)
         payload = await Op("coded", f"encode {name}", lambda: coder.encode(x), x.nbytes)
         await self.rank.send(x.new_empty((0, len(payload), *x.shape)), to, f"{name} shape")
         for number, part in enumerate(payload):

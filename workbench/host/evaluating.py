@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.rank import as_real
+
 AT_ONCE = 65_536  # elements that are compared at once
 Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank's RMS distance, None for sizes only
 
@@ -34,6 +36,7 @@ def distance(own: Iterable[Tensor], others: Iterable[Tensor], numel: int) -> flo
 
 def squares(own: Tensor, other: Tensor) -> float:
     """The sum of the squared differences, in pieces, so that it takes little memory whatever the tensors' size."""
+    own, other = as_real(own), as_real(other)
     pairs = zip(own.reshape(-1).split(AT_ONCE), other.reshape(-1).split(AT_ONCE), strict=True)
     return sum(float((x - y).float().square().sum()) for x, y in pairs)
 

@@ -27,7 +27,7 @@ from workbench.host.placement import Held, Placement
 from workbench.host.remembered import rule
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
-from workbench.rank import Part, Rank
+from workbench.rank import Part, Rank, can_average
 
 
 class Cut(NamedTuple):
@@ -104,7 +104,7 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
     have none, the first one's.
     """
     first, count = min(among, default=0), len(among) or group.size
-    floats = [x for x in drifted if x.is_floating_point()]
+    floats = [x for x in drifted if can_average(x.dtype)]
     if floats:
         flat = flattened(floats).div_(count)
         if among and group.index not in among:
@@ -112,7 +112,7 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
         await group.all_reduce(flat, "sum", name)
         scatter_back(flat, floats)
     for x in drifted:
-        if not x.is_floating_point():
+        if not can_average(x.dtype):
             whole = x.detach().reshape(-1).clone().view(torch.uint8)
             await group.broadcast(whole, first, "counters")
             scatter_back(whole.view(x.dtype), [x])

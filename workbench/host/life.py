@@ -91,7 +91,7 @@ class Life(Outliving, Ordering, Holding):
         strategy = self.experiment.strategy
         if strategy.lockstep and strategy.can_drain:
             await strategy.drain(self.rank.replicas, self.state)
-        if self.experiment.task.keeps and not self.apart:
+        if self.experiment.task.keeps:
             await self.saving.make(asked=False, last=True)
         await self.finish()
 

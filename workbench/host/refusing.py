@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,13 +22,15 @@ from workbench.host.spread import Spread, spread_of
 from workbench.host.tables import tables_of
 from workbench.host.trying import check, check_parts
 from workbench.host.trying_units import require_narrow
-from workbench.rank import Part, StrategyError
+from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
 from workbench.settings import KnobError
 
 
 def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
     """Why the model, or a rank's part of it, cannot be trained as `e` says, in a sentence that says what would do."""
     shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
+    if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
+        return reason
     spread = spread_of(e, model, learner)
     for rank in range(len(spread)) if spread else (0,):
         mine = spread.trained(rank, set(shapes)) if spread else set(shapes)
@@ -39,6 +41,19 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
         said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
         if reason := next((reason for reason in said if reason), None):
             return f"{reason} (of a rank's part: a replica lies in {spread})" if spread else reason
+    return None
+
+
+def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
+    """Why a member of `e` cannot train parameters of these element types, by name; or None."""
+    every = [("strategy=DDP", e.strategy), *(("compressor=Dense", c) for c in inside(e.compressor))]
+    for other, member in every:
+        odd = next(((name, dtype) for name, dtype in dtypes.items() if dtype not in member.dtypes), None)
+        if odd is not None:
+            path, known = other.partition("=")[0], ", ".join(member.dtypes)
+            would = f"take {other}, or convert" if odd[1] in FLOATS + COMPLEX else "convert"
+            return (f"{path}={type(member).__name__}: takes parameters of {known}, and {odd[0]} has {odd[1]}; "
+                    f"{would} the parameter")  # fmt: skip
     return None
 
 

@@ -18,6 +18,7 @@ from workbench.host.coded import Ask
 from workbench.host.crew import together
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of
+from workbench.rank import as_real
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
@@ -93,7 +94,7 @@ def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: A
 def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[float], found: list[dict[str, Tensor]],
              double: bool) -> None:  # fmt: skip
     near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
-    least = LEAST[double] * float(torch.stack([grad.float().norm() for grad in whole.values()]).norm())
+    least = LEAST[double] * float(torch.stack([as_real(grad).float().norm() for grad in whole.values()]).norm())
     for name, grad in whole.items():
         off = float((_joined(name, split, found, grad) - grad).norm())
         if not off <= near * float(grad.norm()) + least:

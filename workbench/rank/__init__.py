@@ -11,6 +11,10 @@ from workbench.rank.bucket import MOMENTUM as MOMENTUM
 from workbench.rank.bucket import Bucket as Bucket
 from workbench.rank.bucket import Memory as Memory
 from workbench.rank.bucket import Part as Part
+from workbench.rank.dtypes import COMPLEX as COMPLEX
+from workbench.rank.dtypes import FLOATS as FLOATS
+from workbench.rank.dtypes import as_real as as_real
+from workbench.rank.dtypes import can_average as can_average
 from workbench.rank.factors import Factors as Factors
 from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh
@@ -26,7 +30,7 @@ from workbench.rank.units import Entries as Entries
 from workbench.rank.units import Units as Units
 
 __all__ = [
-    "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Cut", "Entries", "Factors", "Forward", "Group", "Handle", "Memory",
-    "Mesh", "Op", "Part", "Rank", "StrategyError", "Units", "collective", "each", "message_name", "outlined", "sites",
-    "sizes_of", "values_of",
+    "COMPLEX", "FLOATS", "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Cut", "Entries", "Factors", "Forward",
+    "Group", "Handle", "Memory", "Mesh", "Op", "Part", "Rank", "StrategyError", "Units", "as_real", "can_average",
+    "collective", "each", "message_name", "outlined", "sites", "sizes_of", "values_of",
 ]  # fmt: skip

@@ -160,11 +160,16 @@ class Session(Mortal):
         return None if self.world.real else self.body.trial
 
     async def learned(self) -> list[str]:
-        found: list[str] = self.body.learned()
-        return found
+        return await self.agreed(self.body.learned())
 
     async def agreed(self, names: list[str]) -> list[str]:
-        return names
+        parts = len(self.spread) if self.spread else 1
+
+        def by_part(said: list[list[str]]) -> list[list[str]]:
+            return [said[rank % parts] for rank in range(len(said))]
+
+        found: list[str] = await Op("together", "agree on an order", names, by_part, 0.0)
+        return found
 
     async def relay_in(self, names: list[str]) -> None:
         await self.relay(partial(self.body.learn, names))
@@ -204,7 +209,6 @@ class Session(Mortal):
             world.call(meeting.named(self.experiment, self.rank, self.state))
         while True:
             if world.meets >= 0 and (not propagation or step == world.meets or idle):
-                self.rank.step = max(step, world.meets) if propagation else step
                 return True
             if not idle:
                 return False
@@ -220,7 +224,10 @@ class Session(Mortal):
             world.due = sum(c.at_step <= steps[0] for c in self.planned)
             return [None] * len(steps)
 
+        propagation = self.experiment.strategy.propagation_in(world.size, self.rank.step)
         await Op("together", "meet between steps", self.rank.step, joint, 0.0)
+        if propagation and self.rank.role == "server":  # it makes no steps of its own
+            self.rank.step = world.latest
         await self.rest()
         await self.gather(0)
 

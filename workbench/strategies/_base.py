@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from workbench.rank import Bucket, Part, Rank
+from workbench.rank import COMPLEX, FLOATS, Bucket, Part, Rank
 from workbench.settings import Family
 from workbench.strategies._capabilities import (
     Apart,
@@ -31,6 +31,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
 
     Claims are class variables; the laws in tests/laws check each.
 
+    dtypes:     element types of the parameters that it trains; hosts refuse a model with others
     exact:      one step equals one step on the joined batch of all ranks
     periodic:   ranks may differ between rounds; the canonical state is their mean
     exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
@@ -48,6 +49,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     renamed: ClassVar[dict[str, str]] = {
         "heard": "propagation", "heard_in": "propagation_in", "crosses": "in_flight", "settle": "drain",
     }  # fmt: skip
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS + COMPLEX
     exact: ClassVar[bool] = False
     periodic: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import FLOATS, Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 
@@ -42,6 +42,7 @@ class MomentExchange(Strategy):
     scaled: bool = knob(False, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
     weight_decay: float = knob(0.0, 0.0, 10.0, doc="decoupled weight decay: a step shrinks by lr times this")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS[1:]  # float16 has no number as small as eps, or as many a square
     alike: ClassVar[bool] = True
     exchanges: ClassVar[str] = "moments"
     clips: ClassVar[bool] = False

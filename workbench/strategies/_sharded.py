@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.rank import Bucket, Handle, Op, Rank, outlined, values_of
+from workbench.rank import Bucket, Handle, Op, Rank, as_real, outlined, values_of
 
 
 class Outstanding:
@@ -149,4 +149,5 @@ def fill(into: Tensor, x: Tensor) -> None:
 
 @outlined(lambda x: x.new_empty((), dtype=torch.float64))
 def _square(x: Tensor) -> Tensor:
+    x = as_real(x)
     return (x if x.dtype == torch.float64 else x.float()).square().sum().double()

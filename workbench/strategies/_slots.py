@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from workbench.rank import Rank, outlined, values_of
+from workbench.rank import Rank, as_real, outlined, values_of
 
 MOMENTUM = ("keep", "average", "zero")
 
@@ -24,6 +24,7 @@ async def combine_slots(rank: Rank, momentum: str) -> None:
         for slot in slots:
             slot.zero_()
         return
+    slots = [as_real(slot) for slot in slots]
     flat = _joined(slots)
     await rank.all_reduce(flat, "sum", "momentum")
     flat.div_(rank.size)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import FLOATS, Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 
@@ -54,6 +54,7 @@ class AdaAlter(Strategy):
     initial: float = knob(1.0, 1e-6, 1e3, log=True, doc="b0: root of what each sum of squares begins with")
     eps: float = knob(1.0, 1e-6, 1e3, log=True, doc="root of what stands for a step's squares until ranks agree")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.rank import Bucket, Entries, Memory, Rank, StrategyError, Units, outlined
+from workbench.rank import FLOATS, Bucket, Entries, Memory, Rank, StrategyError, Units, outlined
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
@@ -103,6 +103,7 @@ class AsyncDrop(Strategy):
     choose: str = knob("changing", choices=("changing", "random"), doc="units by speed and change, or drawn")
     scaled: bool = knob(False, doc="do weights that read fewer units count for more meanwhile?")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

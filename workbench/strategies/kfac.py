@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.rank import Bucket, Factors, Memory, Rank, outlined
+from workbench.rank import FLOATS, Bucket, Factors, Memory, Rank, outlined
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._kronecker import (
@@ -83,6 +83,7 @@ class KFAC(Strategy):
     warmup: int = knob(3, 1, 10**6, unit="steps", log=True, doc="steps by the plain gradient, while factors gather")
     accumulate: int = knob(1, 1, 64, unit="batches", doc="batches whose gradients are added before each exchange")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     plain: ClassVar[bool] = False
     sees_all: ClassVar[bool] = True
     skips: ClassVar[bool] = False  # a batch is in the factors before its update

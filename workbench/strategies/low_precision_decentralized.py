@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from workbench.compressors import ByteGrad, Coder, Dense
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import FLOATS, Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
@@ -53,6 +53,7 @@ class LowPrecisionDecentralized(Strategy):
     every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of messages to the next")
     bits: int = knob(8, choices=(8, 32), doc="per parameter on the wire; 32: not rounded")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     own: ClassVar[dict[str, str]] = {"[0-9]*": "drop"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors import inside
-from workbench.rank import Bucket, Memory, Rank, outlined, values_of
+from workbench.rank import FLOATS, Bucket, Memory, Rank, outlined, values_of
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._mean import mean_of_all
@@ -67,6 +67,7 @@ class Newton(Strategy):
     damping: float = knob(1e-2, 1e-10, 1e4, log=True, doc="added to the curvature: less is bolder")
     tries: int = knob(4, 1, 30, doc="step lengths tried, lr and halves of it; 1: lr unseen")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     alike: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     clips: ClassVar[bool] = False

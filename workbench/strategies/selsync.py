@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from workbench.rank import Bucket, Rank, outlined, values_of
+from workbench.rank import Bucket, Rank, as_real, outlined, values_of
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._examples import injected
@@ -107,7 +107,8 @@ class SelSync(Strategy):
     @outlined(lambda self, state, grads: None)  # there is nothing to see
     def _look(self, state: _State, grads: list[Bucket]) -> None:
         """Takes one more gradient in."""
-        each = [torch.linalg.vector_norm(b.data[p.start : p.stop], dtype=torch.float64) for b in grads for p in b.parts]
+        parts = [as_real(b.data[p.start : p.stop]) for b in grads for p in b.parts]
+        each = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in parts]
         state.norms.append(float(torch.stack(each).sum()))
         now, before = self._smooth(state.norms, self.norm_window), state.before
         if before is not None:

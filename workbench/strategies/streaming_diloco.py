@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors import E3M0
-from workbench.rank import Bucket, Handle, Memory, Op, Part, Rank
+from workbench.rank import FLOATS, Bucket, Handle, Memory, Op, Part, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._coded import mean
@@ -82,6 +82,7 @@ class StreamingDiLoCo(Strategy):
     outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer Nesterov momentum of each fragment")
     bits: int = knob(4, choices=(32, 4), unit="bits", doc="per element of what is sent: fp32 or E3M0")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

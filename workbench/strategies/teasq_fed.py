@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from workbench.compressors import QSGD, Dense, Quantised, TopK
-from workbench.rank import Bucket, Memory, Rank, StrategyError
+from workbench.rank import FLOATS, Bucket, Memory, Rank, StrategyError
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
@@ -90,6 +90,7 @@ class TEASQFed(Strategy):
     weighted: bool = knob(False, doc="does an update count for as much as it was trained on?")
     relax: int = knob(0, 0, 4096, unit="mixings", doc="after which twice as many entries cross; 0: never")
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

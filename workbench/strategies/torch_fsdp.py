@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.rank import Part, Rank
+from workbench.rank import FLOATS, Part, Rank
 from workbench.strategies._base import Strategy
 
 
@@ -35,6 +35,7 @@ class TorchFSDP(Strategy):
     """
 
     known_as: ClassVar[tuple[str, ...]] = ("FSDP", "FSDP2", "FullyShardedDataParallel")
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     exact: ClassVar[bool] = True
     opaque: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"

@@ -28,7 +28,7 @@ from workbench.host.saved.whole import Shares, heir, heirs
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put
 from workbench.host.spread import spread_of
-from workbench.rank import Memory
+from workbench.rank import Memory, can_average
 
 
 class _Source(NamedTuple):
@@ -168,7 +168,7 @@ def _cut(run: Any, was: Experiment, first: Regained) -> Cut | None:
 
 def _whole(sources: Sequence[_Source], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:
     """(n,): the tensor of this name; of replicas that drifted apart the mean, of whole numbers the first one's."""
-    mean = was.strategy.periodic and dtype.is_floating_point
+    mean = was.strategy.periodic and can_average(dtype)
     total, times = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.int32)
     for source in sources:
         if name not in source.numbers or name not in source.held:

@@ -126,7 +126,7 @@ class Saving:
             return
         step, steps = run.rank.step if step is None else step, run.experiment.steps
         at = (step // every + 1) * every
-        if not steps or at < steps or (at == steps and not run.apart):
+        if not steps or at <= steps:
             self._next = Save(at)
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
