@@ -21,6 +21,7 @@ from workbench.host.layout import Layout
 from workbench.host.memory import packed
 
 Names = tuple[str, ...]
+READS = {"read", "grad"}  # the kinds of event in a backward
 
 
 class Trial(NamedTuple):
@@ -37,6 +38,26 @@ class Trial(NamedTuple):
     def arrival(self) -> list[str]:
         """Names in the order in which gradients came."""
         return [name for kind, names in self.backward for name in names if kind == "grad"]
+
+    def plain(self) -> list[Any]:
+        """The trial as JSON, for a checkpoint's manifest."""
+        return [[list(names) for names in self.forward], [[kind, list(names)] for kind, names in self.backward]]
+
+    @classmethod
+    def read(cls, said: Any) -> Trial:
+        """The trial that `plain` wrote. Raises ValueError for anything else."""
+        try:
+            forward, backward = said
+            found = cls(tuple(map(tuple, forward)), tuple((kind, tuple(names)) for kind, names in backward))
+        except TypeError:
+            raise ValueError("its order of reading parameters is damaged") from None
+        if not all(isinstance(name, str) for name in found.names()) or {kind for kind, _ in found.backward} - READS:
+            raise ValueError("its order of reading parameters is damaged")
+        return found
+
+    def names(self) -> list[Any]:
+        """Every parameter name in it, once per mention."""
+        return [name for names in (*self.forward, *(names for _, names in self.backward)) for name in names]
 
 
 class Event(NamedTuple):

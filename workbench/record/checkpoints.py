@@ -261,7 +261,17 @@ def _good_sizes(sizes: Any) -> bool:
 
 
 def _good_item(item: list[Any], blobs: int) -> bool:
-    """[its name, its blobs one after the other, its shape]"""
-    if len(item) != 3 or not isinstance(item[0], str) or not _list_of(item[1], int) or not _good_sizes(item[2]):
+    """[its name, its blobs one after the other, its shape, and for each blob the box of that shape that it fills]
+
+    Schema 1 has no boxes.
+    """
+    if len(item) not in (3, 4) or not isinstance(item[0], str) or not _list_of(item[1], int):
         return False
-    return all(count(n) and n < blobs for n in item[1])
+    if not _good_sizes(item[2]) or not all(count(n) and n < blobs for n in item[1]):
+        return False
+    return len(item) == 3 or (_list_of(item[3], list) and len(item[3]) == len(item[1]) and all(map(_good_box, item[3])))
+
+
+def _good_box(box: list[Any]) -> bool:
+    """[offsets, sizes]"""
+    return len(box) == 2 and all(map(_good_sizes, box)) and len(box[0]) == len(box[1])

@@ -19,6 +19,7 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.host.saved.alone import KIND, state_of
 from workbench.host.saved.image import Image
+from workbench.host.saved.pieces import read_whole_model
 from workbench.host.saved.regain import regained
 from workbench.host.saved.saving import Together
 from workbench.host.saved.whole import brought_together, image_of
@@ -176,6 +177,8 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
         return _filled(into, saved_state(checkpoint, task))
     saved = settings_of(checkpoint, task)
     made = saved.task.build().model()
+    if not saved.strategy.periodic and _fill_from_pieces(made, checkpoint):
+        return made
 
     async def hand_in(run: Any) -> None:
         await brought_together(run)
@@ -187,6 +190,23 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
 
     _stand(checkpoint, saved, hand_in)
     return made
+
+
+def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Fills `made` from what the manifest says alone; returns whether that was possible. Raises RunError for damage."""
+    files = Bytes(checkpoint)
+    try:
+        state = read_whole_model(checkpoint, files)
+    finally:
+        files.close()
+    here = dict(made.named_parameters()) | dict(made.named_buffers())
+    if state is None or any(name not in state or state[name].shape != x.shape or state[name].dtype != x.dtype
+                            for name, x in here.items()):  # fmt: skip
+        return False
+    with torch.no_grad():
+        for name, x in here.items():
+            x.copy_(state[name])
+    return True
 
 
 def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:

@@ -106,8 +106,13 @@ def manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[s
         for piece, (_, _, at, nbytes, dtype, sizes) in told["places"].items():
             number[piece] = len(blobs)
             blobs.append([file_of(rank), at, nbytes, dtype, sizes])
-    each = [{"items": [[name, [number[piece] for piece in hashes], shape] for name, shape, _, hashes in told["items"]],
-             "said": told["said"]} for told in reports]  # fmt: skip
+    each = [
+        {
+            "items": [[name, [number[p] for p in hashes], shape, lies] for name, shape, lies, hashes in told["items"]],
+            "said": told["said"],
+        }
+        for told in reports
+    ]
     return {**about, "files": files, "blobs": blobs, "each": each}
 
 

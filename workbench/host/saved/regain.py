@@ -18,6 +18,7 @@ from workbench.host.batches import Numbers, Stand
 from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
+from workbench.host.trial import Trial
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate
 
@@ -30,12 +31,14 @@ class Regained:
 
     whole:  is it of a whole model, which ranks of another number had together?
     made:   the changes that had been made before, as JSON
+    reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
     tensor: the tensor of a number, flat where it was written in several pieces
     close:  nothing more is read
     """
 
     def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
-                 tensor: Callable[[int], Tensor], close: Callable[[], None]) -> None:  # fmt: skip
+                 tensor: Callable[[int], Tensor], close: Callable[[], None], reads: Any = None) -> None:  # fmt: skip
+        self.reads = reads
         self.path, self.whole, self.said, self.made = path, kind == "whole", said, made
         self.tensor, self.close = tensor, close
 
@@ -63,9 +66,15 @@ class Regained:
     # -- before anything is shared out --
 
     def begin(self, run: Any) -> None:
-        """Before the first strategy takes over: the step, and of a whole image all that every rank is to hold."""
+        """Before the first strategy takes over: the step, and of a whole image all that every rank is to hold.
+
+        Shards are cut by the order in which a step reads parameters. It is taken from the checkpoint, because a loss
+        that reads a tensor's value cannot be traced before the first step.
+        """
         with self.refusing():
             run.rank.step = int(self.said["step"])
+            if self.reads is not None and not self.whole:
+                run.reading.trial = _order_of_reading(self.reads, run.model)
         if self.whole:
             with self.refusing(), torch.no_grad():
                 _values(run, self)
@@ -152,6 +161,14 @@ class Regained:
             run.draw_on(_states(reader.read(self.said["draws"])))
 
 
+def _order_of_reading(said: Any, model: Any) -> Trial:
+    """The order in which a step reads the parameters of `model`. Raises ValueError if it is another model's."""
+    trial = Trial.read(said)
+    if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
+        raise ValueError(f"it reads {_few(other)}, and this model has no such parameters")
+    return trial
+
+
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -225,15 +242,16 @@ def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Reg
     items: list[Any] = mine["items"]
 
     def tensor(number: int) -> Tensor:
-        read = [_of(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
+        read = [blob_tensor(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
         return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
 
     close = files.close if alone else lambda: None
-    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], checkpoint.made, tensor, close)
+    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], checkpoint.made, tensor, close,
+                    checkpoint.said.get("reads"))  # fmt: skip
 
 
-def _of(blob: Any, files: Any) -> Tensor:
-    """The tensor of its bytes."""
+def blob_tensor(blob: Any, files: Any) -> Tensor:
+    """The tensor whose bytes a Blob names. Raises RunError if its file is damaged."""
     dtype = getattr(torch, blob.dtype)
     if not blob.nbytes:
         return torch.zeros(blob.sizes, dtype=dtype)

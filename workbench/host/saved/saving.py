@@ -206,7 +206,8 @@ class Saving:
                          for changes in (run.planned, run.steering.made))  # fmt: skip
         kind = KIND if run.experiment.task.leads else "ranks"
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
-                "held_out": run.held_out, "asked": asked, "planned": planned, "made": made}  # fmt: skip
+                "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,
+                "reads": run.reading.trial.plain() if run.reading.sharded else None}  # fmt: skip
 
     def _refuse(self, reason: str) -> None:
         text = f"no checkpoint was made before step {self.run.rank.step}: {reason}"

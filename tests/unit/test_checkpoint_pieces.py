@@ -1,0 +1,123 @@
+"""A checkpoint is read from what is written: the model is neither trained nor traced for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.kept import lived, losses, simulated
+from tests.piped import piped
+from tests.ranks import experiment, fitting, mse, shipped, toy
+from tests.thinned import thinned
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.host.saved.pieces import read_whole_model
+from workbench.partitions import Partition, Pipeline, Tensor, Whole
+from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found
+from workbench.settings import KnobError
+from workbench.sim import resuming
+from workbench.sim.resuming import model_of, settings_of, together
+from workbench.strategies import DDP, HSDP, HpZ, LocalSGD, Strategy, ZeRO3, ZeROInfinity
+
+AGREEING = {n: cls for n, cls in shipped(Strategy).items() if not (cls.opaque or cls.periodic)}
+PARTITIONS = {"Whole": Whole(), "Pipeline": Pipeline(micros=2), "Tensor": Tensor()}
+
+
+def reads_a_number(model: torch.nn.Module, pair: Any) -> torch.Tensor:
+    """A loss that no trace can follow."""
+    return mse(model, pair) * (1.0 + abs(float(pair[0].sum())) * 1e-3)
+
+
+def refuses(model: torch.nn.Module, pair: Any) -> torch.Tensor:
+    raise AssertionError("the model was run")
+
+
+def wrote(folder: Path, strategy: Strategy, partition: Partition, loss: Any = mse) -> tuple[Checkpoint, Experiment]:
+    """The checkpoint before step 5 of a simulated run."""
+    if partition == Whole():
+        e = experiment(4, 7, task=toy(loss=loss), strategy=strategy, pace=5.0, save_every=5)
+    else:
+        e = piped(4, 7, strategy=strategy, partition=partition, pace=5.0, save_every=5)
+    simulate(e, real=True, checkpoints=folder)
+    return Checkpoint.open(found(folder)[0]), e
+
+
+def simulated_model(checkpoint: Checkpoint, task: Any) -> dict[str, torch.Tensor]:
+    """The model as the checkpoint's ranks bring it together when they leave their strategy."""
+    with patch.object(resuming, "_fill_from_pieces", return_value=False):
+        return dict(model_of(checkpoint, task).state_dict())
+
+
+@pytest.mark.parametrize(("name", "partition"), thinned(product(AGREEING, PARTITIONS), of=12))
+def test_pieces_give_the_model_that_the_ranks_bring_together(name: str, partition: str, tmp_path: Path) -> None:
+    try:
+        checkpoint, e = wrote(tmp_path, fitting(AGREEING[name], 4), PARTITIONS[partition])
+    except KnobError as refused:
+        assert f"under {name}" in str(refused), "a pair that cannot be trained"
+        return
+    files = Bytes(checkpoint)
+    direct = read_whole_model(checkpoint, files)
+    files.close()
+    assert direct is not None
+    for key, x in simulated_model(checkpoint, e.task).items():
+        assert torch.equal(direct[key], x), key
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_model_is_read_although_its_loss_can_no_longer_be_run(partition: str, tmp_path: Path) -> None:
+    checkpoint, e = wrote(tmp_path, DDP(), PARTITIONS[partition])
+    state = model_of(checkpoint, replace(e.task, loss=refuses)).state_dict()
+    for key, x in model_of(checkpoint, e.task).state_dict().items():
+        assert torch.equal(state[key], x)
+
+
+def test_a_checkpoint_without_boxes_is_read_by_simulating_its_ranks(tmp_path: Path) -> None:
+    checkpoint, e = wrote(tmp_path, ZeRO3(), Whole())
+    said = json.loads((checkpoint.path / MANIFEST).read_text())
+    for each in said["each"]:
+        each["items"] = [item[:3] for item in each["items"]]
+    del said["reads"]
+    old, files = Checkpoint(checkpoint.path, said), Bytes(checkpoint)
+    assert read_whole_model(old, files) is None
+    for key, x in model_of(checkpoint, e.task).state_dict().items():
+        assert torch.equal(model_of(old, e.task).state_dict()[key], x)
+
+
+def test_replicas_that_differ_are_not_put_together_from_pieces(tmp_path: Path) -> None:
+    checkpoint, _ = wrote(tmp_path, LocalSGD(every=64), Whole())
+    assert read_whole_model(checkpoint, Bytes(checkpoint)) is None
+
+
+SHARDING: dict[str, Strategy] = {"ZeRO3": ZeRO3(), "ZeROInfinity": ZeROInfinity(), "HSDP": HSDP(group=2),
+                                 "HpZ": HpZ(group=2)}  # fmt: skip
+
+
+MOST = [pytest.param(name, marks=[] if name == "ZeRO3" else pytest.mark.long) for name in SHARDING]
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_shards_of_a_loss_that_reads_a_number_are_read_and_brought_together(name: str, tmp_path: Path) -> None:
+    checkpoint, e = wrote(tmp_path, SHARDING[name], Whole(), loss=reads_a_number)
+    model = dict(model_of(checkpoint, e.task).state_dict())
+    for key, x in simulated_model(checkpoint, e.task).items():
+        assert torch.equal(model[key], x)
+    whole = together(checkpoint, settings_of(checkpoint, e.task), 2, tmp_path / "two")
+    went_on, _ = simulated(2, 7, tmp_path / "on", resume=whole, task=e.task)
+    assert [len(each) for each in losses(went_on, 2)] == [2, 2], "steps 5 and 6 on each of two ranks"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", MOST)
+def test_ranks_resume_shards_of_a_loss_that_reads_a_number(name: str, tmp_path: Path) -> None:
+    e = experiment(4, 8, task=toy(loss=reads_a_number), strategy=SHARDING[name], save_every=4)
+    whole = lived(e, tmp_path / "whole")
+    rest = lived(e, tmp_path / "rest", found(tmp_path / "whole" / FOLDER)[0])
+    late = [[v for step, kind, _, v in s.record.samples if kind == "loss" and step >= 4] for s in whole]
+    assert [s.record.losses() for s in rest] == late and len(late[0]) == 4
