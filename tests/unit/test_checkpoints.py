@@ -30,7 +30,7 @@ from workbench.host.saved.tree import Reader, written
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream
-from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, found, name, prune
+from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, found, name, prune, sealed
 from workbench.record.drafts import Draft
 from workbench.settings import Change, KnobError
 from workbench.sim.resuming import resumed, together
@@ -116,7 +116,7 @@ def test_one_of_before_in_which_each_rank_said_the_changes_itself_is_read(tmp_pa
         policy = reader.read(each["said"]["policy"]) | {"made": [(4, kept.made[0])]}
         each["said"]["policy"] = written(policy, lambda x: 0, "policy")
     said = {k: v for k, v in kept.said.items() if k != "made"}
-    (kept.path / MANIFEST).write_text(json.dumps(said))
+    (kept.path / MANIFEST).write_bytes(sealed(said))
     rest = lived(EXPERIMENTS["DDP"], tmp_path / "b", kept.path)
     assert [[(c.at_step, c.path, c.value) for c in s.training.steering.made] for s in rest] == [[(4, "lr", 0.004)]] * 3
 
@@ -347,11 +347,11 @@ def test_one_that_is_asked_for_where_there_is_one_already_stays_too(tmp_path: Pa
 def test_the_newest_the_best_and_those_asked_for_stay(tmp_path: Path) -> None:
     lived(experiment(1, 10, save_every=10), tmp_path / "a")
     of = found(tmp_path / "a" / FOLDER)[0]
-    about = json.loads((of / "manifest.json").read_text())
+    about = Checkpoint.open(of).said
     for step, held_out, asked in ((1, 0.9, False), (2, 0.1, False), (3, None, True), (4, 0.5, False), (5, 0.4, False)):
         shutil.copytree(of, tmp_path / "b" / name(step))
-        changed = about | {"step": step, "held_out": held_out, "asked": asked}
-        (tmp_path / "b" / name(step) / "manifest.json").write_text(json.dumps(changed))
+        changed = {**about, "step": step, "held_out": held_out, "asked": asked}
+        (tmp_path / "b" / name(step) / "manifest.json").write_bytes(sealed(changed))
     (tmp_path / "b" / name(9)).mkdir()
     (tmp_path / "b" / name(9) / "manifest.json").write_text("{}")  # not ours to remove
     assert [p.name for p in prune(tmp_path / "b", 1)] == [name(1), name(4)]

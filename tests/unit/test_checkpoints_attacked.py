@@ -20,7 +20,7 @@ import pytest
 from tests.kept import lived, losses, simulated
 from tests.ranks import ended, experiment, live
 from workbench.compressors import TopK
-from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found
+from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found, sealed
 from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.sim.resuming import resumed, settings_of
@@ -48,11 +48,17 @@ def made(tmp_path: Path) -> Path:
 
 def signed(folder: Path) -> None:
     """Whoever changes a file can say its hash, too."""
-    about = json.loads((folder / MANIFEST).read_text())
+    about = manifest(folder)
     for file in about["files"]:
         raw = (folder / file).read_bytes()
         about["files"][file] = {"sha256": hashlib.sha256(raw).hexdigest(), "nbytes": len(raw)}
-    (folder / MANIFEST).write_text(json.dumps(about))
+    (folder / MANIFEST).write_bytes(sealed(about))
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's manifest says, without its seal."""
+    said: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    return {key: value for key, value in said.items() if key != "sha256"}
 
 
 def goes_on(folder: Path) -> str:
@@ -97,7 +103,7 @@ def test_a_pickle_inside_of_what_torch_saved_is_never_opened(made: Path, tmp_pat
     """The values stay as they are; all around them is a stranger's."""
     canary = tmp_path / "ran"
     evil = pickle.dumps(Canary(canary))
-    about = json.loads((made / MANIFEST).read_text())
+    about = manifest(made)
     for file in [name for name in about["files"] if name.endswith(".distcp")]:
         raw = bytearray((made / file).read_bytes())
         places = sorted((at, at + nbytes) for f, at, nbytes, _, _ in about["blobs"] if f == file)
@@ -147,7 +153,7 @@ def test_manifests_of_all_kinds_are_answered_with_a_sentence(tmp_path: Path) -> 
     rest = {"compressor": TopK.usual(), "strategy": KFAC()}
     simulated(2, 4, tmp_path / "a", 2, **rest)
     folder = found(tmp_path / "a")[0]
-    good = json.loads((folder / MANIFEST).read_text())
+    good = manifest(folder)
     every, draw = [p for p in places(good) if p], random.Random(11)
     shallow = [p for p in every if len(p) <= 2 or p[0] not in ("blobs", "each", "experiment")]
     refused = went_on = 0
@@ -157,7 +163,7 @@ def test_manifests_of_all_kinds_are_answered_with_a_sentence(tmp_path: Path) -> 
         for key in where[:-1]:
             at = at[key]
         at[where[-1]] = draw.choice(ODD)
-        (folder / MANIFEST).write_text(json.dumps(changed))
+        (folder / MANIFEST).write_bytes(sealed(changed))
         try:
             kept = Checkpoint.open(folder)
             with_settings = resumed(kept, settings_of(kept, experiment().task)) if where[0] != "each" else None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workbench.record.folders import make_private_folder
 from workbench.settings.said import said
 
 FOLDER = "profiles"  # in the run directory
@@ -86,7 +87,7 @@ class Profiler:
 
     def _write(self, done: Any, steps: int) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._path.parent)
             part = self._path.with_suffix(".part")
             done.export_chrome_trace(str(part))
             if not part.is_file():  # torch raises nothing where it could not write

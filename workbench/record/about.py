@@ -16,6 +16,7 @@ from workbench.settings import short
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
 DEEPEST = 40  # levels of JSON: settings need 10
 LARGEST = 2**63  # what a number is below
+MOST_RANKS = 4096  # that a run may have
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
           "saves")  # fmt: skip
 
@@ -77,7 +78,7 @@ OBJECT = Rule(lambda v: v is None or isinstance(v, Mapping), "an object")
 SETTINGS = Rule(lambda v: isinstance(v, Mapping) and all(map(name_of_code, v)), "an object of settings by name")
 MEMBER = Rule(member, "one name with its settings, such as {'TopK': {'density': 0.1}}")
 COUNT = Rule(count, "a whole number, 0 or more")
-RANKS = Rule(lambda v: count(v) and v >= 1, "a whole number, 1 or more")
+RANKS = Rule(lambda v: count(v) and 1 <= v <= MOST_RANKS, f"a whole number from 1 to {MOST_RANKS}")
 MISSING = Rule(lambda v: v is None or count(v), "a whole number, 0 or more")
 RULES = {
     "epoch": NUMBER, "missing": MISSING, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS,

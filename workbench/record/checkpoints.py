@@ -1,7 +1,8 @@
 """Checkpoints on disk: one folder each, which is whole or not there; what its manifest may say; which are kept.
 
     step-00000010/        has this name once all of it is written: until then it is `.step-00000010.part`
-        manifest.json     step, settings, where the bytes of every tensor lie, what is each rank's own, files' SHA-256
+        manifest.json     step, settings, where the bytes of every tensor lie, what is each rank's own, files' SHA-256;
+                          it begins with the SHA-256 of the rest of itself
         __3_0.distcp      what rank 3 wrote, as torch.distributed.checkpoint lays tensors out
         .metadata         for torch.distributed.checkpoint alone: a pickle, and nothing here opens it
 
@@ -15,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,16 +23,18 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench.record.about import SETTINGS, count, number
+from workbench.record.about import MOST_RANKS, SETTINGS, count, number
+from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short
 
-SCHEMA = 1
+SCHEMA = 2  # of what is written; 1 had no SHA-256 of the manifest and no boxes, and is read as it was
 FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
+_SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 LARGEST = 2**28  # bytes of a manifest
-MOST_RANKS, LONGEST = 4096, 2**48  # ranks; elements along a dimension
+LONGEST = 2**48  # elements along a dimension
 CHUNK = 2**22  # bytes that are hashed at a time
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
@@ -100,18 +102,10 @@ class Checkpoint:
         if not there:
             raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory "
                            f"of a run that had save_every above 0")  # fmt: skip
-        path = there[-1]
         try:
-            with os.fdopen(_opened(path / MANIFEST), "rb") as file:
-                text = file.read(LARGEST + 1)
-            said = json.loads(text if len(text) <= LARGEST else b"")
-        except OSError as error:
-            raise RunError(f"{path}: its {MANIFEST} cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError):
-            raise RunError(f"{path}: its {MANIFEST} is truncated or not one that workbench wrote") from None
-        if reason := wrong(said):
-            raise RunError(f"{path}: its {MANIFEST} is not one that workbench wrote: {reason}")
-        return cls(path.resolve(), said)
+            return cls(there[-1].resolve(), _read_manifest(there[-1]))
+        except RunError as error:
+            raise RunError(f"{error}; {_older(there[-1])}") from None
 
     def __repr__(self) -> str:
         return f"Checkpoint before step {self.step} of {self.ranks} ranks in {self.path}"
@@ -151,7 +145,7 @@ class Bytes:
         return fd
 
     def _damaged(self, file: str, why: str) -> RunError:
-        return RunError(f"{self._of.path}: {file} {why}; resume from another checkpoint")
+        return RunError(f"{self._of.path}: {file} {why}; {_older(self._of.path)}")
 
     def close(self) -> None:
         for fd in self._open.values():
@@ -168,6 +162,44 @@ def _opened(path: Path) -> int:
     return fd
 
 
+def sealed(said: Mapping[str, Any]) -> bytes:
+    """A manifest as it is written: JSON whose first field is the SHA-256 of the others."""
+    body = json.dumps({"schema": SCHEMA, **said}).encode()
+    return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest in a folder says. Raises RunError if that is not what was written."""
+    try:
+        with os.fdopen(_opened(path / MANIFEST), "rb") as file:
+            text = file.read(LARGEST + 1)
+        seal = _SEAL.match(text)
+        if seal and hashlib.sha256(b"{" + text[seal.end() :]).hexdigest().encode() != seal[1]:
+            raise RunError(f"{path}: its {MANIFEST} is not what was written, for its SHA-256 is another")
+        said = json.loads(text if len(text) <= LARGEST else b"")
+    except RunError:
+        raise
+    except OSError as error:
+        raise RunError(f"{path}: its {MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: its {MANIFEST} is truncated or not one that workbench wrote") from None
+    reason = wrong(said) or ("it has no SHA-256 of itself" if said["schema"] > 1 and not seal else None)
+    if reason:
+        raise RunError(f"{path}: its {MANIFEST} is not one that workbench wrote: {reason}")
+    said.pop("sha256", None)
+    return dict(said)
+
+
+def _older(path: Path) -> str:
+    """Which checkpoint to take instead of the damaged one at `path`, as the end of a sentence."""
+    for other in reversed(found(path.parent)):
+        if _NAMED.fullmatch(path.name) and step_of(other) < step_of(path):
+            with suppress(RunError):
+                _read_manifest(other)
+                return f"resume from the one before it, {other}"
+    return "resume from another checkpoint"
+
+
 # -- which there are, and which are kept --
 
 
@@ -182,19 +214,22 @@ def found(folder: Path) -> list[Path]:
 def prune(folder: Path, keep: int) -> list[Path]:
     """Removes all but the `keep` newest, the one of the lowest held-out loss, and those that a person asked for.
 
-    What cannot be opened was not written here, and stays. Returns what was removed. Raises OSError.
+    What cannot be opened was not written here, and stays. So does everything behind a symbolic link, for it may be
+    another run's. Returns what was removed. Raises OSError.
     """
     every: list[_Told] = []
-    for path in found(folder):
+    for path in [] if folder.is_symlink() else found(folder):
+        if path.is_symlink():
+            continue
         with suppress(RunError):
             one = Checkpoint.open(path)
-            every.append(_Told(one.path, one.held_out, one.asked))  # of manifests one is held at a time
+            every.append(_Told(path, one.held_out, one.asked))  # of manifests one is held at a time
     rated = [c for c in every if c.held_out is not None]
     stay = {c.path for c in every[-keep:]} | {c.path for c in every if c.asked}
     stay |= {min(rated, key=lambda c: float(c.held_out or 0.0)).path} if rated else set()
     gone = [c.path for c in every if c.path not in stay]
     for path in gone:
-        shutil.rmtree(path)
+        remove_folder(path)
     return gone
 
 
@@ -211,7 +246,7 @@ def _wrongs(said: Any) -> Iterator[str]:
         yield f"it holds {short(said)}, which must be an object"
         return
     rules: dict[str, tuple[bool, str]] = {
-        "schema": (said.get("schema") == SCHEMA, f"{SCHEMA}, which this version reads"),
+        "schema": (said.get("schema") in (1, SCHEMA), f"1 or {SCHEMA}, which this version reads"),
         "kind": (said.get("kind") in ("ranks", "whole", "model"), "ranks, whole or model"),
         "step": (count(said.get("step")) and said["step"] < 10**10, "a whole number, 0 or more"),
         "ranks": (count(said.get("ranks")) and 1 <= said["ranks"] <= MOST_RANKS, f"from 1 to {MOST_RANKS}"),
@@ -239,6 +274,8 @@ def _wrongs(said: Any) -> Iterator[str]:
         yield f"each has {len(said['each'])} entries, and must have {wanted}"
     for rank, one in enumerate(said["each"]):
         items = one.get("items")
+        if not isinstance(one.get("said"), dict):
+            yield f"each[{rank}].said is {short(one.get('said'))}, which must be an object of what the rank held"
         if not _list_of(items, list) or not all(_good_item(item, len(said["blobs"])) for item in items):
             yield f"each[{rank}].items is {short(items)}, which must be a list of tensors by name"
 

@@ -6,14 +6,14 @@ Each rank writes one file into a hidden folder; rank 0 adds the manifest and giv
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.record.checkpoints import MANIFEST, SCHEMA, name
+from workbench.record.checkpoints import MANIFEST, name, sealed
+from workbench.record.folders import make_private_folder, remove_folder
 from workbench.record.store import private
 
 
@@ -25,9 +25,9 @@ class Draft:
 
     def begin(self) -> None:
         """Makes an empty folder, and removes what runs that were killed have left beside it. Raises OSError."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(self.path.parent)
         for old in self.path.parent.glob(".step-*.part"):
-            shutil.rmtree(old)
+            remove_folder(old)
         self.path.mkdir(mode=0o700)
 
     def file(self, called: str) -> Written:
@@ -36,10 +36,10 @@ class Draft:
     def commit(self, manifest: Mapping[str, Any]) -> Path:
         """All files are there: the checkpoint is, too, from now on, and after a power cut. Raises OSError."""
         with Written(self.path / MANIFEST) as file:
-            file.write(json.dumps({"schema": SCHEMA, **manifest}).encode())
+            file.write(sealed(manifest))
         _synced(self.path)
-        if self._to.exists():
-            shutil.rmtree(self._to)
+        if self._to.exists() or self._to.is_symlink():
+            remove_folder(self._to)
         os.rename(self.path, self._to)
         _synced(self._to.parent)
         return self._to

@@ -45,6 +45,8 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
         mark, length = struct.unpack_from("<Ii", data, at)
         if mark != CONTINUES:
             raise Refused("is damaged")
+        if length == 0 and at + 8 < len(data):
+            raise Refused("goes on behind its end")
         if length == 0:
             return  # the end of the stream
         meta, body = at + 8, at + 8 + length

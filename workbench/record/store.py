@@ -4,8 +4,9 @@
     spans-0.arrow       rank 0's spans; samples-0.arrow, marks-0.arrow beside it
     spans-0.1.arrow     its next part, begun after writing had failed (a full disk)
 
-A stream needs no footer, so whatever was flushed is readable after SIGKILL; a torn last batch is skipped and
-said so. Nothing here knows torch, threads or what the rows mean. Any Arrow library opens the streams.
+A stream needs no footer, so whatever was flushed is readable after SIGKILL. A torn last batch is skipped, with a
+warning; so is everything from a batch on whose checksum does not match. Nothing here knows torch, threads or what
+the rows mean. Any Arrow library opens the streams.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
+from workbench.record import checksums
 from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
 from workbench.record.stream import read_part as read_part
@@ -130,7 +132,9 @@ class Writer:
             number = max(taken) + 1 if taken else 0
         self.path = path / f"{kind}-{rank}{f'.{number}' if number else ''}.arrow"
         self.nbytes = 0
-        self._schema = schema(kind, rank, first)
+        plain = schema(kind, rank, first)
+        self._schema = plain.with_metadata({**plain.metadata, checksums.MARK: b"1"})
+        self._checksum = checksums.begin(self._schema.metadata)  # of the file up to the last batch
         self._words = {f.name: Words() for f in self._schema if pa.types.is_dictionary(f.type)}
         self._buffer = io.BytesIO()
         self._stream = ipc.new_stream(self._buffer, self._schema, options=ipc.IpcWriteOptions(**_OPTIONS))
@@ -140,8 +144,11 @@ class Writer:
 
     def append(self, columns: Mapping[str, Any]) -> None:
         """Writes one batch. Raises OSError when it could not be written whole; then the file is cut back."""
-        self._stream.write_batch(self._batch(columns))
+        batch = self._batch(columns)
+        checksum = checksums.extend(self._checksum, batch)
+        self._stream.write_batch(batch, custom_metadata=checksums.written(checksum))
         self._flush()
+        self._checksum = checksum
 
     def close(self) -> None:
         """Ends the stream and closes the file."""

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
-from workbench.record import frames
+from workbench.record import checksums, frames
 from workbench.record.about import RunError
 from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
@@ -50,7 +50,7 @@ def read_part(path: Path, rank: int | None = None) -> Part:
     except (OSError, ValueError) as error:
         return 0, None, f"cannot be read ({getattr(error, 'strerror', None) or error})"
     end, wrong = frames.whole(data)
-    first, batches = 0, []
+    first, batches, damage = 0, list[pa.RecordBatch](), ""
     try:
         with ipc.open_stream(pa.py_buffer(data[:end]), options=_READING) as stream:
             about = {k.decode("utf8", "replace"): v.decode("utf8", "replace") for k, v in _metadata(stream).items()}
@@ -59,15 +59,20 @@ def read_part(path: Path, rank: int | None = None) -> Part:
             if not stream.schema.equals(schema(kind)):
                 return 0, None, f"does not hold {kind} and was skipped"
             first = _whole(about.get("first", "0"))
-            for batch in stream:
+            checksum, required = checksums.begin(stream.schema.metadata), checksums.MARK in _metadata(stream)
+            for batch, metadata in stream.iter_batches_with_custom_metadata():
                 _check(batch)
+                checksum = checksums.check(batch, metadata, checksum, required)
                 batches.append(batch)
     except RunError:
         raise
+    except checksums.Damaged as error:
+        rows = sum(batch.num_rows for batch in batches)
+        damage = f"is damaged: {error} behind row {first + rows}, and nothing behind it was read"
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         said = (str(error).split(".")[0].splitlines() or [type(error).__name__])[0]
         wrong = wrong or said
-    wrong = f"ends in a torn batch, which was skipped ({wrong[:100]})" if wrong else ""
+    wrong = damage or (f"ends in a torn batch, which was skipped ({wrong[:100]})" if wrong else "")
     if not batches:
         return first, None, wrong
     table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
