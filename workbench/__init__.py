@@ -24,7 +24,7 @@ _HOMES = {
     "policies": ("Decision", "Policy", "Seen"),
     "rank": ("Bucket", "Memory", "Rank"),
     "record.timeline": ("Mark", "Sample", "Span", "Timeline"),
-    "run": ("Run", "RunError", "balance", "plan", "simulate", "tune"),
+    "run": ("Checkpoint", "Run", "RunError", "balance", "plan", "simulate", "tune"),
     "settings": ("Change", "Knob", "KnobError", "knob"),
     "sim": ("Costs", "Deadlock"),
     "strategies": ("Strategy",),

@@ -90,6 +90,7 @@ from workbench.record.timeline import Mark as Mark
 from workbench.record.timeline import Sample as Sample
 from workbench.record.timeline import Span as Span
 from workbench.record.timeline import Timeline as Timeline
+from workbench.run import Checkpoint as Checkpoint
 from workbench.run import Run as Run
 from workbench.run import RunError as RunError
 from workbench.run import balance as balance

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from workbench import analysis
 from workbench.analysis.frames import Frames
+from workbench.record import checkpoints as recorded
 from workbench.record import kineto
 from workbench.record import run as record
-from workbench.record.checkpoints import Checkpoint
 from workbench.record.display import dashboard, face, show
 from workbench.record.kept import kept
 from workbench.record.store import RunError as RunError
@@ -36,6 +36,26 @@ if TYPE_CHECKING:
     from workbench.sim.trials import Tuned
     from workbench.sim.tuning import Tuning
     from workbench.sim.what_if import WhatIf
+
+
+class Checkpoint(recorded.Checkpoint):
+    """A checkpoint on disk, opened for reading; no ranks are needed for that.
+
+    `Checkpoint.open(path)` takes its folder, or the directory of a run, and then opens the newest. `step` is the step
+    before which it was made, `ranks` how many ranks trained, `settings` their settings as plain values.
+    """
+
+    def model(self, task: Any = None, into: nn.Module | None = None) -> nn.Module:
+        """The trained model, on the CPU.
+
+        task: of a checkpoint whose Task the settings do not tell; into: a model that takes the values, and is returned
+
+        Each file's digest is verified before a value of it is used. Raises RunError if a file is damaged, and KnobError
+        if the settings or the model are of another task.
+        """
+        from workbench.sim.resuming import model_of
+
+        return model_of(self, task, into)
 
 
 def plan(
