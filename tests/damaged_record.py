@@ -33,7 +33,6 @@ class DamagedRecord:
                 writer.append({name: values[part] for name, values in columns.items()})
             writer.abandon() if rank else writer.close()
         self.good = rows_of(Run.open(folder))
-        write_page(Run.open(folder), folder.parent / "page.html")
 
     def files(self, folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if file.is_file())

@@ -1,0 +1,144 @@
+"""A damaged checkpoint is refused by the file's name, with the older one; a deletion follows no link."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import damage
+from tests.damaged_checkpoint import AT, DamagedCheckpoint
+from tests.kept import simulated
+from tests.ranks import toy
+from workbench import Checkpoint
+from workbench.record.checkpoints import FOLDER, MANIFEST, found, name, prune
+from workbench.record.drafts import Draft
+from workbench.record.folders import make_private_folder
+from workbench.record.store import RunError
+from workbench.sim.resuming import model_of
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints before steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("made")
+    simulated(2, 4, folder, 2, saves=9)
+    return folder
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "copied")
+
+
+def test_a_changed_digit_of_the_manifest_is_refused_and_the_older_checkpoint_named(copied: Path) -> None:
+    newest = copied / name(4)
+    text = (newest / MANIFEST).read_text()
+    at = text.index('.distcp", ') + len('.distcp", ')
+    (newest / MANIFEST).write_text(text[:at] + ("3" if text[at] != "3" else "7") + text[at + 1 :])
+    said = (f"{newest}: its manifest.json is not what was written, for its SHA-256 is another; "
+            f"resume from the one before it, {copied / name(2)}")  # fmt: skip
+    for path in (newest, copied):
+        with pytest.raises(RunError) as error:
+            Checkpoint.open(path)
+        assert str(error.value) == said
+    (copied / name(2) / MANIFEST).write_text("{}")
+    with pytest.raises(RunError, match="is another; resume from another checkpoint"):
+        Checkpoint.open(newest)
+
+
+def test_a_damaged_file_is_refused_by_name_before_a_value_of_it_is_used(copied: Path) -> None:
+    file = copied / name(4) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(RunError, match=rf"__0_0.distcp is not what was written.*before it, .*{name(2)}"):
+        Checkpoint.open(copied).model(toy())
+
+
+def test_a_manifest_without_its_checksum_is_refused_unless_an_older_version_wrote_it(copied: Path) -> None:
+    newest = copied / name(4)
+    before = Checkpoint.open(newest).model(toy()).state_dict()
+    said = json.loads((newest / MANIFEST).read_text())
+    del said["sha256"]
+    (newest / MANIFEST).write_text(json.dumps(said))
+    with pytest.raises(RunError, match="it has no SHA-256 of itself"):
+        Checkpoint.open(newest)
+    said["schema"] = 1
+    for each in said["each"]:
+        each["items"] = [item[:3] for item in each["items"]]
+    del said["reads"]
+    (newest / MANIFEST).write_text(json.dumps(said))
+    for key, x in Checkpoint.open(newest).model(toy()).state_dict().items():
+        assert torch.equal(x, before[key])
+
+
+def test_the_public_checkpoint_gives_the_model(copied: Path) -> None:
+    one = Checkpoint.open(copied)
+    assert (one.step, one.ranks, one.path) == (4, 2, copied / name(4))
+    mine = toy().build().model()
+    assert one.model(toy(), into=mine) is mine
+    for key, x in model_of(one, toy()).state_dict().items():
+        assert torch.equal(mine.state_dict()[key], x)
+
+
+@pytest.mark.parametrize("linked", ["a checkpoint", "the folder"])
+def test_pruning_deletes_nothing_behind_a_symbolic_link(linked: str, made: Path, copied: Path, tmp_path: Path) -> None:
+    """`copied` is another run's; ours has one checkpoint of its own, or none."""
+    mine = tmp_path / "mine" / FOLDER
+    mine.parent.mkdir()
+    if linked == "the folder":
+        mine.symlink_to(copied, target_is_directory=True)
+    else:
+        shutil.copytree(made, mine)
+        shutil.rmtree(mine / name(2))
+        (mine / name(1)).symlink_to(copied / name(2), target_is_directory=True)
+    assert prune(mine, 1) == []
+    assert [path.name for path in found(copied)] == [name(2), name(4)]
+    assert linked == "the folder" or (mine / name(1)).is_symlink()
+
+
+def test_a_draft_takes_the_place_of_a_link_and_leaves_what_is_behind_it(copied: Path, tmp_path: Path) -> None:
+    mine = tmp_path / FOLDER
+    mine.mkdir()
+    (mine / name(4)).symlink_to(copied / name(4), target_is_directory=True)
+    (mine / f".{name(3)}.part").symlink_to(copied / name(2), target_is_directory=True)
+    said = dict(Checkpoint.open(copied / name(4)).said)
+    draft = Draft(mine, 4)
+    draft.begin()
+    draft.commit(said)
+    assert not (mine / name(4)).is_symlink() and (mine / name(4) / MANIFEST).is_file()
+    assert [path.name for path in found(copied)] == [name(2), name(4)]
+    assert sorted(path.name for path in mine.iterdir()) == [name(4)]
+
+
+def test_folders_that_are_made_again_are_private(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        for _ in range(2):
+            Draft(tmp_path / "run" / FOLDER, 1).begin()
+            modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "run", *(tmp_path / "run").rglob("*"))]
+            assert modes == [0o700] * 3
+            shutil.rmtree(tmp_path / "run")
+        make_private_folder(tmp_path / "a" / "b")
+        make_private_folder(tmp_path / "a" / "b")
+        assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_random_changes_load_no_other_value_and_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    """A part of `make damage`, whose other seeds are in docs/reliability.md."""
+    subject = DamagedCheckpoint()
+    subject.make(tmp_path / "good")
+    assert (tmp_path / "good" / DamagedCheckpoint.manifest).is_file() and AT == 4
+    seen = {damage.play(subject, tmp_path / "good", tmp_path / "case", seed, DamagedCheckpoint.manifest)["outcome"]
+            for seed in range(10)}  # fmt: skip
+    assert seen == {"refused"}, "every digit of a manifest counts"
+    seeds = range(damage.DIGITS, damage.DIGITS + 20)
+    others = [damage.play(subject, tmp_path / "good", tmp_path / "case", seed) for seed in seeds]
+    assert not [one for one in others if one["outcome"] != "refused"]
