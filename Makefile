@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables docs binder torture interrupts joins soak runs-end mutants course lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables docs binder torture interrupts joins damage last-steps soak runs-end mutants course lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -21,6 +21,8 @@ help:
 	@echo "make recovering  one of four workers killed: ours, torchrun, torchft, Ray Train (OTHERS=a python that has them; BUSY=1: beside two spinning processes)"
 	@echo "make interrupts  a kernel interrupted 200 times at random moments of a lab's life (SEED=7)"
 	@echo "make joins  300 faults while ranks join a run (about 4 hours; MINUTES=60 ends earlier; goes on where it stopped)"
+	@echo "make damage  3,000 changes of a checkpoint's files and of a record's (20 minutes; goes on where it stopped)"
+	@echo "make last-steps  resume the checkpoint of a last step, under every strategy and partition (goes on where it stopped)"
 	@echo "make soak  eight ranks for an hour, changed and killed (MINUTES=60): what of memory, descriptors and threads grows"
 	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7; OUT=a file: goes on there)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
@@ -79,6 +81,12 @@ interrupts: $(VENV)/.installed-test
 joins: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.joins $(if $(MINUTES),--minutes $(MINUTES)); \
 	code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
+
+damage: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.damage; code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
+
+last-steps: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.last_steps; code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json; \

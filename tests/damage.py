@@ -169,20 +169,26 @@ def play(subject: Subject, good: Path, folder: Path, seed: int, only: str = "") 
     finally:
         signal.alarm(0)
         shutil.rmtree(folder)
-    return {"file": file.name, "way": way, "outcome": outcome, "text": "" if outcome in GOOD else text}
+    return {"seed": seed, "file": file.name, "way": way, "outcome": outcome, "text": text}
 
 
 def campaign(subject: Subject, count: int, done: dict[str, Any], save: Callable[[], None], first: str) -> None:
-    """Plays the seeds that `done` lacks. first: a file of which the first DIGITS seeds change a digit"""
+    """Plays the seeds from `done["next"]` on. first: a file of which the first DIGITS seeds change a digit
+
+    done: by way and outcome how many seeds, and each wrong one
+    """
+    ways, wrong = done.setdefault("ways", {}), done.setdefault("wrong", [])
     top = Path(tempfile.mkdtemp(prefix="damage-"))
     try:
         subject.make(top / "good")
-        for seed in range(count):
-            if str(seed) in done:
-                continue
-            done[str(seed)] = play(subject, top / "good", top / "case", seed, first if seed < DIGITS else "")
-            if done[str(seed)]["outcome"] not in GOOD:
-                print(f"seed {seed}: {done[str(seed)]}", flush=True)
+        for seed in range(done.get("next", 0), count):
+            one = play(subject, top / "good", top / "case", seed, first if seed < DIGITS else "")
+            outcomes = ways.setdefault("digit of the manifest" if first and seed < DIGITS else one["way"], {})
+            outcomes[one["outcome"]] = outcomes.get(one["outcome"], 0) + 1
+            if one["outcome"] not in GOOD:
+                wrong.append(one)
+                print(one, flush=True)
+            done["next"] = seed + 1
             if seed % SAVED_EVERY == SAVED_EVERY - 1:
                 save()
     finally:
@@ -202,14 +208,14 @@ def main() -> int:
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
 
     def save() -> None:
-        args.out.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+        args.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
     began, wrong = time.monotonic(), 0
     for name, subject, first in (("checkpoint", DamagedCheckpoint(), DamagedCheckpoint.manifest),
                                  ("record", DamagedRecord(), "")):  # fmt: skip
         if args.only in (None, name):
             campaign(subject, args.count, found.setdefault(name, {}), save, first)
-            wrong += sum(one["outcome"] not in GOOD for one in found[name].values())
+            wrong += len(found[name]["wrong"])
     print(f"{wrong} wrong, {time.monotonic() - began:.0f} s")
     return min(wrong, 1)
 

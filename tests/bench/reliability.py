@@ -17,13 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import deaths_page, joins_page, soak_page
+from tests.bench import damage_page, deaths_page, joins_page, last_steps_page, soak_page
 from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
 # Sections that stand between "A hundred kills" and "Changes without faults": heading, file in docs/data, text from it.
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("Faults while ranks join", "joins.json", joins_page.describe),
+    ("Damaged checkpoints and records", "damage.json", damage_page.describe),
+    ("Checkpoints of a last step", "last_steps.json", last_steps_page.describe),
 )
 CHANGES, FAULTS = 10_000, 500  # asked for
 KINDS = {
