@@ -149,6 +149,24 @@ model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 }  # fmt: skip
 
 
+NO_STEPS = """
+model = DDP(first)
+with torch.no_grad():
+    model(torch.ones(2, 4))
+print("found it finished")
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_finds_its_training_finished_ends_well(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BEGINNING + NO_STEPS)
+    task = Script(file="script.py", folder=str(tmp_path))
+    run = lab.run(Experiment(task=task, ranks=2, strategy=DDP(), eval_every=0)).wait(120)
+    assert (run.state, run.made) == ("done", 0)
+    assert any("ended without a step" in text for text in run.summary()["warnings"])
+    assert "found it finished" in "".join(line["text"] for _, _, line in run.details("log"))
+
+
 def refusal(lab: Lab, task: Script, strategy: Strategy) -> str:
     """With which sentence a run of this script ends."""
     run = lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0))

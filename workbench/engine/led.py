@@ -41,6 +41,10 @@ PATIENCE = 5.0  # seconds that a loop has to leave what it is in, at the end
 SHARDED = {"DTensor", "FlatParameter"}  # parameters as FSDP2 and FSDP make them
 
 
+class NoSteps(RuntimeError):
+    """A script has wrapped a model and ended well, but has trained no step."""
+
+
 class Led(Dealing):
     """One rank's loop, from both threads. See [Note: Hand in hand].
 
@@ -67,6 +71,7 @@ class Led(Dealing):
         self._local: list[Tensor] = []  # losses of backwards that were not exchanged
         self._kept: list[tuple[nn.Parameter, Tensor]] = []  # sums of before, to which the loop adds
         self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
+        self._updated = False  # has an optimizer of the loop begun an update?
         self._chance: Numbers | None = None
         self._thread = threading.Thread(target=self._live, name=f"rank {run.rank.id} loop", daemon=True)
 
@@ -84,6 +89,8 @@ class Led(Dealing):
         """To the first forward, where model and optimizers are there."""
         self._thread.start()
         self._hear()
+        if self.at == "end" and self.wrappers and not self._updated:
+            raise NoSteps(f"{self.name}: ended without a step, as a script does that resumes what was finished")
         if self.model is None or self.at != "forward":
             raise TaskError(
                 f"{self.name}: ended without a step; it must call a DistributedDataParallel with gradients, or loop "
@@ -282,6 +289,7 @@ class Led(Dealing):
 
     def will_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises KnobError at the first update of a script that no strategy can follow."""
+        self._updated = True
         if self.model is not None or self.wrappers or self.in_block:
             return
         kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}

@@ -26,6 +26,7 @@ from workbench.engine.following import Following
 from workbench.engine.forming import Forming
 from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
+from workbench.engine.led import NoSteps
 from workbench.engine.membership import Spare, gone
 from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
@@ -220,6 +221,10 @@ class Session:
                 live_through(self)
         except Spare as spare:
             self.say("stopped", str(spare))
+        except NoSteps as end:
+            if self.rank.id == 0:
+                self.mark("warning", {"text": str(end)})
+            self.say("done", str(end))
         except Aborted:
             self.say("stopped" if self.stopping else "failed", f"left in the middle of step {self.rank.step}")
         except BaseException as error:
