@@ -112,7 +112,7 @@ def run(
                 typer.echo(f"workbench: {how(out)}", err=True)
     if ending.times and done.state != "done":
         raise typer.Exit(CODE)
-    if done.state == "failed":
+    if done.state in ("preempted", "failed"):
         raise typer.Exit(1)
 
 

@@ -19,6 +19,7 @@ from tests.waiting import until
 from workbench.cluster.place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab
+from workbench.run import Run
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,10 @@ job = subprocess.Popen(["sh", sys.argv[-1]], env={**os.environ, "SLURM_NTASKS": 
 print("Submitted batch job", job.pid)
 """,
     "srun": """
-import os, subprocess, sys
-for task in [subprocess.Popen(sys.argv[1:]) for _ in range(int(os.environ["SLURM_NTASKS"]))]:
+import os, signal, subprocess, sys
+tasks = [subprocess.Popen(sys.argv[1:]) for _ in range(int(os.environ["SLURM_NTASKS"]))]
+signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])  # as srun passes it on
+for task in tasks:
     task.wait()
 """,
     # As Slurm's own, it has nothing to say against a job that is over: engines without a controller end by themselves.
@@ -120,6 +123,7 @@ def test_engines_that_slurm_starts_train_and_leave_when_it_takes_the_job_away(si
         subprocess.run(["scancel", next(filter(None, job))], check=True)
         assert until(lambda: lab.state == "idle" or not lab.live, BOUND), lab.notes
         assert any("preempted" in note for note in lab.notes), lab.notes
+        assert run.state == "preempted" == Run.open(str(run.path)).state, lab.notes
         kept = sorted((Path(str(run.path)) / "checkpoints").glob("step-*"))
         assert kept, "nobody is left, so a checkpoint is kept"
 

@@ -83,6 +83,7 @@ def test_with_the_last_rank_the_run_ends_and_has_a_checkpoint(lab: Lab, tmp_path
     with pytest.raises(RankError, match="Preempted: rank 0 is preempted, and the run cannot go on: nobody is left"):
         run.wait(BOUND)
     assert until(lambda: gone(lab, 0), BOUND)
+    assert run.state == "preempted" == Run.open(tmp_path / "run").state and lab.state == "idle"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     again = lab.run(endless(strategy=DDP(), ranks=1), resume=tmp_path / "run")
     reached(lab, run.details("error")[0][0] + 3)

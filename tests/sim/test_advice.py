@@ -15,6 +15,8 @@ from workbench.analysis.causes import Cause, causes
 from workbench.fabric import Freeze, Noisy, Slow, TransientStraggler
 from workbench.record.timeline import Span, Timeline
 from workbench.run import Run
+from workbench.settings import KnobError
+from workbench.sim import advice as advising
 from workbench.strategies import DDP, Gossip, LocalSGD, ZeRO3
 
 pytestmark = pytest.mark.ranks
@@ -181,4 +183,21 @@ def test_no_setting_is_suggested_against_a_slow_processor() -> None:
     assert row.suggestions == () and row.next == "look at what else runs beside that rank"
     assert "backward" in repr(run(Slow(rank=1, factor=1.5, phase="backward")).advice())
 
+
+
+
+@pytest.mark.parametrize("error", [KnobError("it runs on ranks alone"), ZeroDivisionError("a model of one's own")])
+@pytest.mark.parametrize("fails", ["measuring", "simulating"])
+def test_advice_lists_causes_although_nothing_can_be_simulated(
+    fails: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Run.of(run(Slow(rank=1, factor=1.5, phase="forward")))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(advising, "Asked" if fails == "measuring" else "_best", fail)
+    told = made.advice()
+    assert (told[0].cause, told[0].ranks, told[0].suggestions) == ("forward", (1,), ())
+    assert f"No setting could be simulated: {error}." in repr(told) and f"{error}." in told._repr_html_()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from workbench.cluster import place as place_module
 from workbench.cluster.engines import Engine, check_versions, devices, here
 from workbench.cluster.launch import find, fitted, open_run
 from workbench.cluster.place import ClusterError, Place, alive, host, over, places, root, runs_dir, this_process
+from workbench.engine.spool import Spool
 from workbench.experiment import Experiment
-from workbench.run import Run
+from workbench.record import owners
+from workbench.run import Run, RunError
 from workbench.settings import KnobError
 
 
@@ -53,6 +56,88 @@ def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkey
     monkeypatch.setattr(place_module.os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(ClusterError, match="not this user's own"):
         root()
+
+
+def test_a_runtime_directory_whose_parent_a_group_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "_is_private_group", lambda about: False)
+    tmp_path.chmod(0o770)
+    assert root() == tmp_path / "data" / "training-workbench" / "runtime"
+    tmp_path.chmod(0o1770)
+    assert root() == tmp_path / "runtime", "in a sticky folder nobody renames what others own"
+    tmp_path.chmod(0o770)
+    monkeypatch.setenv(owners.ALLOW, "1")
+    assert root() == tmp_path / "runtime"
+    monkeypatch.delenv(owners.ALLOW)
+    (tmp_path / "data" / "training-workbench").chmod(0o770)
+    with pytest.raises(ClusterError, match=f"other users can write to the folder around it.*set {owners.ALLOW}=1"):
+        root()
+
+
+def test_a_group_of_one_user_is_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = SimpleNamespace(pw_name="ada")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: user)
+    tmp_path.chmod(0o770)
+    cases = [("ada", [], False), ("ada", ["ada"], False), ("ada", ["bob"], True), ("lab", [], True)]
+    for group, members, is_other in cases:
+        found = SimpleNamespace(gr_name=group, gr_mem=members)
+        monkeypatch.setattr("grp.getgrgid", lambda number, found=found: found)
+        assert owners.others_can_write(tmp_path.stat()) is is_other, (group, members)
+    tmp_path.chmod(0o757)
+    assert owners.others_can_write(tmp_path.stat())
+
+
+def test_a_folder_of_another_user_or_that_others_can_write_to_takes_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "_is_private_group", lambda about: False)
+    e, out = Experiment(ranks=1), tmp_path / "run"
+    out.mkdir()
+    for mode, who in [(0o777, "everybody"), (0o770, r"the group \w+")]:
+        out.chmod(mode)
+        words = f"{who} can write to the folder.*choose another folder, or set {owners.ALLOW}=1"
+        with pytest.raises(RunError, match=words):
+            open_run(e, out, Run)
+        with pytest.raises(RunError, match="can write to the folder"):
+            Run(e).save(out)
+    out.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(owners.os, "getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(RunError, match=f"{out}: the folder belongs to .*who can read and change"):
+            open_run(e, out, Run)
+        (tmp_path / "link").symlink_to(out)
+        with pytest.raises(RunError, match="the folder belongs to"):
+            open_run(e, tmp_path / "link", Run)
+    assert not list(out.iterdir()), "nothing was written"
+    out.chmod(0o777)
+    monkeypatch.setenv(owners.ALLOW, "1")
+    assert open_run(e, out, Run).path == out.resolve()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_that_was_given_to_another_user_takes_no_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    os.chown(out, 65534, 65534)
+    with pytest.raises(RunError, match=r"the folder belongs to (nobody|user 65534)"):
+        open_run(Experiment(ranks=1), out, Run)
+
+
+def test_a_run_directory_is_private_however_it_is_made(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        for out in (tmp_path / "runs" / "first", None):
+            run = open_run(Experiment(ranks=1), out, Run)
+            assert run.path is not None and run.path.stat().st_mode & 0o777 == 0o700
+        path = Run(Experiment(ranks=1), name="saved").save(tmp_path / "saved")
+        assert path.stat().st_mode & 0o777 == 0o700
+        spool = Spool(tmp_path / "again", 0, 100)  # the folder is gone, and a rank makes it again
+        spool.take("samples", 0, {"rank": [0], "step": [0], "name": ["loss"], "t": [0.0], "value": [1.0]})
+        assert spool.close(20.0) and list((tmp_path / "again").iterdir())
+        assert (tmp_path / "again").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
 
 
 def test_a_place_is_swept_when_its_owner_and_its_processes_are_gone() -> None:

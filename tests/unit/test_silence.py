@@ -55,6 +55,28 @@ def test_a_rank_that_froze_in_a_collective_is_named_though_it_seems_to_wait_like
     assert found is not None and found.odd == (1,)
 
 
+def own(step: int = 5, line: int = 8) -> Seen:
+    return Seen(step, f"all_reduce at train.py:{line}", True, 12.0, 0.5, own=True)
+
+
+def test_a_rank_that_skipped_a_collective_of_the_script_is_named_and_the_line() -> None:
+    found = verdict({0: own(), 1: waits(op="backward")}, 10.0)
+    assert found is not None and found.odd == (1,)
+    assert found.text == ("rank 1 went past all_reduce at train.py:8 of step 5, in which rank 0 waits, and waits in "
+                          "backward of step 5; no rank has moved for 12 s")  # fmt: skip
+    found = verdict({0: own(), 1: waits(step=6), 2: own()}, 10.0)
+    assert found is not None and found.odd == (1,) and "in which ranks 0, 2 wait" in found.text
+
+
+def test_a_rank_that_alone_calls_a_collective_is_named() -> None:
+    found = verdict({0: waits(op="backward"), 1: waits(op="backward"), 2: own()}, 10.0)
+    assert found is not None and found.odd == (2,) and "rank 2 waits in all_reduce at train.py:8" in found.text
+    found = verdict({0: own(step=7), 1: waits(step=6)}, 10.0)
+    assert found is not None and found.odd == (0, 1), "who is behind skipped nothing"
+    found = verdict({0: own(), 1: own(line=9), 2: waits()}, 10.0)
+    assert found is not None and "went past" not in found.text
+
+
 def test_what_moves_is_no_silence() -> None:
     assert text(waits(still=0.1), computes(still=0.2), waits(still=0.1)) == ""
     assert text(waits(still=60.0), computes(still=0.2), waits(still=60.0)) == "", "it waits for one that computes"

@@ -186,6 +186,42 @@ def test_a_run_that_ends_first_is_said_in_words() -> None:
         tuning(VirtualRanks(SLOW, TRUTH, steps=36)).start().wait(PATIENT)
 
 
+@pytest.mark.parametrize("steps", [36, 50, 70])
+def test_a_search_that_runs_out_of_steps_leaves_what_was_set_before(steps: int) -> None:
+    ranks = VirtualRanks(SLOW, TRUTH, steps=steps)
+    search = tuning(ranks, {"bucket_mb": [0.05, 0.2, 1.0], "strategy": [DDP(), LocalSGD(every=4)]}, trials=6)
+    with pytest.raises(RunError, match="the run ended before"):
+        search.start().wait(PATIENT)
+    assert (ranks.experiment.bucket_mb, ranks.experiment.strategy) == (0.05, DDP()), search.trials
+    assert search.state == "failed" and search.said.endswith("bucket_mb=0.05, strategy=DDP is set, as before")
+
+
+def test_a_search_that_cannot_set_what_was_before_says_so() -> None:
+    ranks = VirtualRanks(SLOW, TRUTH, steps=50)
+    really = ranks.set
+
+    def refuse(path: str, value: Any) -> Any:
+        if ranks.now >= 50:
+            raise KnobError("the lab is closed")
+        return really(path, value)
+
+    ranks.set = refuse  # type: ignore[method-assign]
+    search = tuning(ranks)
+    with pytest.raises(RunError, match="the run ended"):
+        search.start().wait(PATIENT)
+    assert search.said.endswith("; what was set before could not be set again: the lab is closed")
+
+
+def test_a_loss_that_is_not_told_is_said_with_what_to_do() -> None:
+    noise = Random(3)
+    ranks = VirtualRanks(SLOW, TRUTH, loss=lambda step, e: 4.0 + noise.gauss(0.0, 2.0))
+    search = tuning(ranks, {"strategy": [DDP(), LocalSGD(every=4)]}, most=12, trials=2).start()
+    search.wait(PATIENT)
+    said = search.trials[-1].verdict
+    assert said.startswith("loss not told within 12 steps: it may be up to +")
+    assert "its trend, which has" in said and "let the run train longer before you tune" in said
+
+
 @pytest.mark.parametrize(("said", "asked"), [
     ("precision=0: must be a number between 0 and 1", {"precision": 0}),
     ("most=0: must be an integer of at least 1", {"most": 0}),

@@ -10,7 +10,7 @@ step among 8 ranks that vary by 5 % the others feel half.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -255,13 +255,18 @@ def _of_all(looked: _Looked, ours: list[Cause]) -> Iterator[Cause]:
     wire = np.clip(w.seconds("wait") - still - packing(w), 0, None)[over]
     blamed = sum(f.seconds for f in ours if f.cause == "network")
     costs = {"network": max(0.0, _usual(wire, own) - blamed)} if len(w.ranks) > 1 else {}
-    costs |= {k: _usual(own.phases[k], own) for k in ("codec", "input", "outside")}
+    columns = {k: {int(c) for f in ours if f.cause == k for c in w.column(np.array(f.ranks))} for k in own.phases}
+    costs |= {k: _usual(own.phases[k], own, columns[k]) for k in ("codec", "input", "outside")}
     for cause, seconds in costs.items():
         yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {duration(seconds)} {ALL[cause]}.")
 
 
-def _usual(values: np.ndarray, own: _Own) -> float:
-    """The median rank's mean over the steps, the outermost tenths left out where steps are alike."""
-    values = np.sort(values, axis=0)
+def _usual(values: np.ndarray, own: _Own, blamed: Collection[int] = ()) -> float:
+    """The median rank's mean over the steps, the outermost tenths left out where steps are alike.
+
+    blamed: columns of ranks to leave out, unless no other is left
+    """
+    rest = [column for column in range(values.shape[1]) if column not in blamed]
+    values = np.sort(values[:, rest] if rest else values, axis=0)
     cut = len(values) // 10 if own.everyday else 0
     return float(np.median(values[cut : len(values) - cut].mean(axis=0)))

@@ -168,7 +168,7 @@ class Attention:
             still = min(still, now - self._moved.get(rank, self._base), now - self._base)
             mute = now - max(self._word.get(rank, self._base), self._base)
             step, op = self.place(rank)
-            table[rank] = Seen(step, op, bool(answer.get("waits")), still, mute)
+            table[rank] = Seen(step, op, bool(answer.get("waits")), still, mute, own=bool(answer.get("own")))
         return table
 
     def _known(self, rank: int, seen: Seen, limit: float) -> Seen:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from workbench.cluster import worker
 from workbench.cluster.engines import Engine
 from workbench.cluster.health import Health
@@ -55,6 +57,7 @@ class Cluster:
         self.spares, self.starting = Spares(self, spare), threading.RLock()
         self.guard: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
+        self._context: zmq.Context[Any] | None = None  # of the client's sockets
         self.relay: Relay | None = None
         self._ready = threading.Event()
         self.closed = self._ended = False  # on its way to its end; and come to it
@@ -147,7 +150,10 @@ class Cluster:
 
         by_file = {"connection_info": str(connection)}
         how = {"profile": str(connection)[8:]} if str(connection).startswith("profile:") else by_file
-        return ipyparallel.Client(**how, timeout=FIND_TIMEOUT)
+        # the client closes some sockets without a linger; one with an unsent message would then keep its descriptors
+        self._context = self._context or zmq.Context()
+        self._context.linger = 0
+        return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
 
     def _find(self, connection: Path | str) -> None:
         self.progress = "looking for the engines"
@@ -231,6 +237,8 @@ class Cluster:
 
     def detach(self) -> None:
         """Leaves engines and controller alone from now on, also when this kernel ends."""
+        if self.relay:
+            self.relay.close()  # the first, so that there is a descriptor for the file
         self.place.write(owner=None)
         self._tell_owner(None)
         let_go(self.owned)
@@ -249,14 +257,15 @@ class Cluster:
         self.closed = True
         if self.guest or self.place.state.get("owner") is None:  # another kernel's, or left to one
             return self._disconnect()
-        if self.ready and not self.place.state.get("here") and not self.health.controller():
+        if self.ready and not self.place.state.get("here"):
             for engine in self.engines:
                 with contextlib.suppress(Exception):  # one that does not answer keeps nothing else from its end
-                    if not self.death(engine.rank):
+                    if not self.health.controller() and not self.death(engine.rank):
                         self.call(engine.id, worker.close_bench, timeout=10)
         self._drop()
 
     def _drop(self) -> None:
+        self._hang_up()
         if self.owned:
             self.owned.close()
         end(self.place)
@@ -265,7 +274,8 @@ class Cluster:
         self.place.remove()
         self._disconnect()
 
-    def _disconnect(self) -> None:
+    def _hang_up(self) -> None:
+        """Closes all sockets. It comes before what needs descriptors, because the process may have no more."""
         self.closed = True
         self.spares.over.set()
         for part in (self.health, self.relay, self._line):
@@ -273,6 +283,11 @@ class Cluster:
                 part.close()
         if self.client is not None:
             self.client.close(linger=0)
+        if self._context is not None:
+            self._context.destroy(0)
+
+    def _disconnect(self) -> None:
+        self._hang_up()
         if self.guard and self.guard.stdin:
             self.guard.stdin.close()
             self.guard.wait(5)

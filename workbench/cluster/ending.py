@@ -159,14 +159,15 @@ class Ending:
         return max(least, STEPS * max(self._lengths.values(), default=0.0))
 
     def outcome(self) -> tuple[str, list[Error]]:
-        """(done, stopped or failed; the errors). A peer's closing after a stop was asked is no failure."""
+        """(done, stopped, preempted or failed; the errors). A peer's closing after a stop was asked is no failure."""
         errors = [e for e in self.errors.values() if not (self.asked and consequence(e))]
         if errors and not self.asked:
             errors += [_released(rank, step) for rank, step in self._released()]
         if self.unwatched is not None:
             errors.insert(0, self.unwatched)
         if errors:
-            return "failed", errors
+            preempted = any(error["type"] == "Preempted" for error in errors)
+            return "preempted" if preempted else "failed", errors
         states = {self.left.get(rank, "stopped") for rank in self.ranks}
         if states == {"done"}:
             return "done", []

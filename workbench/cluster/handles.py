@@ -7,7 +7,6 @@ started.
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from typing import Any
 
@@ -123,9 +122,7 @@ class Handles:
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
             raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")
         self._fault(rank, "preempt", f"was sent SIGTERM, {grace:g} s before it is killed", signal.SIGTERM)
-        killing = threading.Timer(grace, self.cluster.health.send, (rank, signal.SIGKILL))
-        killing.name, killing.daemon = f"grace of rank {rank}", True
-        killing.start()
+        self.cluster.health.send_later(rank, signal.SIGKILL, grace)
 
     def _fault(self, rank: int, what: str, said: str, by: int) -> None:
         live = self._going(what)

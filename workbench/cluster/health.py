@@ -158,6 +158,15 @@ class Health:
             return True
         return False
 
+    def send_later(self, rank: int, what: int, seconds: float) -> None:
+        """Sends a signal to the engine of `rank` after so many seconds, unless the cluster is left alone before."""
+
+        def wait() -> None:
+            if not self._over.wait(seconds):
+                self.send(rank, what)
+
+        threading.Thread(target=wait, name=f"grace of rank {rank}", daemon=True).start()
+
     def stopped(self, rank: int) -> str:
         """That the system has stopped the process of `rank`, in words; "" where it has not, or nobody here knows."""
         engine = self.cluster.engines[rank]

@@ -40,7 +40,7 @@ ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "stat
 
 
 class Live(Asked):
-    """Drives and follows one run. `state` is one of starting, running, paused, stopping, stopped, done, failed.
+    """Drives and follows one run. `state` is "starting", "running", "paused" or "stopping", or one of `FINAL`.
 
     watched: asked when a loss is not finite: does anybody see the run, so that it is to pause and not to end?
     """

@@ -20,6 +20,7 @@ from typing import Any
 
 import platformdirs
 
+from workbench.record.owners import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
@@ -36,20 +37,30 @@ def root() -> Path:
     if not _made(path):
         path = Path(platformdirs.user_data_dir("training-workbench")) / "runtime"
         if not _made(path):
-            raise ClusterError(f"{path}: is not this user's own, and nothing private can be kept there")
+            raise ClusterError(
+                f"{path}: is not this user's own, or other users can write to the folder around it, so nothing private "
+                f"can be kept there; name another folder with WORKBENCH_RUNTIME_DIR, or set {ALLOW}=1 if you trust them"
+            )
     return path
 
 
 def _made(path: Path) -> bool:
-    """Makes `path` if it is not there; whether it, and the directory it is in, are this user's own (or root's)."""
+    """Makes `path` if it is not there. Returns whether nobody else can change it.
+
+    `path` must be this user's own. The folder around it must be this user's or root's. Other users must not be able to
+    rename what is in it; a user can allow the latter two, see `workbench.record.owners`.
+    """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+            folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return False
     mine, around = path.lstat(), path.parent.stat()
     user = os.getuid() if hasattr(os, "getuid") else mine.st_uid
-    swappable = around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX
-    if not stat.S_ISDIR(mine.st_mode) or mine.st_uid != user or around.st_uid not in (user, 0) or swappable:
+    if not stat.S_ISDIR(mine.st_mode) or mine.st_uid != user:
+        return False
+    swappable = others_can_write(around) and not around.st_mode & stat.S_ISVTX
+    if (around.st_uid not in (user, 0) or swappable) and not is_allowed():
         return False
     path.chmod(0o700)
     return True

@@ -1,7 +1,8 @@
 """An engine that is told SIGTERM: one that trains has its rank leave the run before it ends, any other ends at once.
 
 A lab that ends its engines sends the same signal, and says in its state that it does; so an engine whose lab is over,
-or whose kernel is gone, ends at once as well. So does one that is told twice.
+or whose kernel is gone, ends at once as well. So does an engine that gets a second SIGTERM after `AGAIN` seconds. An
+earlier one belongs to the same notice: Slurm signals each task, and `srun`, which got the signal too, passes it on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from workbench.cluster.place import Place
 if TYPE_CHECKING:
     from workbench.cluster.worker import Bench
 
+AGAIN = 5.0  # seconds within which another SIGTERM is the same notice
 LINGER = 1.5  # seconds that the kernel has to hear of a rank that it has left, before its engine ends
 END = 2.0  # seconds that the engine has to end in good order after that; a cell may hold its main thread
 LOOK = 0.05  # seconds between two looks
@@ -28,7 +30,8 @@ class Notice:
 
     def __init__(self, bench: Bench, place: Path) -> None:
         self.bench, self.place = bench, place
-        self._told = False
+        self._told: float | None = None  # when the first SIGTERM came
+        self._left = False  # has the rank left the run?
         self._before: Any = None
 
     def listen(self) -> None:
@@ -43,10 +46,12 @@ class Notice:
 
     def _heard(self, number: int, frame: Any) -> None:
         """The handler. What takes time is done elsewhere, for this thread may hold any lock."""
-        told, self._told = self._told, True
-        if told or not self.bench.busy:
+        now, first = time.monotonic(), self._told is None
+        self._told = now if self._told is None else self._told
+        if self._left or now - self._told > AGAIN or (first and not self.bench.busy):
             return self._end(number, frame)
-        threading.Thread(target=self._leave, name="preemption", daemon=True).start()
+        if first:
+            threading.Thread(target=self._leave, name="preemption", daemon=True).start()
 
     def _end(self, number: int, frame: Any) -> None:
         if callable(self._before):
@@ -65,6 +70,7 @@ class Notice:
             until = time.monotonic() + LINGER
             while not self.bench.told_over and time.monotonic() < until:
                 time.sleep(LOOK)
+        self._left = True
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(END)
         os._exit(128 + signal.SIGTERM)

@@ -23,6 +23,7 @@ class Seen(NamedTuple):
     still: seconds without a move; mute: seconds without a word, be it an answer or a row
     times: how many times the limit it may be so, for it took long in the same before
     process: what the system says of its process, in words; "" for nothing special
+    own: does a script wait in a collective of its own, which the strategy does not know?
     """
 
     step: int
@@ -32,6 +33,7 @@ class Seen(NamedTuple):
     mute: float
     times: float = 1.0
     process: str = ""
+    own: bool = False
 
 
 class Verdict(NamedTuple):
@@ -100,10 +102,28 @@ def _all_wait(table: Mapping[int, Seen]) -> Verdict:
     if len(groups) == 1:
         text = f"all ranks have waited in {_place(table[groups[0][0]])} for {seconds:.0f} s"
         return Verdict(text, tuple(sorted(table)), seconds)
+    if (past := _went_past(table)) is not None:
+        inside = sorted(set(table) - set(past))
+        text = (f"{named(past)} went past {_place(table[inside[0]])}, in which {named(inside)} {_wait(inside)}, and "
+                f"{_wait(past)} in {_place(table[past[0]])}; no rank has moved for {seconds:.0f} s")  # fmt: skip
+        return Verdict(text, tuple(past), seconds)
     odd = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
     parts = [f"{named(ranks)} {_wait(ranks)} in {_place(table[ranks[0]])}" for ranks in groups]
     text = f"no rank has moved for {seconds:.0f} s: {', '.join(parts)}"
     return Verdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
+
+
+def _went_past(table: Mapping[int, Seen]) -> list[int] | None:
+    """The ranks that skipped a collective of their script in which at least as many other ranks wait; None if none.
+
+    Such a rank waits in the strategy's operation of the same step, or of a later one.
+    """
+    inside = [rank for rank, seen in table.items() if seen.own]
+    past = sorted(rank for rank in table if rank not in inside)
+    if not inside or not past or len(past) > len(inside) or len({table[rank].op for rank in inside}) > 1:
+        return None
+    reached = max(table[rank].step for rank in inside)
+    return past if all(table[rank].step >= reached for rank in past) else None
 
 
 def _alike(table: Mapping[int, Seen], ranks: Iterable[int]) -> list[list[int]]:

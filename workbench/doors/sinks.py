@@ -60,7 +60,7 @@ class Sink:
                     self.tracker.log(found)
                     self.told += len(found)
                 if ended:
-                    return self.tracker.finish(self.run.state != "failed")
+                    return self.tracker.finish(self.run.state not in ("preempted", "failed"))
                 self._stop.wait(PERIOD)
         except Exception as error:  # of somebody else's package: training goes on
             self.error = f"{type(error).__name__}: {error}"

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from workbench.engine.session import Session
 
 
+LONG = 1.0  # seconds in one operation after which a script's stack is looked at
+
+
 class At:
     """One training thread's whereabouts, one tuple so that a reader never sees half of a change.
 
@@ -37,14 +40,18 @@ def status(run: Session) -> dict[str, Any]:
     """What a rank answers when it is asked where it is.
 
     busy: what it is in; waits: only for others; still: for how many seconds; asleep: because its settings say so
+    own: does a script wait in a collective of its own, which the strategy does not know?
     lost: rows that it could not write to disk
     step_s: the longest of its last steps and of its evaluations, in seconds; 0 before the first
     """
-    where = {"state": run.phase, "step": run.rank.step, "busy": op_of(run), "error": run.error}
     waits, still = standing(run)
+    place = run.training.locate_script() if run.training is not None and still > LONG else None
+    own = place is not None and bool(place.collective)
+    busy = op_of(run) if place is None else str(place)
+    where = {"state": run.phase, "step": run.rank.step, "busy": busy, "error": run.error}
     step_s = max(run.training.evaluated, *run.training.lengths.copy()) if run.training is not None else 0.0
     more = {"asleep": run.naps.asleep, "lost": run.record.lost, "step_s": step_s}
-    return {**where, "waits": waits, "still": round(still, 3), **more}
+    return {**where, "waits": waits or own, "own": own, "still": round(still, 3), **more}
 
 
 def op_of(run: Session) -> str:

@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from workbench.engine.canonical import all_equal, broadcast_model, check_model
 from workbench.engine.led import Led
+from workbench.engine.located import Place, locate_script
 from workbench.engine.opaque import bucket_cap, wrap
 from workbench.engine.theirs import TheirRate
 from workbench.engine.training import Training
@@ -39,6 +41,7 @@ class Following(Training):
     led: Led
     script_store: Any = None  # on rank 0: where the script's process group meets
     recut = False  # has a person set the size of buckets, so that the script's no longer holds?
+    _asked: float | None = None  # when torch asked for its last bucket in the backward under way
     _asked_by_script: Change | None = None  # the size of buckets that the script gives, as a change at the start
 
     def __init__(self, session: Any, before: Any = None) -> None:
@@ -83,13 +86,16 @@ class Following(Training):
             self._asked_by_script = Change(0, "bucket_mb", size)
             self.planned = [self._asked_by_script, *self.planned]
 
+    def locate_script(self) -> Place | None:
+        return locate_script(self.led.thread) if hasattr(self, "led") else None
+
     def _make_host(self, first: float | None) -> None:
         super()._make_host(first)
         if self.rank.id == 0 and self.led.wrapper is not None and self.led.wrapper.comm_hook is not None:
             name = hook_name(self.led.wrapper.comm_hook)
             self.mark("warning", {"text": f"the script's communication hook {name} exchanges the gradients: the bytes "
                                   f"on the record are those of its buckets, and it may send fewer"})  # fmt: skip
-        self.host.go_back, self.host.shown = self.led.go_back, self.led.shown
+        self.host.go_back, self.host.shown = self.go_back, self.led.shown
         self.finite.again = False
 
     def enter_opaque(self) -> None:
@@ -98,7 +104,7 @@ class Following(Training):
             lane = self.lane if self.port.active else None
             seen = None if self.chip.runs_ahead else self._exchanged
             hook = self.led.wrapper.comm_hook if self.led.wrapper else None
-            made = wrap(self.model, self.peers.data, self._options(), lane, seen, self.clock.now, hook)
+            made = wrap(self.model, self.peers.data, self._options(), lane, seen, self._ask, hook)
             made.broadcast_buffers = self.led.wrapper is None  # the script's wrapper does it, under each strategy
             self.host.module = made
 
@@ -133,6 +139,20 @@ class Following(Training):
         for p, grad in sums:
             p.grad = grad
 
+    def _ask(self) -> float:
+        """Torch asks for a bucket: the time."""
+        self._asked = self.clock.now()
+        return self._asked
+
+    def go_back(self, loss: Tensor, share: float | None) -> None:
+        """The loop's backward. All gradients are there once torch asks for its last bucket; from then on it waits."""
+        self._asked = None
+        self.led.go_back(loss, share)
+        if (asked := self._asked) is not None and not self.chip.runs_ahead:
+            now = self.clock.now()
+            self.record.span(self.rank.step, "wait", "all_reduce", asked, asked, now, 0)
+            self.host.stood(asked, now, now - asked)
+
     def _exchanged(self, name: str, began: float, nbytes: int) -> None:
         """One of torch's own buckets has been summed, as its last byte has come."""
         sent, _ = traffic("all_reduce", nbytes, self.rank.size)
@@ -159,7 +179,9 @@ class Following(Training):
         await super().finish()
 
     async def over(self) -> bool:
-        return await super().over() or not await Op("do", self.led.another)
+        over = await super().over()
+        self.end_wait()  # the loop's own work begins, such as reading a batch
+        return over or not await Op("do", self.led.another)
 
     async def drive_step(self, strategy: Any) -> int:
         return int(await Op("do", partial(self._to_its_end, self.finite.step(self.measuring.step(self)))))
@@ -173,7 +195,6 @@ class Following(Training):
 
     def _begun(self) -> Any:
         """With what the loop did before its forward, such as reading a batch."""
-        super()._begun()
         return self.led.began
 
     async def _heed(self, requests: list[dict[str, Any]]) -> None:

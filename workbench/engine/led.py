@@ -205,6 +205,11 @@ class Led(Dealing):
             self._thread.join(PATIENCE)
 
     @property
+    def thread(self) -> int | None:
+        """The identifier of the loop's thread."""
+        return self._thread.ident
+
+    @property
     def name(self) -> str:
         """What people call it."""
         return str(getattr(self.task, "file", "") or getattr(getattr(self.task, "run", None), "__name__", "loop"))

@@ -30,7 +30,7 @@ from workbench.engine.led import NoSteps
 from workbench.engine.membership import Spare, gone
 from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
-from workbench.engine.preempting import Lookout, announce
+from workbench.engine.preempting import Lookout, Preempted, announce
 from workbench.engine.profile import Profiler
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
@@ -292,7 +292,7 @@ class Session:
         }
         BaseException.with_traceback(error, None)  # a kept traceback keeps the dead group's sockets open
         self.mark("error", self.error)
-        self.say("failed", text)
+        self.say("preempted" if isinstance(error, Preempted) else "failed", text)
         if self.training is not None:
             self.training.meeting.retire()
         self.cut()

@@ -17,6 +17,7 @@ from workbench.engine.cost import Cost
 from workbench.engine.crashing import crash
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
 from workbench.engine.forming import confirm
+from workbench.engine.located import Place
 from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
@@ -67,6 +68,10 @@ class Training(Turnable):
         self.choose_lane()
         self.mark_start()
 
+    def locate_script(self) -> Place | None:
+        """Where a loop of its own is; None without one."""
+        return None
+
     @property
     def ended(self) -> bool:
         return self.session.stopping or self.meeting.over
@@ -110,7 +115,11 @@ class Training(Turnable):
         return made
 
     def _begun(self) -> Any:
-        """When this step began: where the first stage is still at the one before, with waiting for it."""
+        """When this step began, with the time for which this rank has waited for it."""
+        return self.end_wait()
+
+    def end_wait(self) -> Any:
+        """Records for how long this rank has waited for the next step. Returns when that step began."""
         now, since, self._since = self.host.watch.now(), self._since, None
         if since is None or self.clock.now() - since[0] < SHORT:
             return now

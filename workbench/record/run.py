@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from workbench.experiment import Experiment
 
-FINAL = ("done", "stopped", "failed")
+FINAL = ("done", "stopped", "preempted", "failed")
 hearers: list[Callable[[Any], Any]] = []  # each is given every run that a lab or `simulate` begins
 
 
@@ -234,7 +234,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """starting, running, paused, stopping, stopped, done, failed; or "cut off": recorded without an end."""
+        """starting, running, paused, stopping, or one of `FINAL`; or "cut off": recorded without an end."""
         said = self.details("state")
         last = str(said[-1][2].get("state")) if said else "starting"
         return last if self.live or last in FINAL else "cut off"

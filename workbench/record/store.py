@@ -27,6 +27,7 @@ from pyarrow import ipc
 from workbench.record import checksums
 from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
+from workbench.record.owners import ALLOW, reason_to_refuse
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
 from workbench.record.tidy import give_back as give_back
@@ -57,12 +58,16 @@ class Loaded(NamedTuple):
 
 
 def create(path: Path, about: Mapping[str, Any]) -> None:
-    """Makes the run directory `path` with its run.json; refuses one that already holds a run.
+    """Makes the run directory `path` with its run.json.
+
+    Raises RunError for one that already holds a run, belongs to another user, or can be written to by other users.
 
     about: plain values: experiment, environment, started, epoch, name.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if reason := reason_to_refuse(path):
+            raise RunError(f"{path}: {reason}; choose another folder, or set {ALLOW}=1 if you trust these users")
         if (path / "run.json").exists():
             raise RunError(f"{path}: already holds a run; choose another directory for this one")
         whole = {"schema": SCHEMA, **about, "run_dir": str(path.resolve())}

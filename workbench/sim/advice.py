@@ -23,6 +23,7 @@ from workbench.rank import StrategyError
 from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.settings.doing import doing
+from workbench.settings.said import class_of, text_of
 from workbench.sim.what_if import Asked
 from workbench.strategies.local_sgd import LocalSGD
 
@@ -86,35 +87,52 @@ class Advice(NamedTuple):
 
 
 class Advised(list[Advice]):
-    """Rows, the costliest first; it shows itself as a table in words."""
+    """Rows, the costliest first; it shows itself as a table in words.
+
+    unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
+    """
+
+    unsimulated = ""
 
     def __repr__(self) -> str:
         if not self:
             return "Nothing costs a step a twentieth of its time beyond the compute that all ranks share."
-        return "\n".join(
+        rows = [
             f"{number}. {row.cause}, {row.cells[2]} per step ({row.cells[3]} of it). {row.text}"
             + (f"\n   Next: {row.next}." if row.next else "")
             for number, row in enumerate(self, start=1)
-        )
+        ]
+        return "\n".join([*rows, self._note] if self.unsimulated else rows)
+
+    @property
+    def _note(self) -> str:
+        return f"No setting could be simulated: {self.unsimulated}."
 
     def _repr_html_(self) -> str:
         if not self:
             return f"<p>{escape(repr(self))}</p>"
         head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
         rows = ("".join(f'<td style="text-align: left">{escape(cell)}</td>' for cell in row.cells) for row in self)
-        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        note = f"<p>{escape(self._note)}</p>" if self.unsimulated else ""
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{note}"
 
 
 def advice(run: Run, last: int = LAST) -> Advised:
-    """Of the last `last` steps. It simulates, which takes a second or more; what cannot be is not suggested."""
+    """The causes of the last `last` steps, with suggestions. It simulates, which takes a second or more.
+
+    If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
+    """
     found, asked = causes(run.timeline, last), None
     rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()
     with doing("asking the simulator what to try", len(found)) as work:
         for f in found:
             kind = f.cause if f.cause in ("network", "codec") else "waiting" if f.ranks else ""
             if kind and kind not in known:
-                asked = asked or Asked(run)
-                known[kind] = _best(asked, kind)
+                try:
+                    asked = asked or Asked(run)
+                    known[kind] = _best(asked, kind)
+                except Exception as error:  # any of a user's own functions may fail, and the causes hold all the same
+                    known[kind], rows.unsimulated = (), text_of(error).rstrip(".") or class_of(error)
             rows.append(Advice(*f, known.get(kind, ())))
             work.step()
     return rows

@@ -86,6 +86,7 @@ class OnRanks:
         self._mine: set[str] = set()
         self._heard = len(on.changes)
         self._come_and_gone = 0  # Marks of members there were
+        self._before = 0  # steps whose losses make the trend
         self._trend: list[tuple[int, int, int]] = []  # [first, stop) of steps whose losses make it, and batches of each
 
     def tried(self, trial: Trial, best: Trial | None) -> Trial:
@@ -125,6 +126,19 @@ class OnRanks:
                     self._answered(change)
             raise
         return max([first, *asked])
+
+    def restore(self, settings: Settings) -> None:
+        """Sets what was in force before: on ranks that train; if the run has ended, for the next run."""
+        if self.on.live:
+            try:
+                self.set(settings)
+                return
+            except Exception:
+                if self.on.live:
+                    raise
+        for path in sorted(settings, key=lambda path: path.count(".")):
+            if _value(self.on.experiment, path) != settings[path]:
+                self.on.set(path, settings[path])
 
     def _answered(self, change: Any) -> int:
         """The step that a change acts on first, however long a person has the run paused before."""
@@ -183,13 +197,20 @@ class OnRanks:
         if not (narrow or last):
             return ""
         if loss is not None and loss.high > a.worse:
-            return f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%}" if last else ""
+            return self._not_told(loss) if last else ""
         if best is None:
             return "in force before"
         faster = 1 - (trial.seconds or 0.0) / (best.seconds or 1.0)
         if trial.high < best.low:
             return f"faster by {faster:.0%} of the best before"
         return f"not told from the best before ({-faster:+.1%} of its step)"
+
+    def _not_told(self, loss: Interval) -> str:
+        """Why a trial may not be used although its loss is not worse for certain, and what to do."""
+        a = self.asked
+        return (f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
+                f"{self._before} steps, and worse={a.worse:g} allows {a.worse:.1%}; let the run train longer before "
+                f"you tune, or give more steps (most=), or a larger worse=")  # fmt: skip
 
     def _loss(self, run: Run, begin: int, weight: int) -> Interval | None:
         """By how much the losses from step `begin` on lie above their trend; None where nothing is learned."""
@@ -200,6 +221,7 @@ class OnRanks:
         early = np.zeros(len(step), bool)
         for first, stop, _ in spans:
             early |= (step >= max(first, stop - TREND)) & (step < stop)
+        self._before = int(early.sum())
         if not np.isfinite(loss[step >= begin]).all():
             return Interval(math.inf, math.inf, math.inf)
         before, late = spans[0][2], step >= begin

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.record.store import RunError
 from workbench.settings import KnobError, short
+from workbench.settings.said import text_of
 from workbench.sim.costs import Costs
 from workbench.sim.on_ranks import LOOK, Asked, OnRanks, Overruled, Training
 from workbench.sim.proposing import Ordered, Proposer, ordered
@@ -143,8 +144,11 @@ class Tuning:
             self.state, self.said = "overruled", f"{error} by hand, and stays so"
         except BaseException as error:
             self.state, self.said, self._error = "failed", str(error), error
-            with suppress(Exception):
-                self._ranks.set(self._former)
+            try:
+                self._ranks.restore(self._former)
+                self.said += f"; {words(self._former)} is set, as before"
+            except Exception as failure:
+                self.said += f"; what was set before could not be set again: {text_of(failure)}"
         finally:
             self._over.set()
 

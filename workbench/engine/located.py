@@ -1,0 +1,40 @@
+"""Where a script's own code is: its file and line, and the collective of torch.distributed in which it waits."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+OURS = str(Path(__file__).parents[1])
+LIBRARY = sysconfig.get_paths()["stdlib"]  # site-packages are in it, too, or have their name in the path
+COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+
+
+class Place(NamedTuple):
+    """A line of a script. collective: what the script waits in there, such as "all_reduce"; "" for none."""
+
+    file: str
+    line: int
+    collective: str
+
+    def __str__(self) -> str:
+        return f"{self.collective or 'the script'} at {Path(self.file).name}:{self.line}"
+
+
+def locate_script(thread: int | None) -> Place | None:
+    """Where the script on this thread is; None if the thread is not in code of its own, such as in a wait of ours."""
+    frame: FrameType | None = sys._current_frames().get(thread or 0)
+    collective = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(OURS):
+            return None
+        if file.endswith(COLLECTIVES):
+            collective = frame.f_code.co_name
+        elif not file.startswith(LIBRARY) and "site-packages" not in file and not file.startswith("<frozen"):
+            return Place(file, frame.f_lineno, collective)
+        frame = frame.f_back
+    return None
