@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables docs binder torture interrupts joins damage last-steps soak runs-end mutants course lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables docs binder torture interrupts joins damage last-steps cycles soak runs-end mutants course lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -23,6 +23,7 @@ help:
 	@echo "make joins  300 faults while ranks join a run (about 4 hours; MINUTES=60 ends earlier; goes on where it stopped)"
 	@echo "make damage  3,000 changes of a checkpoint's files and of a record's (20 minutes; goes on where it stopped)"
 	@echo "make last-steps  resume the checkpoint of a last step, under every strategy and partition (goes on where it stopped)"
+	@echo "make cycles  a lab opened, run and closed 100 times: what remains (CYCLES=100; goes on where it stopped)"
 	@echo "make soak  eight ranks for an hour, changed and killed (MINUTES=60): what of memory, descriptors and threads grows"
 	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7; OUT=a file: goes on there)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
@@ -87,6 +88,8 @@ damage: $(VENV)/.installed-test
 
 last-steps: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.last_steps; code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
+cycles: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.cycles --cycles $(or $(CYCLES),100) --out docs/data/cycles.json
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json; \

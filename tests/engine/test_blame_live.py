@@ -11,6 +11,7 @@ from tests.labs import BOUND, apart
 from tests.waiting import until
 from workbench.experiment import given
 from workbench.lab import Lab
+from workbench.run import Run
 
 pytestmark = pytest.mark.engine
 
@@ -74,3 +75,18 @@ def test_the_rank_that_skipped_a_collective_is_named_with_the_line(lab: Lab, tmp
     assert f"rank 1 went past all_reduce at skipped.py:{line} of step 6, in which rank 0 waits" in said["text"]
     lab.abort()
     run.wait(BOUND)
+
+
+LEAKING = SLOW.replace("time.sleep(0.1)  # its data come late", "kept.append(torch.ones(4 << 20))").replace(
+    "for step in", "kept = []\nfor step in"
+)
+
+
+def test_a_rank_whose_memory_grows_is_named(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "leaking.py").write_text(LEAKING.replace("range(24)", "range(60)"))
+    run = lab.run(given.script(str(tmp_path / "leaking.py")).set("ranks", 2), out=tmp_path / "run")
+    run.wait(BOUND)
+    ((_, _, said),) = run.details("memory grows")
+    assert said["rank"] == 1 and 12 < said["mb_per_step"] < 22, "16 MiB a step"
+    assert said["text"] in lab.notes and said["text"] in run.warnings
+    assert said["text"] in Run.open(tmp_path / "run").warnings

@@ -36,7 +36,7 @@ from workbench.record.run import FINAL, Run
 from workbench.settings.said import said, text_of
 
 ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back", "preempted",
-            "members", "end")  # fmt: skip
+            "members", "memory grows", "end")  # fmt: skip
 
 
 class Live(Asked):
@@ -149,6 +149,9 @@ class Live(Asked):
             self.ending.gone(rank, detail["state"])
         elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
             self.notes.append(detail["text"])
+        elif name == "memory grows" and detail["text"] not in self.notes:
+            self.notes.append(detail["text"])
+            self.run.warnings = tuple(dict.fromkeys((*self.run.warnings, detail["text"])))
         elif name in ("rolled back", "not rolled back"):
             self.alarm.went_back(t, detail)
         elif name == "preempted":

@@ -17,6 +17,7 @@ from workbench.engine.cost import Cost
 from workbench.engine.crashing import crash
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
 from workbench.engine.forming import confirm
+from workbench.engine.growth import Growth
 from workbench.engine.located import Place
 from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
@@ -53,6 +54,7 @@ class Training(Turnable):
         self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
         self.done: Done = {}  # what was, lately
         self.cost, self.tidy = Cost(session.record, self.clock), Tidy()
+        self.growth = Growth(session.member, lambda found: session.mark("memory grows", found))
         self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
     def begin(self) -> None:
@@ -112,6 +114,7 @@ class Training(Turnable):
         self.session.profiler.end(made)
         self.cost.due(self.rank.step)
         self.tidy.due()
+        self.growth.look(self.rank.step)
         return made
 
     def _begun(self) -> Any:

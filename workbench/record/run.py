@@ -122,6 +122,7 @@ class Run:
         run.timeline, run._following = loaded.timeline, loaded.following
         store.give_back()
         run.missing, run.warnings = loaded.missing + int(about.get("missing") or 0), loaded.warnings
+        run.warnings += tuple(str(detail.get("text", "")) for _, _, detail in run.details("memory grows"))
         return run
 
     def save(self, path: Path | str | None = None) -> Path:

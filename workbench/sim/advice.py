@@ -121,6 +121,8 @@ def advice(run: Run, last: int = LAST) -> Advised:
     """The causes of the last `last` steps, with suggestions. It simulates, which takes a second or more.
 
     If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
+    Suggestions rest on simulated times alone. `lab.tune` measures settings on ranks, and asks whether the loss keeps to
+    its trend, so it may choose others.
     """
     found, asked = causes(run.timeline, last), None
     rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()

@@ -1,0 +1,88 @@
+"""Notices that a rank's memory on the host grows from step to step, as it does if code keeps what each step made."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+
+FIRST = 4  # steps at the beginning that do not count: much is made in them that stays
+OFTEN = 0.004  # seconds between two readings, at least
+MOST = 256  # readings that are kept; then every second one goes
+BLOCKS = 8  # equal parts of the readings, whose medians have to rise evenly
+LEAST_MB = 64.0  # less growth is not worth a word
+UNEVEN = 3.0  # times the mean rise of a block that its rise may be; and a third of it at least
+GOES_ON = 0.8  # how much of the first rises the last ones have at least
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def read_host_mb() -> float:
+    """MB of this process's resident memory that belongs to no file."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            _, resident, shared, *_ = file.read().split()
+        return (int(resident) - int(shared)) * PAGE / 1e6
+    except OSError:
+        return float(psutil.Process().memory_info().rss) / 1e6
+
+
+def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None:
+    """(MB a step, MB in all) if memory rises evenly over all of these readings; None if it does not.
+
+    steps, mb: (n,) of the readings, in order. One jump, or growth that slows down, is no even rise. Memory that is
+    given back only after all these readings cannot be told from a leak.
+    """
+    if len(steps) < 2 * BLOCKS:
+        return None
+    parts = np.array_split(np.arange(len(steps)), BLOCKS)
+    middles = np.array([np.median(mb[part]) for part in parts])
+    at = np.array([np.median(steps[part]) for part in parts])
+    rises, mean = np.diff(middles), (middles[-1] - middles[0]) / (BLOCKS - 1)
+    grown, passed = float(middles[-1] - middles[0]), float(at[-1] - at[0])
+    if grown < LEAST_MB or passed <= 0 or (rises < mean / UNEVEN).any() or (rises > mean * UNEVEN).any():
+        return None
+    if rises[-3:].sum() < GOES_ON * rises[:3].sum():  # a cache or an allocator fills
+        return None
+    return grown / passed, float(mb[-1] - mb[0])
+
+
+class Growth:
+    """The readings of one rank. `tell` is called once, with the detail of a mark.
+
+    read: MB that the process has
+    """
+
+    def __init__(self, rank: int, tell: Callable[[dict[str, Any]], None], read: Callable[[], float] = read_host_mb,
+                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+        self.rank, self.tell, self.read, self.clock = rank, tell, read, clock
+        self._steps: list[int] = []
+        self._mb: list[float] = []
+        self._made, self._every, self._told, self._last = 0, 1, False, float("-inf")
+
+    def look(self, step: int) -> None:
+        """Called after each step."""
+        self._made += 1
+        if self._told or self._made <= FIRST or self._made % self._every or self.clock() - self._last < OFTEN:
+            return
+        self._last = self.clock()
+        self._steps.append(step)
+        self._mb.append(self.read())
+        if len(self._steps) >= MOST:
+            del self._steps[::2], self._mb[::2]
+            self._every *= 2
+        if len(self._steps) % BLOCKS == 0:
+            self._judge()
+
+    def _judge(self) -> None:
+        steps, mb = np.array(self._steps), np.array(self._mb)
+        half = len(steps) // 2
+        if found := find_growth(steps, mb) or find_growth(steps[half:], mb[half:]):
+            each, grown = found
+            text = (f"rank {self.rank}'s memory grows by {each:.3g} MB a step on its host, {grown:.0f} MB so far; look "
+                    f"for what the code keeps from step to step")  # fmt: skip
+            self._told = True
+            self.tell({"rank": self.rank, "mb_per_step": round(each, 4), "mb": round(grown, 1), "text": text})
