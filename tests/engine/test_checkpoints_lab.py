@@ -13,10 +13,10 @@ from tests.kept import losses
 from workbench.compressors import TopK
 from workbench.experiment import Experiment
 from workbench.lab import ClusterError, Lab
-from workbench.record.checkpoints import FOLDER, Checkpoint, found
-from workbench.run import Run, RunError
+from workbench.record.checkpoints import FOLDER, found
+from workbench.run import Checkpoint, Run, RunError
 from workbench.strategies import LocalSGD
-from workbench.tasks import Task
+from workbench.tasks import Digits, Task
 
 pytestmark = pytest.mark.engine
 
@@ -54,3 +54,18 @@ def test_a_lab_goes_on_to_the_bit_and_in_branches(tmp_path: Path) -> None:
             lab.run(e, resume=at)
         mine = lab.checkpoint().wait(60)
         assert Checkpoint.open(mine).asked and mine.parent == tmp_path / "live" / FOLDER
+
+
+def test_a_lab_refuses_a_checkpoint_of_which_one_digit_of_the_manifest_was_changed(tmp_path: Path) -> None:
+    with Lab(ranks=2, name="manifest") as lab:
+        run = lab.run(Experiment(task=Digits(), ranks=2, steps=8, save_every=4), out=tmp_path / "run")
+        run.wait(timeout=120)
+        older, newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-2:]
+        trained = [p.detach().clone() for p in run.model().parameters()]
+        given = Checkpoint.open(newest).model().parameters()
+        assert all(torch.equal(a, b) for a, b in zip(trained, given, strict=True))
+        text = (newest / "manifest.json").read_text()
+        at = text.index('.distcp", ') + len('.distcp", ')
+        (newest / "manifest.json").write_text(text[:at] + ("3" if text[at] != "3" else "7") + text[at + 1 :])
+        with pytest.raises(RunError, match=rf"manifest.json is not what was written.*from the one before it, {older}"):
+            lab.run(Experiment(task=Digits(), ranks=2, steps=12), resume=newest)
