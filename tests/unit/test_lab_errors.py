@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.cluster.errors import RankError, none_holds
+from workbench.settings import KnobError
 
 
 def failed(rank: int, text: str, kind: str = "ValueError", **rest: Any) -> dict[str, Any]:
@@ -51,3 +52,9 @@ def test_the_error_says_that_nobody_holds_the_trained_state_and_what_to_do() -> 
     assert errors[0]["text"] == "gone", "rank 1 lives"
     none_holds(errors, (0,), (), "run/step-8")
     assert errors[0]["text"].endswith("go on from the newest checkpoint with lab.run(resume='run/step-8')")
+
+
+def test_a_setting_that_a_rank_refused_is_a_knob_error_at_home() -> None:
+    error = RankError([failed(0, "compressor=Cast: takes floats", "KnobError")])
+    assert isinstance(error, KnobError) and "compressor=Cast" in str(error) and error.rank == 0
+    assert not isinstance(RankError([failed(0, "no such shape")]), KnobError)

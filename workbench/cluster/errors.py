@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from workbench.settings import KnobError
+
 _CONSEQUENCES = (
     "onnection closed", "onnection reset", "onnection refused", "roken pipe", "ead error", "rite error",
     "pair closure", "ocket closed", "ocket Timeout", "did not finish", "left a collective", "imed out",
@@ -16,6 +18,11 @@ class RankError(RuntimeError):
 
     ranks: all that failed in the same way; freed: those that only lost their peer because of it; all: every error.
     """
+
+    def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
+        """A RankRefusal if the cause is a setting that a rank refused."""
+        made = RankRefusal if cls is RankError and fold(errors)[0]["type"] == KnobError.__name__ else cls
+        return super().__new__(made)
 
     def __init__(self, errors: Sequence[dict[str, Any]]) -> None:
         self.all = list(errors)
@@ -35,7 +42,11 @@ class RankError(RuntimeError):
         return text
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": f"RankError: {self}"}
+        return {"text/plain": f"{type(self).__name__}: {self}"}
+
+
+class RankRefusal(RankError, KnobError):
+    """A rank refused a setting that only it could check, such as one that does not fit its model."""
 
 
 def fold(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:
