@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.record.alarms import met, place
+from workbench.record.alarms import NO_ROWS, met, place
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
-UNWATCHED = "{what}, and the run was ended, {why}; lower the learning rate, {else_}, or let it pause: on_nan='pause'"
+UNWATCHED = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"
 ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}
 
 
@@ -113,8 +113,10 @@ class Alarm:
         self._say("first", f"{first.sentence}, before any other's; {does}")
         why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
-        what = met(first.name, {**first._asdict(), "layer": "", "why": ""})  # the layer is where it was
-        text = UNWATCHED.format(what=what, why=why, else_=ELSE[first.name])
+        empty = first.why == NO_ROWS
+        known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}  # the layer is where it was
+        mend = "give every rank at least 1 row in each batch" if empty else "lower the learning rate"
+        text = UNWATCHED.format(what=met(first.name, known), why=why, mend=mend, else_=ELSE[first.name])
         unwatched = {**about, "type": "FloatingPointError", "text": text}
         self.live.ending.unwatched = None if self._pauses else unwatched
 

@@ -25,7 +25,7 @@ from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
-from workbench.experiment import Experiment, momentum, partitioned, sharding, sparse
+from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
 from workbench.host import refusing
 from workbench.host.batches import Batches, Chance, Numbers, example, numbers
 from workbench.host.counted import Counted
@@ -275,7 +275,7 @@ class Parts(Life):
                 f"and this run is on {self.session.device}; take Native(), or device='cpu'"
             )
         reason = self.refused(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made)
-        if reason := reason or sparse.refused(wanted, made):
+        if reason := reason or sparse.refused(wanted, made) or closures.refused(wanted, made):
             raise KnobError(reason)
         refusing.able(self, wanted)
         return wanted

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from workbench.host.canonical import buffers
 from workbench.host.changing import Changing
 from workbench.host.origin import Found, in_backward, in_forward, in_gradients, in_parameters
 from workbench.rank import Op, StrategyError
+from workbench.record.alarms import NO_ROWS
 
 WINDOW = 10  # the last losses, whose mean is compared with the best such mean of before
 IN_A_ROW = 20  # steps skipped one after the other, after which skipping is no help
@@ -96,7 +97,9 @@ class Finite:
             self.alarmed(policy if policy in ("stop", "roll back") else "pause")
 
     def _blame(self, batch: Any) -> Found:
-        """Which layer made a loss no number."""
+        """Which layer made a loss no number, or that its batch is empty."""
+        if has_no_rows(batch):
+            return Found("", NO_ROWS)
         if self._whole:
             return in_forward(self.run.model, self.run.learner.loss, batch)
         return in_parameters(self.run.model)
@@ -178,6 +181,15 @@ def finite(grads: Any) -> bool:
         return True
     sums = torch.stack([g.sum(dtype=torch.float32) for g in there])  # the fastest way to read them
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in there)
+
+
+def has_no_rows(batch: Any) -> bool:
+    """Whether a tensor of the batch, however it is nested, has a first dimension of 0."""
+    if isinstance(batch, Tensor):
+        return batch.dim() > 0 and batch.shape[0] == 0
+    if isinstance(batch, Mapping):
+        return any(map(has_no_rows, batch.values()))
+    return any(map(has_no_rows, batch)) if isinstance(batch, list | tuple) else False
 
 
 def _nothing(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.compressors import inside
-from workbench.experiment import Experiment, momentum, sharding, sparse
+from workbench.experiment import Experiment, closures, momentum, sharding, sparse
 from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import crashed, pauses
@@ -260,8 +260,9 @@ def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None =
     """
     name = type(e.strategy).__name__
     if made is not None:
-        if reason := momentum.refused(e, made) or sharding.refused(e, made) or sparse.refused(e, made):
-            return reason
+        for why in (momentum, sharding, sparse, closures):
+            if reason := why.refused(e, made):
+                return str(reason)
     if e.strategy.opaque:
         return (
             f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "

@@ -1,0 +1,28 @@
+"""Which optimizers a rank's step can ask: those that take the gradient of one backward, not a closure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.experiment.experiment import Experiment
+
+
+def refused(e: Experiment, made: Callable[[], Any]) -> str | None:
+    """Why a rank's step cannot ask `e`'s optimizer; or None. LBFGS, for example, has to compute the loss again.
+
+    made: makes `e`'s optimizer for its model
+    """
+    if e.task.leads:
+        return None
+    optimizer = made()
+    asks = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if asks is None or asks.default is not inspect.Parameter.empty:
+        return None
+    name = type(optimizer).__name__
+    return (
+        f"optimizer={name}: its step computes the loss several times by a closure, and a rank's step computes it once; "
+        f"take optimizer=AdamW(), or strategy=Newton() for steps of second order"
+    )
