@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.ranks import batch, experiment, live, run, toy
 from tests.unit.test_not_finite import came, following
 from workbench import simulate
+from workbench.experiment.finite import NO_ROWS
 from workbench.host.finite import has_no_rows
-from workbench.record.alarms import NO_ROWS
 from workbench.settings import KnobError
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.record.alarms import NO_ROWS, met, place
+from workbench.experiment.finite import NO_ROWS
+from workbench.record.alarms import met, place
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live

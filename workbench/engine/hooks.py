@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.rank import StrategyError
+from workbench.host.checkpointing import received_twice
 
 _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
 
@@ -70,7 +70,7 @@ class GradientHooks:
             if not now:
                 return
             if place.round == now:
-                raise _twice(place.name)
+                raise received_twice(place.name)
             place.round = now
             if learn:
                 self.arrived.append(place.name)
@@ -117,10 +117,3 @@ class GradientHooks:
                     self.host.layout.keep(place, zero)
                 self._left[place.bucket] -= 1
         self._emit()
-
-
-def _twice(name: str) -> StrategyError:
-    return StrategyError(
-        f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
-        f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
-    )

@@ -12,6 +12,8 @@ ON_NAN = ("when a loss is no number, or has run away; auto: pause if somebody wa
           "then; roll back: to the last checkpoint")  # fmt: skip
 DIVERGED = "a loss so many times the best of before, and above the first, has run away; 0 is off"
 
+NO_ROWS = "the batch has no rows"  # why a loss is no number: it is a mean over nothing
+
 
 def refused(e: Experiment) -> str | None:
     """Why a step of `e` cannot be skipped, where it is to be, in a sentence that says what would do; or None."""

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.host.cutting import parts_of
 from workbench.partitions import Partition
+from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
@@ -163,3 +164,11 @@ class _BuffersAside:
     def __exit__(self, *_: object) -> None:
         for module, name, b in self._own:
             module._buffers[name] = b
+
+
+def received_twice(name: str) -> StrategyError:
+    """What to say of a parameter whose gradient came twice in one exchanged backward, as torch's DDP refuses it."""
+    return StrategyError(
+        f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
+        f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
+    )

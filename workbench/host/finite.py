@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.experiment.finite import NO_ROWS
 from workbench.host.canonical import buffers
 from workbench.host.changing import Changing
 from workbench.host.origin import Found, in_backward, in_forward, in_gradients, in_parameters
 from workbench.rank import Op, StrategyError
-from workbench.record.alarms import NO_ROWS
 
 WINDOW = 10  # the last losses, whose mean is compared with the best such mean of before
 IN_A_ROW = 20  # steps skipped one after the other, after which skipping is no help

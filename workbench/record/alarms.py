@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 NAMES = ("nan", "diverged")  # of the marks
-NO_ROWS = "the batch has no rows"  # why a loss was no number: a mean over nothing
 
 
 def met(name: str, detail: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import dealt
 from workbench.host.batches import Batches
 from workbench.host.canonical import clipped
+from workbench.host.checkpointing import received_twice
 from workbench.host.curvature import Curvature
 from workbench.host.layout import Layout
 from workbench.host.offload import Offloaded
@@ -209,24 +210,30 @@ class Tensors(TensorsAnew, Portion):
             self.layout.make_room()
         with self.ledger.backward(exchanged), self._own_randomness(), torch.enable_grad():
             with self.reading.passing("backward"):
-                if exchanged and self._arrival is None:
-                    self._arrival = [*there, *(name for name in self._watched(run) if name not in there)]
+                names = self._watched(run) if exchanged else run()
+                if names is not None and self._arrival is None:
+                    self._arrival = [*there, *(name for name in names if name not in there)]
                     self.cut.ready = ready(self.layout, self._arrival)
-                else:
-                    run()
             if exchanged or first:
                 self.grads()
 
     def _watched(self, run: Callable[[], None]) -> list[str]:
-        """Runs backward and returns in which order gradients appeared; those that did not come last."""
+        """Runs backward and returns in which order gradients appeared; those that did not come last.
+
+        Raises StrategyError if one gradient came twice, as real ranks do.
+        """
         names: list[str] = []
         hooks = [
             place.param.register_post_accumulate_grad_hook(lambda _, name=place.name: names.append(name))
-            for place in self.layout.order
+            for place in self.layout.order if place.param.requires_grad
         ]
-        run()
-        for hook in hooks:
-            hook.remove()
+        try:
+            run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(set(names)) < len(names):
+            raise received_twice(next(name for name in names if names.count(name) > 1))
         return names + [p.name for p in self.layout.order if p.name not in set(names)]
 
     def clear(self) -> None:
