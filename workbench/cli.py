@@ -101,6 +101,7 @@ def run(
 
     with told() as ending:
         with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
+        with_lab.cluster.renewal.ahead = False  # no other run follows
         try:
             done = with_lab.run(experiment, out=out, resume=resume)
             ending.lab = with_lab

@@ -153,7 +153,8 @@ class Lab(Handles):
     def notes(self) -> list[str]:
         """What went wrong or wants attention, in sentences, newest last."""
         own = [str(self.cluster.error)] if self.cluster.error else []
-        lacking = filter(None, [self.cluster.health.trouble, self.cluster.spares.trouble])
+        cluster = self.cluster
+        lacking = filter(None, [cluster.health.trouble, cluster.spares.trouble, cluster.renewal.trouble])
         return [*own, *(self._live.notes if self._live else ()), *lacking]
 
     @property

@@ -29,6 +29,8 @@ from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run
 from workbench.settings import KnobError
+from workbench.strategies import DDP
+from workbench.tasks import Loop
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
@@ -304,6 +306,35 @@ def test_a_cluster_started_by_hand_is_used_and_left(
         psutil.Process(lab.wait(60).status[0]["pid"]).kill()
         with pytest.raises(Exception, match="is gone"):
             run.wait(60)
+
+
+def test_engines_started_by_hand_start_anew_after_a_loop_of_its_own(by_hand: Any) -> None:
+    def mark() -> int:
+        import os
+        import sys
+
+        sys.left_behind = True  # type: ignore[attr-defined]
+        os.environ["LEFT_BEHIND"] = "yes"
+        return os.getpid()
+
+    def left() -> tuple[int, bool, bool]:
+        import os
+        import sys
+
+        return os.getpid(), hasattr(sys, "left_behind"), "LEFT_BEHIND" in os.environ
+
+    file, engine, started = by_hand
+    engine()
+    engine()
+    ready(file, 2)
+    loop = Experiment(task=Loop(run=print), ranks=2, strategy=DDP(), eval_every=0, steps=10)
+    with Lab(ranks=2, name="loops", cluster=file) as lab:
+        pids = lab.view.apply_sync(mark)
+        assert lab.run(loop).wait(90).state == "done"
+        assert lab.run(loop).wait(90).state == "done"
+        assert until(lambda: lab.view.apply_sync(left) == [(pid, False, False) for pid in pids], 90)
+        assert lab.run(Experiment(steps=10)).wait(90).state == "done"
+    assert all(process.poll() is None for process in started)
 
 
 def test_an_engine_with_other_versions_is_named_before_anything_runs(by_hand: Any, tmp_path: Path) -> None:

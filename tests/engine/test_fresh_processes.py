@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,9 +18,10 @@ import workbench
 from tests.labs import BOUND, apart
 from tests.waiting import until
 from workbench.experiment import Experiment
-from workbench.lab import Lab
-from workbench.strategies import DDP
-from workbench.tasks import Loop, Task
+from workbench.lab import Lab, RankError
+from workbench.run import Run
+from workbench.strategies import DDP, TorchDDP
+from workbench.tasks import Loop, Script, Task
 
 pytestmark = pytest.mark.engine
 
@@ -96,3 +99,115 @@ def test_a_process_that_a_cell_starts_while_a_run_trains_outlives_the_run(lab: L
     assert run.wait(BOUND).state == "done"
     assert len(workers(lab)) == 2
     assert lab.view.apply_sync(end) == [True, True]
+
+
+FIRST = """
+import atexit, os, random, threading, time, sys
+import torch, torch.distributed as dist
+import beside
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(1234), random.seed(1234)
+os.environ["LEFT_BEHIND"] = "yes"
+beside.state["left"] = "yes"
+threading.Thread(target=time.sleep, args=(600,), daemon=True, name="left behind").start()
+if sys.argv[1:] == ["fails"]:
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1])
+    raise ValueError("in set-up")
+"""
+LATER = """
+import os, random, threading
+import torch, torch.distributed as dist
+import beside
+seen = {"dtype": str(torch.get_default_dtype()), "environment": os.environ.get("LEFT_BEHIND"),
+        "module": beside.state.get("left"), "group": dist.is_initialized(), "seed": torch.initial_seed() == 1234,
+        "thread": "left behind" in [thread.name for thread in threading.enumerate()]}
+print("SEEN", seen, flush=True)
+"""
+TRAINS = """
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+"""
+NOTHING = ("{'dtype': 'torch.float32', 'environment': None, 'module': None, 'group': False, 'seed': False, "
+           "'thread': False}")  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Experiment]:
+    """Makes an experiment of a script that is written below `tmp_path`."""
+    (tmp_path / "beside.py").write_text("state = {}\n")
+
+    def made(text: str, *args: str) -> Experiment:
+        (tmp_path / "train.py").write_text(text)
+        task = Script(file="train.py", args=args, folder=str(tmp_path))
+        return Experiment(task=task, ranks=2, strategy=TorchDDP(), eval_every=0)
+
+    return made
+
+
+def said(run: Run) -> list[str]:
+    """What the ranks printed after SEEN."""
+    return [line["text"][5:] for _, _, line in run.details("log") if line["text"].startswith("SEEN")]
+
+
+def pids(lab: Lab) -> list[int]:
+    return [row["pid"] for row in lab.status]
+
+
+def test_a_script_meets_nothing_of_the_script_before_it(lab: Lab, script: Callable[..., Experiment]) -> None:
+    assert lab.run(script(FIRST + TRAINS)).wait(BOUND).state == "done"
+    before = pids(lab)
+    run = lab.run(script(LATER + TRAINS)).wait(BOUND)
+    assert run.state == "done" and said(run) == [NOTHING] * 2
+    assert not {*before} & {*pids(lab)}
+
+
+def test_a_script_that_fails_in_set_up_leaves_no_process_group_to_the_next(
+    lab: Lab, script: Callable[..., Experiment]
+) -> None:
+    with pytest.raises(RankError, match="in set-up"):
+        lab.run(script(FIRST, "fails")).wait(BOUND)
+    run = lab.run(script(LATER + TRAINS)).wait(BOUND)
+    assert run.state == "done" and said(run) == [NOTHING] * 2
+
+
+def default_types(lab: Lab) -> list[str]:
+    def seen() -> str:
+        import torch
+
+        return str(torch.get_default_dtype())
+
+    return list(lab.view.apply_sync(seen))
+
+
+def test_a_task_meets_nothing_of_a_loop_and_a_script_nothing_of_a_task(
+    lab: Lab, script: Callable[..., Experiment]
+) -> None:
+    def train() -> None:
+        torch.set_default_dtype(torch.float64)
+        loop()
+
+    def model() -> nn.Module:
+        assert torch.get_default_dtype() == torch.float32
+        torch.set_default_dtype(torch.float64)
+        return nn.Linear(4, 1)
+
+    assert lab.run(Experiment(task=Loop(run=train), ranks=2, strategy=DDP(), eval_every=0)).wait(BOUND).state == "done"
+    task = replace(by_workers(False), model=model)
+    for _ in range(2):
+        run = lab.run(Experiment(task=task, ranks=2, strategy=DDP(), steps=3, eval_every=0))
+        assert run.wait(BOUND).state == "done"
+    run = lab.run(script(LATER + TRAINS)).wait(BOUND)
+    assert said(run) == [NOTHING] * 2
+
+
+def test_the_processes_of_a_script_end_soon_after_it(lab: Lab, script: Callable[..., Experiment]) -> None:
+    assert lab.run(script(FIRST + TRAINS)).wait(BOUND).state == "done"
+    before = pids(lab)
+    assert until(lambda: not {*before} & {*pids(lab)} and not any(map(psutil.pid_exists, before)), BOUND)
+    assert default_types(lab) == ["torch.float32"] * 2, "cells reach the new ones"
+    assert lab.cluster.healthy and lab.state == "idle" and not lab.notes

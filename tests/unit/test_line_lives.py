@@ -123,10 +123,10 @@ def events() -> int:
 
 def test_an_engine_that_is_gone_is_left_and_its_socket_with_it() -> None:
     """Else a lab that loses one after the other keeps a descriptor of each."""
-    with benched(0, 1, 2) as (_, line):
+    with benched(0, 1, 2) as (made, line):
         there = events()
-        line.leave(1)
-        line.leave(1)
+        line.leave(1, made.line_at)
+        line.leave(1, made.line_at)
         assert until(lambda: events() == there - 1)
         with pytest.raises(Silence, match="rank 1 is gone"):
             line.ask(1, "status", timeout=60)
@@ -135,19 +135,22 @@ def test_an_engine_that_is_gone_is_left_and_its_socket_with_it() -> None:
 
 
 def test_who_is_being_asked_is_left_at_the_next_look() -> None:
-    with benched(0) as (_, line):
+    with benched(0) as (made, line):
         with line._wires[0].lock:
-            line.leave(0)
+            line.leave(0, made.line_at)
             assert not line._wires[0].socket.closed
-        line.leave(0)
+        line.leave(0, "where the engine before it was")
+        assert not line._wires[0].socket.closed
+        line.leave(0, made.line_at)
         assert line._wires[0].socket.closed
 
 
 def test_only_an_engine_of_this_machine_is_gone_for_good() -> None:
     """One of another machine may have been out of reach for long, and is asked again."""
     left: list[int] = []
-    engines = [SimpleNamespace(rank=rank, host=where) for rank, where in enumerate((host(), host(), "another"))]
-    cluster = SimpleNamespace(engines=engines, line=SimpleNamespace(leave=left.append))
+    hosts = host(), host(), "another"
+    engines = [SimpleNamespace(rank=rank, host=where, line="x") for rank, where in enumerate(hosts)]
+    cluster = SimpleNamespace(engines=engines, line=SimpleNamespace(leave=lambda rank, at: left.append(rank)))
     health: Any = SimpleNamespace(cluster=cluster, death=lambda rank: None if rank == 0 else "is gone",
                                   _over=SimpleNamespace(wait=lambda seconds: None))  # fmt: skip
     Health._look(health)

@@ -158,7 +158,7 @@ def test_engines_that_were_to_come_up_are_ranks_of_the_lab_or_ended_wherever_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(meeting, "timed", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
-    monkeypatch.setattr(meeting, "_wait", lambda *rest: None)
+    monkeypatch.setattr(meeting, "wait_for_engines", lambda *rest: None)
     for line in range(1, MOST):
         cluster, up = Engines(2), set[int]()
         cluster.relay = SimpleNamespace(reach=lambda address: None)  # type: ignore[attr-defined]

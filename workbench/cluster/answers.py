@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from workbench.cluster import links, spool
+from workbench.cluster import anew, links, spool
 from workbench.cluster.stacks import stacks
 
 OWN = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # of a job, what is said to one rank only
@@ -37,11 +37,16 @@ class Answers:
     def busy(self) -> bool: ...
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
-        """Where this rank is: the session's own words, which run, as which rank, is it over, and rows sent so far."""
+        """Where this rank is: the session's own words, which run, as which rank, is it over, rows sent so far.
+
+        runs: what this process has run, see `anew`
+        """
+        runs = anew.runs()  # asked first: who has run a loop and is over has nothing to do any more
         over = self.told_over = not self.busy  # asked first: who is over then tells its last state
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
         who = {"generation": self.job.get("generation", ""), "as": self.job.get("rank")}
-        return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble}
+        return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble,
+                "runs": runs}  # fmt: skip
 
     def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
         self.session.request(request)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from workbench.cluster.meeting import meet
 from workbench.cluster.place import ClusterError, Place, alive, check_connection, host, this_process
 from workbench.cluster.processes import Processes, end, let_go, start_guard, wait_for
 from workbench.cluster.relay import Relay
+from workbench.cluster.renewing import Renewal
 from workbench.cluster.spares import Spares
 from workbench.cluster.usual import awaited, engines, timed
 from workbench.cluster.wire import Batch
@@ -55,6 +56,7 @@ class Cluster:
         self.owned: Processes | None = None
         self.health = Health(self)
         self.spares, self.starting = Spares(self, spare), threading.RLock()
+        self.renewal = Renewal(self)
         self.guard: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
         self._context: zmq.Context[Any] | None = None  # of the client's sockets
@@ -85,6 +87,17 @@ class Cluster:
                 self.error, self.progress = error, f"failed: {text_of(error)}"
             self._drop()
         finally:
+            self._ready.set()
+
+    @contextlib.contextmanager
+    def restarting(self) -> Iterator[None]:
+        """Inside, engines are on their way, and whoever needs them waits."""
+        self._ready.clear()
+        self.progress = "restarting engines"
+        try:
+            yield
+        finally:
+            self.progress = "ready"
             self._ready.set()
 
     @property
@@ -278,6 +291,7 @@ class Cluster:
         """Closes all sockets. It comes before what needs descriptors, because the process may have no more."""
         self.closed = True
         self.spares.over.set()
+        self.renewal.over.set()
         for part in (self.health, self.relay, self._line):
             if part:
                 part.close()

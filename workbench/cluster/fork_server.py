@@ -29,7 +29,10 @@ import psutil
 
 from workbench.cluster.place import alive
 
-LOADED = ("torch", "ipyparallel.engine.app", "workbench.engine.session", "workbench.cluster.worker")
+LOADED = (  # torch._dynamo and ipykernel.debugger: torch and ipykernel load them later, in every engine
+    "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.session",
+    "workbench.cluster.worker",
+)  # fmt: skip
 CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # where there are any, whoever asks for them must not fork afterwards
 QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's allocator starts a thread otherwise
 LOOK = 0.05  # seconds between two looks at an engine that is waited for

@@ -6,11 +6,12 @@ Asks the system, never the processes themselves. Only what this lab started is s
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import psutil
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 LOOK = 1.0  # seconds between two looks at all engines
 KNOCK = 2.0  # seconds between two knocks at the door of a controller whose process is not known here
 ENDING = 2.0  # seconds that a killed engine has to be gone
+ASKED = 1.0  # seconds that an engine has to end in order, before it is killed
+SHORTLY = 0.02  # seconds between two looks at engines that are to end
 
 
 class Health:
@@ -55,7 +58,7 @@ class Health:
     def _look(self) -> None:
         for engine in list(self.cluster.engines):
             if self.death(engine.rank) and engine.host == host():  # another machine's may only be out of reach
-                self.cluster.line.leave(engine.rank)
+                self.cluster.line.leave(engine.rank, engine.line)
         self._over.wait(LOOK)
 
     @property
@@ -77,14 +80,19 @@ class Health:
 
     def death(self, rank: int) -> str | None:
         """How the engine of `rank` ended, in words; None while it lives."""
-        engine, client = self.cluster.engines[rank], self.cluster.client
+        engine = self.cluster.engines[rank]
         how = self._death(engine)
-        if how and engine.id in client.ids:  # there is no nanny to tell the controller; nobody shall wait for it
-            with self._telling:
-                if engine.id not in self._told:
-                    client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
-                    self._told.add(engine.id)
+        if how and engine.id in self.cluster.client.ids:  # no nanny tells the controller, and nobody shall wait for it
+            self.tell_controller(engine)
         return how
+
+    def tell_controller(self, engine: Engine) -> None:
+        """Tells the controller, once, that this engine has ended."""
+        client = self.cluster.client
+        with self._telling:
+            if engine.id not in self._told:
+                client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
+                self._told.add(engine.id)
 
     def _death(self, engine: Engine) -> str | None:
         if child := self._child(f"engine {engine.id}"):
@@ -179,6 +187,26 @@ class Health:
     def end(self, rank: int) -> bool:
         """Ends the engine of `rank` and what it has started, where it is this lab's own; whether it is gone."""
         return self._end(self.cluster.engines[rank])
+
+    def retire(self, engines: Collection[Engine]) -> None:
+        """Ends engines that are no ranks any more, and what they have started; in order, if that takes no second."""
+        children = []
+        for engine in engines:
+            with contextlib.suppress(psutil.Error):
+                if self.mine(engine):
+                    process = psutil.Process(engine.pid)
+                    children += process.children(recursive=True)
+                    process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + ASKED
+        while time.monotonic() < until and not all(self._death(engine) for engine in engines):
+            time.sleep(SHORTLY)
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        for engine in engines:
+            self._end(engine)
+            self.tell_controller(engine)
+            self.cluster.place.drop_process(engine.pid)
 
     def _end(self, engine: Engine) -> bool:
         if not self.mine(engine):

@@ -137,13 +137,16 @@ def launch(live: Live, changes: Sequence[Change], resume: Callable[[Path], Path]
         if live.ending.asked:  # before anything began
             return live.end("stopped")
         cluster.wait()
+        cluster.renewal.replace_used(live.ranks, experiment.task.leads)
+        if live.ending.asked:
+            return live.end("stopped")
         cluster.take = live.take
         begun = resume(Path(run.path or ".") / "begun") if resume else ""
         new = [*classes(experiment), *(c for change in changes for c in classes(change.value))]
         blob = _pickled((experiment, tuple(changes), new))
         _stamp(run)
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
-               "resume": str(begun) if begun else ""}  # fmt: skip
+               "resume": str(begun) if begun else "", "leads": experiment.task.leads}  # fmt: skip
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write(run=told)
         cluster.health.begin()

@@ -27,8 +27,8 @@ class Silence(ClusterError):
 class _Channel:
     """One engine's wire: a question at a time, an answer that comes too late is dropped."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self.socket, self.address = socket, address
         self.lock = threading.Lock()
         self.numbers = itertools.count()
         self.expects = -1
@@ -44,16 +44,20 @@ class Line:
             self.reach(rank, address)
 
     def reach(self, rank: int, address: str) -> None:
-        """From now on the engine of `rank` can be asked, too."""
+        """From now on the engine of `rank` is asked at `address`."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         self._keys.reach(socket, address)
-        self._wires = {**self._wires, rank: _Channel(socket)}
+        before = self._wires.get(rank)
+        self._wires = {**self._wires, rank: _Channel(socket, address)}
+        if before is not None:
+            with before.lock:
+                before.socket.close(0)
 
-    def leave(self, rank: int) -> None:
-        """The engine of `rank` is gone for good: whoever asks it hears so at once. Not while somebody asks it."""
+    def leave(self, rank: int, address: str) -> None:
+        """The engine of `rank` at `address` is gone: whoever asks it hears so at once. Not while somebody asks it."""
         wire = self._wires[rank]
-        if wire.lock.acquire(blocking=False):
+        if wire.address == address and wire.lock.acquire(blocking=False):
             try:
                 wire.socket.close(0)
             finally:

@@ -197,6 +197,8 @@ class Live(Asked):
         """The sessions are there: what was asked meanwhile goes out in order, and the watch begins."""
         self.ending.begun()
         self.attention.begun()
+        if self.began_with.task.leads:
+            self.cluster.renewal.follow(self)
         Steady("run orders", self.orders.carry, self.over, self.note).start()
         Watch(self).start()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,18 +28,21 @@ COME_UP = 60.0  # seconds that an engine has to come up
 LOOK = 0.05  # seconds between two looks
 
 
-def meet(cluster: Cluster, ids: Sequence[int]) -> list[Engine]:
-    """The engines with these ipyparallel ids, as the ranks that come after those that there are.
+def meet(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
+    """The engines with these ipyparallel ids, as `ranks`, or as the ranks that come after those that there are.
 
     Raises ClusterError or KnobError where they cannot train together with this kernel and with each other.
     """
     first = len(cluster.engines)
-    found = [replace(e, rank=first + e.rank) for e in probe(cluster.client, list(ids), cluster.controller())]
+    ranks = ranks or range(first, first + len(ids))
+    probed = probe(cluster.client, list(ids), cluster.controller())
+    found = [replace(e, rank=rank) for e, rank in zip(probed, ranks, strict=True)]
     check_versions(found)
-    places, kind = devices([*cluster.engines, *found], cluster.device)
-    if first and kind != cluster.kind:
+    kept = [e for e in cluster.engines if e.rank not in ranks]
+    places, kind = devices(sorted([*kept, *found], key=lambda e: e.rank), cluster.device)
+    if kept and kind != cluster.kind:
         raise ClusterError(f"{found[0]} would have to share a GPU, and ranks of one run talk over {cluster.kind}")
-    spans = spans_hosts([*cluster.engines, *found])
+    spans = spans_hosts([*kept, *found])
     setup = {
         "lab": cluster.place.path.name, "place": str(cluster.place.path), "client": cluster.keys.public,
         "owner": this_process(), "host": host(),
@@ -91,7 +94,7 @@ def _started(cluster: Cluster, count: int) -> list[int]:
         with timed(engines(count, " more")) as work:
             for number in numbers:
                 cluster.owned.start_engine(number)
-            _wait(cluster, numbers, work.tell)
+            wait_for_engines(cluster, numbers, work.tell)
             found = meet(cluster, numbers)
         with whole():
             joined += [_joined(cluster, engine) for engine in found]
@@ -111,7 +114,24 @@ def _joined(cluster: Cluster, engine: Engine) -> int:
     return engine.rank
 
 
-def _wait(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
+def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine]:
+    """Gives ranks other engines; those that they had. numbers: by rank the ipyparallel id of its new engine."""
+    found = meet(cluster, list(numbers.values()), list(numbers))
+    before = [cluster.engines[rank] for rank in numbers]
+    assert cluster.relay is not None
+    with whole():
+        for old, engine in zip(before, found, strict=True):
+            cluster.relay.leave(old.rows)
+            cluster.relay.reach(engine.rows)
+            for same in [e.rank for e in cluster.engines if e.process == old.process]:
+                cluster.line.reach(same, engine.line)
+                cluster.engines[same] = replace(engine, rank=same)
+        cluster.note_engines()
+    return before
+
+
+def wait_for_engines(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
+    """Waits until engines that were started with these numbers are up. Raises ClusterError if they do not come up."""
     assert cluster.owned is not None
     until = time.monotonic() + COME_UP
     while not set(numbers) <= set(cluster.client.ids):

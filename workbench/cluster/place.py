@@ -113,6 +113,11 @@ class Place:
         with self._writing:
             self.write(processes=[*self.state["processes"], [*process, what]])
 
+    def drop_process(self, pid: int) -> None:
+        """This process has ended."""
+        with self._writing:
+            self.write(processes=[p for p in self.state["processes"] if int(p[0]) != pid])
+
     @property
     def state(self) -> dict[str, Any]:
         return self._state or self.read()

@@ -83,7 +83,7 @@ class Processes:
         """One that strikes no engine off because it stands still, within an hour: of dead ones `Health` tells it."""
         self._spawn("controller", [
             *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
-            "--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=7200",
+            "--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=18000",
         ], {})  # fmt: skip
         self._controllers += 1
 

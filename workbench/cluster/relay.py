@@ -27,7 +27,7 @@ class Relay:
         self.take = take
         self.seconds = 0.0  # CPU time spent so far
         self.errors: list[str] = []
-        self._keys, self._coming = keys, queue.SimpleQueue[str]()
+        self._keys, self._coming = keys, queue.SimpleQueue[tuple[bool, str]]()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.rcvhwm = 20_000
@@ -40,12 +40,20 @@ class Relay:
 
     def reach(self, address: str) -> None:
         """From now on it hears this engine, too."""
-        self._coming.put(address)
+        self._coming.put((True, address))
+
+    def leave(self, address: str) -> None:
+        """The engine there has ended, and another process may get its port."""
+        self._coming.put((False, address))
 
     def _meet(self) -> None:
         """Only the thread that has the socket connects it."""
         while not self._coming.empty():
-            self._keys.reach(self._socket, self._coming.get())
+            connect, address = self._coming.get()
+            if connect:
+                self._keys.reach(self._socket, address)
+            else:
+                self._socket.disconnect(address.split()[0])
 
     def _look(self) -> None:
         self._meet()

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 import zmq
 
+from workbench.cluster import anew
 from workbench.cluster.answers import Answers
 from workbench.cluster.capture import Capture
 from workbench.cluster.keys import Keys, admit
@@ -63,6 +64,15 @@ def begin(job: dict[str, Any], blob: bytes) -> str:
 def warm() -> None:
     """Loads all that a rank needs and an engine has not loaded yet, before one is wanted here."""
     importlib.import_module("workbench.engine.session")
+
+
+def restart(lab: str) -> None:
+    """Has this engine start anew, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
+    if _bench is None or _bench.lab != lab or _bench.busy:
+        raise RuntimeError("this engine serves another lab, or trains")
+    anew.refuse_restart()
+    close_bench()
+    anew.restart_soon()
 
 
 def _opened() -> Bench:
@@ -139,6 +149,7 @@ class Bench(Answers):
             self.session.abort()
             if not self.session.join(5.0):
                 raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
+        anew.refuse_second_loop()
         where = Path(job["run_dir"])
         if not (where / "run.json").exists():  # another host: the kernel fetches the rows from here
             where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
@@ -151,6 +162,7 @@ class Bench(Answers):
         )  # fmt: skip
         with self._life:
             self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
+            anew.note_run(bool(job.get("leads")))
             self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
             if (job["generation"], job["rank"]) in self._dismissed:
                 session.abort()

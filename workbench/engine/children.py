@@ -71,13 +71,13 @@ def _shut_down_loaders(pids: set[int | None]) -> None:
         if id(getattr(loader, "_iterator", None)) in iterators:
             loader._iterator = None
     for iterator in iterators.values():
-        iterator._shutdown_workers()  # type: ignore[no-untyped-call]
+        iterator._shutdown_workers()
 
 
 @cache
 def note_processes() -> None:
     """From now on each process that a thread of a run starts is noted. Other threads are not affected."""
-    BaseProcess.start = _noted(BaseProcess.start)  # type: ignore[method-assign]
+    BaseProcess.start = _noted(BaseProcess.start)  # type: ignore[method-assign, assignment]
 
 
 def _noted(start: Callable[[Any], None]) -> Callable[[Any], None]:

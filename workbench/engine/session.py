@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from workbench.engine.at import op_of, status
@@ -216,6 +217,7 @@ class Session:
         pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
         read = gauge(self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v))
         self.born = time.monotonic()
+        default = torch.get_default_dtype()
         try:
             with self.children.of_this_thread():
                 live_through(self)
@@ -230,6 +232,7 @@ class Session:
         except BaseException as error:
             self._fail(error)
         finally:
+            torch.set_default_dtype(default)  # a task's functions may have set another, which the next run would meet
             pulse.close()
             if read is not None:
                 read.close()

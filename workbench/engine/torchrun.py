@@ -44,13 +44,14 @@ def environment(run: Following) -> dict[str, str]:
 def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
     """Inside, the process is as torchrun would have made it for this script; what runs it is given.
 
-    Raises TaskError where the script is not there, or another has not left this process.
+    Raises TaskError if there is no such script, or if a process group is open already.
     """
     file: Path = script.path
     if not file.is_file():
         raise TaskError(f"file={script.file!r}: there is no such file at {file} on this machine")
     if dist.is_initialized():
-        raise TaskError(f"file={script.file!r}: the process group of another script is still open in this process")
+        raise TaskError(f"file={script.file!r}: a process group is open in this engine already, as from a %%px cell; "
+                        f"close it with torch.distributed.destroy_process_group()")  # fmt: skip
     where, words, paths, known = Path.cwd(), sys.argv, list(sys.path), set(sys.modules)
     told = environment(run)
     before = {name: os.environ.get(name) for name in told}

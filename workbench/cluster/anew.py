@@ -1,0 +1,75 @@
+"""An engine's process: what it has run so far, and how it starts anew. Both run on the engine.
+
+A loop of its own (a script, or a function) leaves default types, seeds, modules, threads and more in its process. So
+it gets a process that has run nothing, and no later run gets that process. The lab's side is in renewing.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+import psutil
+
+SOON = 0.2  # seconds that an engine has to send its last answer before it starts anew
+ENDING = 2.0  # seconds that a killed child has to be gone
+
+_environment, _folder = dict(os.environ), os.getcwd()  # as the process had them before its first run
+_runs: set[str] = set()  # what this process has run: "task", "loop"
+
+
+def refuse_second_loop() -> None:
+    """Raises RuntimeError if this process has run a loop of its own."""
+    if "loop" in _runs:
+        raise RuntimeError("another loop has run in this engine's process, and what it left would change this run; "
+                           "close the lab and make it again")  # fmt: skip
+
+
+def note_run(leads: bool) -> None:
+    """A run begins in this process. leads: does a loop of its own make the steps?"""
+    _runs.add("loop" if leads else "task")
+
+
+def runs() -> list[str]:
+    """What this process has run: "task", "loop", both or nothing."""
+    return sorted(_runs)
+
+
+def refuse_restart() -> None:
+    """Raises RuntimeError if this process cannot start anew."""
+    if "mpi4py.MPI" in sys.modules:
+        raise RuntimeError("this engine has MPI open, which one process can open only once; start engines without MPI")
+
+
+def restart_soon() -> None:
+    """Replaces this process with a new engine of the same command line, environment and process id, in a moment.
+
+    So whatever started the engine, such as Slurm or SSH, does not see it end.
+    """
+    threading.Timer(SOON, _execute).start()
+
+
+def _execute() -> None:
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children, timeout=ENDING)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        _restore(number, stream)
+    for name in os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"):
+        if (number := int(name)) > 2:
+            try:
+                os.set_inheritable(number, False)
+            except OSError:  # it was open only for this listing
+                continue
+    os.chdir(_folder)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], _environment)  # noqa: S606 (its own command line)
+
+
+def _restore(number: int, stream: Any) -> None:
+    """Undoes ipykernel's redirection of a standard stream, whose reader is about to be gone."""
+    copy = getattr(stream, "_original_stdstream_copy", None)
+    if copy is not None:
+        os.dup2(copy, number)
