@@ -60,6 +60,7 @@ class Dynamic:
     prepare:    (model) -> None, before anything is trained
     accumulate: batches whose gradients are added up before an update
     dtype:      in which results are compared; it sets the tolerance
+    find_unused: whether torch's DDP is made with `find_unused_parameters`, which forbids re-entrant checkpointing
     """
 
     made: Callable[[], dict[str, Any]]
@@ -68,6 +69,7 @@ class Dynamic:
     prepare: Callable[[nn.Module], None] = lambda model: None
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
+    find_unused: bool = True
 
     def model(self) -> nn.Module:
         made = Model(self.rule, self.made())
@@ -307,7 +309,7 @@ CASES: dict[str, Dynamic] = {
         lambda: {"first": nn.Linear(WIDTH, WIDTH)}, masked, momentum, prepare=add_mask),
     "parameter that is not contiguous": Dynamic(three, of_all, adamw, prepare=transpose),
     "ordinary checkpointing": Dynamic(layers, checkpointed(False), adamw),
-    "re-entrant checkpointing": Dynamic(layers, checkpointed(True), adamw),
+    "re-entrant checkpointing": Dynamic(layers, checkpointed(True), adamw, find_unused=False),
     "embedding": Dynamic(lambda: {"a": torch.zeros(WIDTH), "table": nn.Embedding(6, WIDTH)}, embedded, adamw),
     "sparse embedding": Dynamic(
         lambda: {"a": torch.zeros(WIDTH), "table": nn.Embedding(6, WIDTH, sparse=True)}, embedded),

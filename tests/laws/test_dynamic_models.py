@@ -1,10 +1,66 @@
-"""The law of dynamic models: what its reference says of models that can be computed by hand."""
+"""The law of dynamic models: plain torch, real ranks and the simulator end with the same parameters."""
 
 from __future__ import annotations
 
-import torch
+from itertools import product
+from typing import Any
 
-from tests.laws.dynamic_models import CASES, Batch, average_gradients, batches, reference
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.dynamic_models import CASES, STEPS, Batch, Dynamic, average_gradients, batches, reference
+from tests.ranks import experiment, fitting, run, shipped
+from tests.thinned import thinned
+from workbench.experiment import Experiment
+from workbench.strategies import DDP, Strategy, TorchDDP
+
+EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
+RANKS = 2
+# torch's own `fully_shard` goes by its own rules: a parameter that no rank used has a gradient of zeros, ranks must
+# compute the same units, and it takes neither scalars nor several element types nor sparse gradients.
+BY_TORCH = {
+    "TorchFSDP": {
+        "branch by step", "branch by rank and step", "unused for ever", "unused later", "used later",
+        "used by one rank at times", "optimizer of some parameters, one unused", "frozen", "frozen and unfrozen",
+        "layers dropped", "experts", "complex", "several element types", "parameter without elements",
+        "parameters of no dimension", "sparse embedding", "hook on a gradient",
+    },
+}  # fmt: skip
+
+
+def suits(case: Dynamic, name: str) -> bool:
+    """DDP alone accumulates."""
+    return case.accumulate == 1 or name == "DDP"
+
+
+PAIRS = [(case, name) for case, name in product(CASES, EXACT)
+         if suits(CASES[case], name) and case not in BY_TORCH.get(name, ())]  # fmt: skip
+
+
+def chosen(case: Dynamic, name: str, **rest: Any) -> Experiment:
+    strategy = DDP(accumulate=case.accumulate) if case.accumulate > 1 else fitting(EXACT[name], RANKS)
+    if name == "TorchDDP":
+        strategy = TorchDDP(find_unused_parameters=case.find_unused)
+    return experiment(RANKS, STEPS, **{"task": case.task(), "strategy": strategy, **rest})
+
+
+def require_same(case: Dynamic, found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, **case.tolerance, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def ended(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("case", "name"), thinned(PAIRS, of=16, long=4))
+def test_real_ranks_end_with_the_parameters_of_plain_torch(case: str, name: str) -> None:
+    right = reference(CASES[case], RANKS)
+    for session in run(chosen(CASES[case], name), within=60.0):
+        require_same(CASES[case], ended(session.model), right)
 
 
 def test_the_law_has_at_least_25_models() -> None:

@@ -89,15 +89,16 @@ def test_what_is_where_and_what_goes_there_is_what_the_paper_counts() -> None:
         "offload gradients to host": shard, "fetch parameters to device": shard, "update": 0,
     }  # fmt: skip
     down = moved(infinity[0], 6)
+    unread = Many().unread.nbytes // 2  # of a parameter that no rank uses the optimizer remembers nothing
     counters = 4 * len(list(Many().parameters()))  # Adam's, which lie with every piece of a parameter
     assert down["offload gradients to host"] == shard
     assert shard <= down["fetch parameters to device"] <= 2 * shard  # forward and backward, but the last layers stay
     assert down["fetch parameters to host"] == down["offload parameters to disk"] == shard
-    assert 2 * shard < down["fetch optimizer state to host"] == down["offload optimizer state to disk"]
+    assert 2 * (shard - unread) < down["fetch optimizer state to host"] == down["offload optimizer state to disk"]
     assert down["fetch optimizer state to host"] < 2 * shard + counters
     for session, where, most in ((offload[0], "host", 4), (infinity[0], "disk", 3)):
         assert seen(session, "memory optimizer state")[-1] == 0
-        assert most * shard < max(seen(session, f"memory on {where}")) < most * shard + counters
+        assert most * shard - 2 * unread < max(seen(session, f"memory on {where}")) < most * shard + counters
     assert max(seen(infinity[0], "memory on host")) < 2 * shard  # gradients, and what the next updates need
     assert seen(offload[0], "memory parameters")[-1] > 4 * NUMEL > 2 * seen(infinity[0], "memory parameters")[-1]
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from workbench.engine.setup import Parts
 
 
+Asked = tuple[Settings, frozenset[str]]  # an optimizer's settings, and the parameters that no rank used
+
+
 class Away:
     """What one rank keeps away, and the ways there: each operation takes at least as long as the Fabric says."""
 
@@ -29,11 +32,11 @@ class Away:
         self._ways, self._lock = Ways(), threading.Lock()
         self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload, "fetch": self._fetch}
 
-    def settings(self) -> Settings:
-        """Of the optimizer as they are now: a child that updates later does so by them."""
-        return settings(self._run.optimizer)
+    def settings(self) -> Asked:
+        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        return settings(self._run.optimizer), frozenset(self._run.layout.unused)
 
-    def perform(self, op: Op, step: int, by: Settings | None) -> Any:
+    def perform(self, op: Op, step: int, by: Asked | None) -> Any:
         """Performs `op`, asked in `step` by a child that was started when the optimizer's settings were `by`."""
         if op.verb == "update":
             return self._update(op.args[0], step, by)
@@ -62,12 +65,12 @@ class Away:
         lane = "measuring" if op.measures else "offload"
         run.record.span(step, lane, named(op), began, began, run.clock.now(), hops[0][1])
 
-    def _update(self, shard: Bucket, step: int, by: Settings | None) -> None:
+    def _update(self, shard: Bucket, step: int, by: Asked | None) -> None:
         """The optimizer's step on the host's processor, paced as any update."""
         run, clock = self._run, self._run.clock
         require_steppable(run.layout, run.optimizer, shard, run.experiment)
         began = clock.now()
-        self.kept.step(run.layout, run.optimizer, shard, by or self.settings())
+        self.kept.step(run.layout, run.optimizer, shard, *(by or self.settings()))
         pace = run.host.pace
         if pace.active:
             asked = pace.seconds * SHARES["update"] * shard.data.numel() / run.layout.numel

@@ -105,7 +105,7 @@ def _own_beside_mean(wire: Wire, x: Tensor) -> Tensor | None:
 
     Else a model that is the same on all ranks would be there twice.
     """
-    mean = x.detach().clone()
+    mean = x.detach().clone(memory_format=torch.contiguous_format)  # no view of other memory is flat
     wire.wait(wire.all_reduce(mean.view(-1)))
     if torch.equal(mean.div_(wire.size), x):
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.canonical import all_equal, told
-from workbench.engine.opaque import BEST, bucket_cap, unwrap, wrap
+from workbench.engine.opaque import best, bucket_cap, unwrap, wrap
 from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
@@ -176,7 +176,8 @@ class Turnable(Parts):
             self.host.fully = FullySharded(self, self.peers.data, lane)
             self.host.module = self.host.fully.module
         else:
-            options = {**BEST, "bucket_cap_mb": bucket_cap(self.experiment.bucket_mb)}
+            options = best(self.experiment.strategy.find_unused_parameters)
+            options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
             self.host.module = wrap(self.model, self.peers.data, options, lane)
 
     async def leave_opaque(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.hooks import GradientHooks
+from workbench.engine.opaque import explaining
 from workbench.engine.stage import Stage
 from workbench.engine.watch import CODEC_FLOOR
 from workbench.host.canonical import clipped, optimizer_tensors
@@ -55,6 +56,7 @@ class Compute(Stage):
     rows_of: Callable[[Any], dict[str, Tensor]]
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
+    usage: Any
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
     shown: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)  # a loss as it is written down
     go_back: Callable[[Tensor, Any], None] = staticmethod(gone_back)
@@ -72,7 +74,10 @@ class Compute(Stage):
         self._stretch = "forward", self.watch.now()
         self.pace.begin("forward", self.rank.step, self._share * self.narrowing.share("forward"))
         with self.reading.passing("forward"), self.together.passing(None) if self.together else nullcontext():
-            loss = self.loss_of(self.module, batch)
+            with explaining() if self.module is not self.model else nullcontext():
+                loss = self.loss_of(self.module, batch)
+            if self.reading.sharded:
+                drive(self.reading.end_forward(), self._while_reading, self.alone)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
         self._open[micro] = loss
@@ -98,6 +103,10 @@ class Compute(Stage):
         """Gradients of a forward; those that are `exchanged` go into buckets, which are handed out as they fill."""
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
+        self.layout.unused = set()
+        self.usage.begin(self.rank.step)
+        if self.module is not self.model:  # torch exchanges what this backward makes
+            self.usage.step = self.rank.step
         if self.piece is not None:
             return self._through_stages(grad, micro, exchanged)
         self.narrowing.require_awaited(exchanged)
@@ -113,7 +122,8 @@ class Compute(Stage):
         share = self._share * self.narrowing.share("backward")
         self.pace.begin("backward", self.rank.step, share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
-            self.go_back(loss, grad)
+            with explaining() if self.module is not self.model else nullcontext():
+                self.go_back(loss, grad)
         if self.fully is not None:
             self.fully.passed()
         if self.reading.sharded:
@@ -189,6 +199,8 @@ class Compute(Stage):
         return value
 
     def _update(self, bucket: Bucket | None, by: Callable[[], None] | None, on: str) -> None:
+        if self.usage.step is not None or self.usage.unfrozen:
+            self.usage.agree(self)
         self.before_update()
         self.at("update")
         self.stale = True
@@ -216,6 +228,7 @@ class Compute(Stage):
                 norm = self.narrowing.step(self.clip(), by)
             self.ledger.part(self.narrowing.trained, self.narrowing.state)
             return self._sample("grad_norm", norm) if norm is not None else None
+        self.layout.drop_unused()
         if longest := self.clip():
             of_replica = self._of_replica if self.rank.mesh.inside else float
             norm = self.fully.shorten(longest) if self.fully else clipped(self.layout, longest, of_replica)

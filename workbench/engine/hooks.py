@@ -30,6 +30,7 @@ class GradientHooks:
         self._next = 0
         self._had = 0  # elements whose gradients were there before this backward
         self._removers: list[Any] = []
+        self._frozen: list[Any] = []  # places whose parameters had no hook put on them, for they are not trained
 
     def open(self, learn: bool) -> None:
         """A backward begins whose gradients are exchanged. learn: note the order in which they appear."""
@@ -38,6 +39,8 @@ class GradientHooks:
             self._learn = learn
         if not self._removers:
             self._attach()
+        elif self._frozen:
+            self._attach_trained()
         self.host.layout.make_room()
         self.arrived, self._next, self._had = [], 0, 0
         self._left = [len(b.parts) for b in self.host.layout.buckets]
@@ -53,14 +56,21 @@ class GradientHooks:
         self._round = 0
 
     def _attach(self) -> None:
-        for place in self.host.layout.order:
-            self._removers.append(place.param.register_post_accumulate_grad_hook(self._taker(place)))
+        self._frozen = list(self.host.layout.order)
+        self._attach_trained()
+
+    def _attach_trained(self) -> None:
+        """Puts hooks on parameters that have none; torch refuses one on a frozen parameter."""
+        for place in self._frozen:
+            if place.param.requires_grad:
+                self._removers.append(place.param.register_post_accumulate_grad_hook(self._taker(place)))
+        self._frozen = [place for place in self._frozen if not place.param.requires_grad]
 
     def detach(self) -> None:
         """Takes the hooks off, until a backward is exchanged again."""
         for remover in self._removers:
             remover.remove()
-        self._removers = []
+        self._removers, self._frozen = [], []
 
     def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
         keep, learn = self.host.layout.keep, self._learn
@@ -106,14 +116,21 @@ class GradientHooks:
         self._emit(computing=False)
 
     def flush(self) -> None:
-        """After backward: parameters without a gradient count as zero, and their buckets go out, too."""
-        for place in self.host.layout.order:
-            if place.round != self._round:
-                place.round = self._round
-                zero = torch.zeros_like(place.param)
-                if place.small:
-                    place.param.grad = zero
-                else:
-                    self.host.layout.keep(place, zero)
-                self._left[place.bucket] -= 1
+        """After backward: what this backward did not use goes out, too, with what backwards before have added up.
+
+        A parameter that none of them used counts as zero. Who has one says so before a bucket of it goes out.
+        """
+        layout = self.host.layout
+        left = [place for place in layout.order if place.round != self._round]
+        layout.unused = {place.name for place in left if place.param.grad is None}
+        if layout.unused:
+            self.host.usage.raise_hand(self.host.rank.step)
+        for place in left:
+            place.round = self._round
+            grad = torch.zeros_like(place.param) if place.param.grad is None else place.param.grad
+            if place.small:
+                place.param.grad = grad
+            else:
+                layout.keep(place, grad)
+            self._left[place.bucket] -= 1
         self._emit()

@@ -24,6 +24,7 @@ from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
 from workbench.engine.stops import Stops
+from workbench.engine.usage import Usage
 from workbench.engine.watch import Watch
 from workbench.engine.waving import Waving
 from workbench.host.curvature import Curvature
@@ -69,6 +70,8 @@ class Host(Waving):
         self.partition = Whole
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._hooks, self._stops = GradientHooks(self), Stops(self, self._perform)
+        self.use(Usage())
+        self.follows: Callable[[], bool] = lambda: True  # does one update step all parameters?
         self.curvature = Curvature(model, loss, layout)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
@@ -89,6 +92,11 @@ class Host(Waving):
             "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
+
+    def use(self, usage: Usage) -> None:
+        """From now on this notes what steps use."""
+        self.usage = usage
+        usage.lie(self.model, self.layout)
 
     def opened(self) -> list[Tensor]:
         """What backward is still to be asked of."""
@@ -130,6 +138,10 @@ class Host(Waving):
         """What is being done now; what it was, if that failed."""
         return self.at.op
 
+    def perform(self, op: Op) -> Any:
+        """Performs what the host itself asks for."""
+        return self._perform(op)
+
     def _perform(self, op: Op) -> Any:
         around = self.at.now
         value = self._do(op)
@@ -153,6 +165,7 @@ class Host(Waving):
         try:
             self._backward(grad, micro, exchanged=True)
             self._hooks.flush()
+            self.usage.step = self.rank.step
             self.at("step")
         finally:
             self._hooks.shut()
@@ -203,11 +216,12 @@ class Host(Waving):
     def lie(self, spread: Spread | None, seed: int) -> None:
         """This rank computes its part from now on; the order of its gradients is to be learned anew."""
         super().lie(spread, seed)
+        self.usage.lie(self.model, self.layout)
         self._order = []
 
     def _learn_order(self) -> None:
-        if self._order is not None and self._hooks.arrived:
-            self._order = self._hooks.arrived
+        if self._order is not None:  # of a rank that used no parameter of its layout it is as it was
+            self._order = self._hooks.arrived or [place.name for place in self.layout.order]
 
     @property
     def exchanging(self) -> bool:
@@ -239,7 +253,10 @@ class Host(Waving):
             raise StrategyError("priority: all ranks, each with a whole replica, start the same children; take 0 here")
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.rank.size
         self.met = self.met or (everyone and lane not in LANES)
-        return self.lanes.start(child, name, lane, priority, share)
+        handle = self.lanes.start(child, name, lane, priority, share)
+        if self._hooks.listening and lane not in LANES:
+            self.usage.last = handle
+        return handle
 
     def _wait(self, handle: Handle) -> Any:
         self.at(f"wait for {handle.name}", waits=True)
@@ -249,6 +266,8 @@ class Host(Waving):
         self.pace.put_off(waited)
         self.watch.write(self.rank.step, "wait", handle.name, asked, asked, ended, 0)
         self.stood(asked, ended, waited)
+        if handle is self.usage.last and self.usage.step is not None:
+            self.usage.agree(self)
         return value
 
     def _collective(self, op: Op) -> Any:

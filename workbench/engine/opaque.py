@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine.collectives import Wire
 from workbench.engine.lane import Lane
-from workbench.rank import Op
+from workbench.rank import Op, StrategyError
 
-BEST = {"gradient_as_bucket_view": True, "static_graph": True}
-
+CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
 
 Seen = Callable[[str, float, int], None]  # (name, when it began, bytes) of a bucket that has been exchanged
 Hook = tuple[Any, Callable[[Any, Any], Any]]  # its state, and what exchanges a bucket
@@ -42,6 +42,26 @@ def wrap(model: torch.nn.Module, wire: Wire, options: dict[str, Any], lane: Lane
     elif seen is not None:
         ddp.register_comm_hook(wire, lambda wire, bucket: _as_torch_does(wire, bucket, seen, now()))
     return ddp
+
+
+def best(find_unused_parameters: bool = False) -> dict[str, Any]:
+    """The options with which torch's DDP is fastest for a model that uses the same parameters in every step, or not."""
+    graph = {"find_unused_parameters": True} if find_unused_parameters else {"static_graph": True}
+    return {"gradient_as_bucket_view": True, **graph}
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, torch's DDP runs: if a step uses other parameters than the first one, the error names the setting."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in CHANGED):
+            raise
+        raise StrategyError(
+            f"TorchDDP: this step uses other parameters than the first one; set strategy.find_unused_parameters=True. "
+            f"torch says: {error}"
+        ) from error
 
 
 def unwrap(module: Callable[..., Any]) -> None:

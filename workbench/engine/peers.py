@@ -20,6 +20,7 @@ from workbench.engine.collectives import LOOPBACK, Aborted, Wire, connect_store
 from workbench.engine.door import address
 from workbench.engine.shaping import ArrivalTable
 from workbench.engine.ticket import Flag
+from workbench.engine.usage import Hands
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session
@@ -131,6 +132,11 @@ class Peers:
         """What rank 0 raises when it has something to say."""
         path = self._shared(".flag")
         return Flag(path) if path else None
+
+    def hands(self) -> Hands | None:
+        """What a rank raises that left a parameter out; None for ranks that share no memory."""
+        path = self._shared(".hands")
+        return Hands(path, self.rank.id, self.rank.size) if path else None
 
     def _shared(self, name: str) -> Path | None:
         """A file of this run that all ranks of this host open and rank 0 removes at the end; None if they have none."""

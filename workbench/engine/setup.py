@@ -23,6 +23,7 @@ from workbench.engine.meeting import Meeting
 from workbench.engine.peers import Peers
 from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
+from workbench.engine.usage import Usage
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
@@ -128,8 +129,8 @@ class Parts(Life):
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:
         """For the parameters that lie here, or for these."""
         if params is None:
-            here = {id(place.param) for place in self.layout.order}
-            params = [p for p in self.model.parameters() if id(p) in here]
+            here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
+            params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
     def _made_for(self, params: list[nn.Parameter]) -> Any:
@@ -185,6 +186,8 @@ class Parts(Life):
         self.lane.before = self.tickets.ring
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
                          Pace(rank.id, self.naps), seen)
+        self.host.use(Usage(self.peers.hands()))
+        self.host.follows = lambda: self.experiment.strategy.follows
         self.host.lanes.open = self.open_lane
         self.host.still_well = lambda: self.meeting.check()
         self.host.follow = self.peers.follow

@@ -136,6 +136,10 @@ class Training(Turnable):
         return bool(self.rank.mesh.inside) and (size == 1 or self.experiment.strategy.propagation(size) > 0)
 
     @property
+    def unfrozen(self) -> list[str]:
+        return list(self.host.usage.unfrozen)
+
+    @property
     def reorders(self) -> bool:
         return self.host.knows_order
 
@@ -311,5 +315,6 @@ class Training(Turnable):
         self.unwrap()
         self.host.lanes.close()
         self.tickets.close()
+        self.host.usage.close()
         self.mailbox.close()
         self.peers.store = None

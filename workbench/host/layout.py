@@ -56,6 +56,7 @@ class Layout:
         self.keeps_values = False  # are those let go kept aside, where others' are to be known at any time?
         self.roomy = False  # is there room for gradients that are to be exchanged?
         self.gives_back = False  # do buckets give that back once they are summed?
+        self.unused: set[str] = set()  # names of parameters that the present gradients lack: no rank used them
         self._place()
 
     def reorder(self, names: Iterable[str]) -> None:
@@ -229,6 +230,19 @@ class Layout:
             for place in small:
                 place.param.grad = place.grad
         return self.buckets[index]
+
+    def take_in(self) -> None:
+        """Gradients that are there lie where they are exchanged from, so that autograd adds others to them there."""
+        self.make_room()
+        for place in self.order:
+            if place.param.grad is not None and not place.small:
+                self.keep(place, place.param.grad)
+
+    def drop_unused(self) -> None:
+        """Before an update: parameters that no rank used have no gradient, so that the optimizer leaves them alone."""
+        for place in self.order if self.unused else ():
+            if place.name in self.unused:
+                place.param.grad = None
 
     def grads(self) -> list[Bucket]:
         """All gradients, each in its bucket's vector, zero where none has come; writing into them changes the step."""

@@ -162,6 +162,8 @@ class Life(Outliving, Ordering, Holding):
                 await residual.flushed(self)  # type: ignore[arg-type]
             if self.reading.learning:
                 await self.reading.learn(self.shown)
+            if names := self.unfrozen:
+                await changes.train_more(self, names)  # type: ignore[arg-type]
             if self.reorders:
                 await self.reorder(await self.learned())
             self.rank.step += made
@@ -249,6 +251,11 @@ class Life(Outliving, Ordering, Holding):
     @abstractmethod
     async def learned(self) -> list[str]:
         """That order, the same on all ranks that hold the same of the model."""
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """Parameters that the model has unfrozen since the layout was made, the same on all ranks."""
+        return []
 
     @property
     def shown(self) -> Trial | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor, clone
@@ -131,11 +131,15 @@ class Offloaded:
             self._give(layout, optimizer, shard, values)
         return values.get("values"), [*hops, ("host", item.nbytes)]
 
-    def step(self, layout: Layout, optimizer: Any, shard: Bucket, settings: Settings) -> None:
-        """One step of the optimizer on these elements, which lie in the host's memory; gradients are used up."""
+    def step(self, layout: Layout, optimizer: Any, shard: Bucket, settings: Settings,
+             unused: Collection[str] = ()) -> None:  # fmt: skip
+        """One step of the optimizer on these elements, which lie in the host's memory; gradients are used up.
+
+        unused: names of parameters that no rank used: they are not stepped
+        """
         values, grads = (self._in_memory(what, shard)["values"] for what in ("parameters", "gradients"))
         state = self._in_memory("optimizer state", shard)
-        stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings)
+        stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings, unused)
         home = self._items["parameters", shard.index].devices["values"]
         devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay with the host
                    for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip

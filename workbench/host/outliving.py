@@ -13,7 +13,7 @@ from torch import Tensor
 from workbench.host import residual
 from workbench.host.answers import Answer
 from workbench.host.boundary import Boundary
-from workbench.host.changes import take_role
+from workbench.host.changes import take_role, unfreeze
 from workbench.host.reentry import Came, hand_on, reenter
 from workbench.host.regathering import put_together
 from workbench.host.rollback import Rollback
@@ -83,7 +83,8 @@ class Outliving:
         """The parameters lie in one order on all; one who comes has not seen in which gradients do."""
         here = [place.name for place in self.layout.order]
         names = json.loads(await self.told(json.dumps(here) if self.rank.id == 0 else ""))
-        if names != here:
+        unfreeze(self, names)
+        if names != [place.name for place in self.layout.order]:
             await self.relay_in(names)
 
     def undoable(self, changes: bool = False) -> AbstractContextManager[None]:

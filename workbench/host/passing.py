@@ -78,6 +78,8 @@ class Passing:
         for storage, _ in self._activations:
             self._watch(storage())
         for place in self._layout.order:
+            if not place.param.requires_grad:  # frozen meanwhile; torch refuses a hook on it
+                continue
             hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
             self._removers.append(hook)
         return self

@@ -6,14 +6,20 @@ reads it no more the strategy is asked to `reshard` it: in a forward, when somet
 use, so tied weights stay from their first use to their last; in a backward, when its gradients are there.
 
 Order and last use are known before the first step from one that computes nothing (workbench.host.foreseen); where a
-model does not let itself be run so, from the first step, in which all is whole and this only listens (`Trial`). They
-are no more than a hint: an absent parameter asks for itself whenever it is read, so another order is slower and never
-wrong. But all ranks must read in the same order, for to gather is a collective; they compare it in the steps in which
-the ledger looks at memory.
+model does not let itself be run so, from the first step, in which all is whole and this only listens (`Trial`). An
+absent parameter asks for itself whenever it is read. But to gather is a collective, so all ranks must gather in the
+same order; they compare it in the steps in which the ledger looks at memory.
+
+[Note: Straying] A model that branches by rank or by step reads other parameters than foreseen. In a forward every rank
+therefore gathers all buckets in one order, the foreseen one, whatever it reads: a rank that needs a bucket early
+gathers those before it first, and at the end of the forward each rank gathers what is left. A rank that strays so lets
+nothing go. At the end of the forward each rank tells whether it has strayed. If one has, all ranks gather the whole
+model, and the backward has nothing to gather.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -28,7 +34,7 @@ from workbench.host.changing import Changing
 from workbench.host.layout import Layout
 from workbench.host.lying import shard_of
 from workbench.host.memory import packed
-from workbench.host.trial import Event, Listening, Trial, backward_events, forward_events
+from workbench.host.trial import Event, Listening, Trial, assumed, backward_events, forward_events
 from workbench.rank import Bucket, StrategyError
 
 
@@ -73,6 +79,8 @@ class Reading:
         self.sharded = False  # do parameters lie in shards?
         self.whole: set[int] = set()
         self._offered: set[int] = set()  # buckets that may be under way, or whole
+        self._queue: list[int] | None = None  # in a forward, the buckets that all ranks are still to gather, in order
+        self._strays = False  # has this rank read otherwise than foreseen in this forward?
         self._plans: tuple[Any, dict[str, Plan]] = None, {}  # a layout in buckets, and what its passes do
         self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout in buckets, its places by their parameters' ids
 
@@ -135,8 +143,17 @@ class Reading:
     async def learn(self, shown: Trial | None) -> None:
         """After a step: what it has shown is known from now on. shown: by the host, where nothing listens"""
         if self.learning and (heard := shown or (self.listening and self.listening.heard)):
-            self.trial, self.listening = heard, None
+            self.trial, self.listening = await self._agreed(heard), None
             await self.shard()
+
+    async def _agreed(self, heard: Trial) -> Trial:
+        """What ranks have heard, if all have heard the same; else a stack of layers, in the order of registration."""
+        if self._ask is None:
+            return heard
+        digest = hashlib.blake2b(repr(heard).encode(), digest_size=7).digest()
+        numbers = await self._run.gather(int.from_bytes(digest, "big"))
+        alike = len(set(numbers)) == 1
+        return heard if alike else assumed(name for name, p in self._run.model.named_parameters() if p.requires_grad)
 
     # -- in a pass --
 
@@ -144,10 +161,13 @@ class Reading:
     def passing(self, phase: str) -> Iterator[None]:
         """Inside, torch runs a forward, a backward or an evaluation of the model."""
         self.phase = self._run.rank.phase = phase
+        if phase == "forward" and self.sharded and self._ask is not None:
+            self._queue, self._strays = self._in_order(), False
         try:
             with self._watching(phase):
                 yield
         finally:
+            self._queue = None
             self.phase = self._run.rank.phase = ""
 
     def _watching(self, phase: str) -> AbstractContextManager[Any]:
@@ -167,16 +187,54 @@ class Reading:
         left = self.whole - asked - set(beside)
         if first or self.phase == "backward":  # else the pass begins, and what is here the one before has left
             left = {i for i in left if plan.over.get(i, first + 1) <= first}
-        for index in sorted(left):
+        wanted = self._with_those_before(sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)), plan)
+        for index in sorted(left) if not self._strays or self.phase != "forward" else ():
             await self._close(index)
-        for index in sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)):
-            if self.phase and self._ask is not None and self._run.ledger.due:  # another bucket's would be taken for it
-                check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
-                           [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
-            self._offered.add(index)
-            following = self._following(plan, index) if index in plan.first else iter(())
-            await self.by.unshard(self._run.rank, self._run.state, self._layout.lies(index), following)
-            self._open(index)
+        for index in wanted:
+            await self._bring(index, plan)
+
+    async def _bring(self, index: int, plan: Plan) -> None:
+        if self.phase and self._ask is not None and self._run.ledger.due:  # another bucket's would be taken for it
+            check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
+                       [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
+        self._offered.add(index)
+        following = self._following(plan, index) if index in plan.first else iter(())
+        await self.by.unshard(self._run.rank, self._run.state, self._layout.lies(index), following)
+        self._open(index)
+
+    def _in_order(self) -> list[int]:
+        """All buckets as a forward gathers them: as foreseen, and those behind of which no reading was foreseen."""
+        first = self._plan("forward").first
+        planned = sorted(first, key=lambda i: (first[i], -i))
+        return planned + [i for i in range(len(self._layout.buckets)) if i not in first]
+
+    def _with_those_before(self, wanted: list[int], plan: Plan) -> list[int]:
+        """In a forward: what other ranks gather before these buckets, and these. See [Note: Straying]."""
+        found = []
+        for index in wanted:
+            if self._queue is None or index not in self._queue:
+                found.append(index)
+                continue
+            at = self._queue.index(index) + 1
+            if at > 1 or index not in plan.first:
+                self._strays = True
+            found += self._queue[:at]
+            del self._queue[:at]
+        return list(dict.fromkeys(found))
+
+    async def end_forward(self) -> None:
+        """A forward is over: gathers what is left, and all buckets if a rank has strayed. See [Note: Straying]."""
+        if self._queue is None:
+            return
+        plan, left, self._queue = self._plan("forward"), self._queue, None
+        for index in left:
+            await self._bring(index, plan)
+        kept = {index for index in plan.first if index not in plan.over}
+        strayed = any(await self._run.gather(int(self._strays or any(index in plan.first for index in left))))
+        for index in sorted(self.whole - kept) if strayed else [i for i in left if i not in plan.first]:
+            await self._close(index)
+        for index in sorted(set(range(len(self._layout.buckets))) - kept) if strayed else ():
+            await self._bring(index, NO_PLAN)
 
     def _following(self, plan: Plan, index: int) -> Iterator[Bucket]:
         """The buckets that are read after this one and not whole, one by one: who takes one may begin to gather it."""

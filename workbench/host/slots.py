@@ -7,7 +7,7 @@ parameter is (see `workbench.optimizers.elementwise`); step counters and the lik
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,8 @@ def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
     known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     found: dict[str, Tensor] = {}
     for place in places:
+        if id(place.param) not in group_of:  # the optimizer does not own it
+            continue
         key = group_of[id(place.param)], place.param.dtype
         if key not in known:
             known[key] = _tried(optimizer, key[0], place)
@@ -106,7 +108,7 @@ def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
         for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
             place.param.grad = None
             low, high = max(part.start, start), min(part.stop, stop)
-            if high > low:
+            if high > low and place.name not in layout.unused:
                 own, ask = place.param.data, getattr(place.param, "ask", None)
                 shape = part.shape if high - low == place.numel else (high - low,)
                 cut.append((place.param, own, ask))
@@ -146,10 +148,12 @@ def settings(optimizer: Any) -> Settings:
 
 
 def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, grads: Tensor, state: dict[Any, Any],
-               by: Settings) -> dict[Any, Any]:  # fmt: skip
+               by: Settings, unused: Collection[str] = ()) -> dict[Any, Any]:  # fmt: skip
     """One step of `values`, (n,), the parameters of `shard` where they lie apart from the model, and no other's.
 
-    state: by (parameter, slot), what the optimizer remembers of them; returned as it is then. by: its settings
+    state:  by (parameter, slot), what the optimizer remembers of them; returned as it is after the step
+    by:     the optimizer's settings
+    unused: names of parameters that no rank used: they are not stepped
 
     The optimizer itself is not touched, so that another thread may use the model meanwhile.
     """
@@ -159,6 +163,8 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
     made: dict[str, nn.Parameter] = {}
     for part in shard.parts:
         place = places[part.name]
+        if id(place.param) not in group_of or part.name in unused:
+            continue
         shape = place.param.shape if part.stop - part.start == place.numel else (part.stop - part.start,)
         made[part.name] = own = nn.Parameter(values[part.start : part.stop].view(shape))
         own.grad = grads[part.start : part.stop].view(shape)
@@ -166,9 +172,11 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
     other = twin(optimizer)
     other.param_groups = [{**said, "params": params} for said, params in zip(by, groups, strict=True)]
     for (name, slot), x in state.items():
-        other.state[made[name]][slot] = x
+        if name in made:
+            other.state[made[name]][slot] = x
     other.step()
-    return {(name, slot): x for name, param in made.items() for slot, x in other.state[param].items()}
+    stepped = {(name, slot): x for name, param in made.items() for slot, x in other.state[param].items()}
+    return {**state, **stepped}
 
 
 def twin(optimizer: Any) -> Any:

@@ -73,7 +73,7 @@ class Together:
             module.__dict__["forward"] = _Forward(module, run)  # found before the class's own
         self.common = common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
-        self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others]
+        self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others if p.requires_grad]
         self._partial = [p for name, p in model.named_parameters()
                          if name in split.partial and not isinstance(p, Absent)]  # fmt: skip
         which = {id(p) for p in self._partial}

@@ -109,7 +109,8 @@ class Listening:
     def backward(self) -> Iterator[None]:
         """Inside, its backward runs."""
         self._turned = True
-        hooks = [p.register_post_accumulate_grad_hook(partial(self._came, name)) for name, p in self._named.items()]
+        hooks = [p.register_post_accumulate_grad_hook(partial(self._came, name))
+                 for name, p in self._named.items() if p.requires_grad]  # fmt: skip
         try:
             with self._asking():
                 yield

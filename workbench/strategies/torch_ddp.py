@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from workbench.rank import Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 
 
@@ -17,11 +18,16 @@ class TorchDDP(Strategy):
     (`gradient_as_bucket_view`, `static_graph`), capped at the experiment's `bucket_mb`. Same bytes as DDP.
     On an emulated Link a comm hook puts torch's buckets on it.
 
+    With `static_graph` torch learns in the first step which parameters a step uses, and fails if that changes. Set
+    `find_unused_parameters` for a model that does not use the same parameters in every step and on every rank.
+
     When to use it: as the yardstick. Not to be confused with DDP, ours, whose buckets, compressor and
     strategy can be changed while it runs.
 
     Reference: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704
     """
+
+    find_unused_parameters: bool = knob(False, doc="steps may use different parameters; takes static_graph's place")
 
     known_as: ClassVar[tuple[str, ...]] = ("DistributedDataParallel",)
     exact: ClassVar[bool] = True

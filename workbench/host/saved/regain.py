@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.host.batches import Numbers, Stand
+from workbench.host.changes import unfreeze
 from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
@@ -88,7 +89,9 @@ class Regained:
         if self.whole:
             return
         with self.refusing():
-            names, here = [str(name) for name in self.said["order"]], [place.name for place in run.layout.order]
+            names = [str(name) for name in self.said["order"]]
+            unfreeze(run, names)
+            here = [place.name for place in run.layout.order]
             if sorted(names) != sorted(here):
                 raise ValueError(f"its model has parameters {_few(names)}, and this one {_few(here)}")
         if any(await run.gather(int(names != here))):
