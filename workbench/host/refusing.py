@@ -46,7 +46,8 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
 
 def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
     """Why a member of `e` cannot train parameters of these element types, by name; or None."""
-    every = [("strategy=DDP", e.strategy), *(("compressor=Dense", c) for c in inside(e.compressor))]
+    wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
+    every: list[tuple[str, Any]] = [("strategy=DDP", e.strategy), *wrapped]
     for other, member in every:
         odd = next(((name, dtype) for name, dtype in dtypes.items() if dtype not in member.dtypes), None)
         if odd is not None:

@@ -210,10 +210,13 @@ class Tensors(TensorsAnew, Portion):
             self.layout.make_room()
         with self.ledger.backward(exchanged), self._own_randomness(), torch.enable_grad():
             with self.reading.passing("backward"):
-                names = self._watched(run) if exchanged else run()
-                if names is not None and self._arrival is None:
-                    self._arrival = [*there, *(name for name in names if name not in there)]
-                    self.cut.ready = ready(self.layout, self._arrival)
+                if exchanged:
+                    names = self._watched(run)
+                    if self._arrival is None:
+                        self._arrival = [*there, *(name for name in names if name not in there)]
+                        self.cut.ready = ready(self.layout, self._arrival)
+                else:
+                    run()
             if exchanged or first:
                 self.grads()
 
