@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from workbench.settings.found import KnobError, members, short
 from workbench.settings.knobs import Knob, knobs
@@ -100,7 +100,8 @@ def _known_as(name: str, every: Mapping[str, type]) -> list[str]:
 def _family_of(name: str, base: type) -> tuple[type, str] | None:
     """Another family that has a member `name`, and the member's exact name; None without one."""
     root = next(cls for cls in base.__mro__ if "__family__" in vars(cls))
-    for family in root.__subclasses__():
+    families: list[Any] = root.__subclasses__()
+    for family in families:
         if not getattr(family, "home", "") or issubclass(base, family):
             continue
         every = members(family)
@@ -111,7 +112,8 @@ def _family_of(name: str, base: type) -> tuple[type, str] | None:
 
 def _members(family: type | None) -> dict[str, set[str]]:
     """Of each member of `family` the names of its knobs."""
-    return {name: {k.name for k in knobs(member)} for name, member in members(family or type).items()}
+    every: dict[str, Any] = members(family) if family else {}
+    return {name: {k.name for k in knobs(member)} for name, member in every.items()}
 
 
 def _a(word: str) -> str:
