@@ -264,7 +264,7 @@ class Led(Dealing):
         around: Any = self.run.host.module
         if around is not model:
             around.require_backward_grad_sync = exchanges
-        return around  # type: ignore[no-any-return]
+        return around
 
     def backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
         """The loop goes back: the rank does it where gradients are to be exchanged, else it is done here."""

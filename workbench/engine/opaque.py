@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,14 +90,16 @@ def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.f
 
 def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
     """What the script's hook returns for a bucket; `seen` is called when it has a value."""
-    name, nbytes = f"comm hook bucket {bucket.index()}", bucket.buffer().nbytes
+    if seen is None:
+        return future
+    noted = partial(seen, f"comm hook bucket {bucket.index()}", began, bucket.buffer().nbytes)
 
     def over(made: Any) -> Any:
         value = made.value()  # raises what it failed with
-        seen(name, began, nbytes)
+        noted()
         return value
 
-    return future if seen is None else future.then(over)
+    return future.then(over)
 
 
 def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:

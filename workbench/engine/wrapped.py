@@ -145,7 +145,7 @@ def _new(cls: type, *_: Any, **__: Any) -> Any:
 
 
 @cache
-def _wrapping(cls: type) -> type:
+def _wrapping(cls: type[Any]) -> type:
     """Wrapped, or a script's own subclass of DistributedDataParallel over it."""
     return Wrapped if cls is DistributedDataParallel else type(cls.__name__, (cls, Wrapped), {})
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from workbench.record.about import MOST_RANKS, SETTINGS, count, number
 from workbench.record.folders import remove_folder
@@ -92,7 +92,7 @@ class Checkpoint:
         self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
 
     @classmethod
-    def open(cls, path: Path | str) -> Checkpoint:
+    def open(cls, path: Path | str) -> Self:
         """The checkpoint in a folder, or the newest of a run's directory. Raises RunError, which says what is wrong."""
         if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
             raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
