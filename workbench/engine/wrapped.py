@@ -140,7 +140,7 @@ def heard() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
-def _new(cls: type, *_: Any, **__: Any) -> Any:
+def _new(cls: Any, *_: Any, **__: Any) -> Any:
     return object.__new__(cls if leads() is None or issubclass(cls, Wrapped) else _wrapping(cls))
 
 
