@@ -68,7 +68,7 @@ RUNS = {
     eval_every=0, steps=110, fabric=Fabric(link=Link(bandwidth=100, latency=5), algorithm=Ring())), changes=[
     Change(22, "fabric.algorithm", HalvingDoubling()), Change(44, "fabric.algorithm", ParameterServer()),
     Change(66, "fabric.algorithm", DoubleTree()),
-    Change(88, {"fabric.site": 2, "fabric.between_latency": 20, "fabric.algorithm": TwoLevel()})])""",
+    Change(88, {"fabric.site": 2, "fabric.between_latency": 20, "fabric.algorithm": Hierarchical()})])""",
     "12_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=110,
     fabric=Fabric(link=Link(bandwidth=400, latency=0.5), host=0.2, disk=0.1)), changes=[
     Change(22, "strategy", ZeRO1()), Change(44, "strategy", ZeRO2()), Change(66, "strategy", ZeRO3()),
