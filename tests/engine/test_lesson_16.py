@@ -32,7 +32,7 @@ class Cheat(Policy):
 
 
 [goal.check(Own(look_every=10)), goal.check(Own(look_every=10, wise=False)), goal.check(Cheat()), goal.check(5),
- shares, decided("AdaComm"), decided("GraVAC"), losses]
+ shares, decided("AdaComm"), decided("GraVAC"), losses, gaps]
 '''
 
 
@@ -44,7 +44,8 @@ def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: py
     assert any("The record says: evenly: a fixed rule. A surprise" in text for text in shown), shown
     assert any("The record says: next to nothing. A surprise" in text for text in shown), shown
     assert any("100% of DDP's seconds, and 100% of all gradients" in text for text in shown)
-    own, often, cheat, none, shares, by_loss, by_gain, losses = eval(next(s for s in shown if "Give it a policy" in s))
+    judged = eval(next(s for s in shown if "Give it a policy" in s))
+    own, often, cheat, none, shares, by_loss, by_gain, losses, gaps = judged
     assert own.startswith("73% of DDP's seconds, and 91%") and often.startswith("79% of DDP's")
     assert "It may set the strategy alone" in cheat and none.startswith("Give it a policy")
     assert any("5 tries, 0 hints; solved" in text for text in shown)
@@ -53,7 +54,9 @@ def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: py
     periods = [int(why.rpartition("every ")[2].split()[0]) for _, why in by_loss]
     assert len(periods) >= 2 and periods == sorted(periods, reverse=True) and periods[-1] <= 4
     assert by_gain and all("of the gradient's squares" in why for _, why in by_gain)
-    assert losses["evenly"] < min(losses["early"], losses["late"])
+    assert all(even < min(pair) for even, *pair in zip(losses["evenly"], losses["early"], losses["late"], strict=True))
+    assert set(gaps) == {"early above evenly", "late above evenly"}
+    assert all(mean > half > 0 for mean, half in gaps.values()), "both intervals lie above zero"
     table = next(text for text in shown if "looks every 10" in text)
     took = {int(line.split()[2]): float(line.split()[3]) for line in table.splitlines()[1:]}
     assert took[10] < took[2] and took[10] < 0.85 * 24.3  # a look has a price
