@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 
 from tests.agree import crosses_alike, spans_alike
 from tests.ranks import ended, experiment, live, run, toy, weights
-from tests.unit.test_zero_3 import Many, batches, many, seen
+from tests.unit import test_zero_3
+from tests.unit.test_zero_3 import batches, seen
 from workbench import simulate
 from workbench.engine.session import Session
 from workbench.fabric import Fabric, Link
@@ -26,6 +28,15 @@ from workbench.strategies import ZeRO2, ZeRO3, ZeROInfinity, ZeROOffload
 
 pytestmark = pytest.mark.ranks
 
+
+class Many(test_zero_3.Many):
+    """The same with a gradient of zeros for what is not read, so that the optimizer remembers something of each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.0 * self.unread[0])
+
+
+many = partial(test_zero_3.many, model=Many)
 NUMEL = sum(p.numel() for p in Many().parameters() if p.requires_grad)
 ALL = [ZeROOffload(), ZeROInfinity(on="host"), ZeROInfinity(on="disk")]
 
@@ -89,16 +100,15 @@ def test_what_is_where_and_what_goes_there_is_what_the_paper_counts() -> None:
         "offload gradients to host": shard, "fetch parameters to device": shard, "update": 0,
     }  # fmt: skip
     down = moved(infinity[0], 6)
-    unread = Many().unread.nbytes // 2  # of a parameter that no rank uses the optimizer remembers nothing
     counters = 4 * len(list(Many().parameters()))  # Adam's, which lie with every piece of a parameter
     assert down["offload gradients to host"] == shard
     assert shard <= down["fetch parameters to device"] <= 2 * shard  # forward and backward, but the last layers stay
     assert down["fetch parameters to host"] == down["offload parameters to disk"] == shard
-    assert 2 * (shard - unread) < down["fetch optimizer state to host"] == down["offload optimizer state to disk"]
+    assert 2 * shard < down["fetch optimizer state to host"] == down["offload optimizer state to disk"]
     assert down["fetch optimizer state to host"] < 2 * shard + counters
     for session, where, most in ((offload[0], "host", 4), (infinity[0], "disk", 3)):
         assert seen(session, "memory optimizer state")[-1] == 0
-        assert most * shard - 2 * unread < max(seen(session, f"memory on {where}")) < most * shard + counters
+        assert most * shard < max(seen(session, f"memory on {where}")) < most * shard + counters
     assert max(seen(infinity[0], "memory on host")) < 2 * shard  # gradients, and what the next updates need
     assert seen(offload[0], "memory parameters")[-1] > 4 * NUMEL > 2 * seen(infinity[0], "memory parameters")[-1]
 

@@ -90,7 +90,7 @@ def held_out(model: nn.Module) -> float:
 
 
 def many(ranks: int, steps: int = 12, **rest: Any) -> Experiment:
-    model = partial(Many, rest.pop("turns", False))
+    model = rest.pop("model", partial(Many, rest.pop("turns", False)))
     task = toy(model=model, data=batches, evaluate=held_out)
     return experiment(ranks, steps, task=task, **{"optimizer": AdamW(), "bucket_mb": SMALL, "lr": 1e-3, **rest})
 

@@ -105,6 +105,11 @@ class Compute(Stage):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         self.layout.unused = set()
         self.usage.begin(self.rank.step)
+        if self.usage.unfrozen and self.fully is not None:
+            raise StrategyError(
+                f"parameter {next(iter(self.usage.unfrozen))}: was unfrozen, and TorchFSDP has shared out what it "
+                f"trains; unfreeze it before the run, or take ZeRO3"
+            )
         if self.module is not self.model:  # torch exchanges what this backward makes
             self.usage.step = self.rank.step
         if self.piece is not None:

@@ -37,9 +37,8 @@ class GradientHooks:
         if learn != self._learn:
             self.detach()
             self._learn = learn
-        if not self._removers:
-            self._attach()
-        elif self._frozen:
+        self.attach()
+        if self._frozen:
             self._attach_trained()
         self.host.layout.make_room()
         self.arrived, self._next, self._had = [], 0, 0
@@ -55,9 +54,11 @@ class GradientHooks:
         """From here on gradients stay where autograd puts them."""
         self._round = 0
 
-    def _attach(self) -> None:
-        self._frozen = list(self.host.layout.order)
-        self._attach_trained()
+    def attach(self) -> None:
+        """Puts hooks on the gradients, if there are none: they note which parameters a backward uses."""
+        if not self._removers:
+            self._frozen = list(self.host.layout.order)
+            self._attach_trained()
 
     def _attach_trained(self) -> None:
         """Puts hooks on parameters that have none; torch refuses one on a frozen parameter."""
@@ -76,7 +77,7 @@ class GradientHooks:
         keep, learn = self.host.layout.keep, self._learn
 
         def take(param: nn.Parameter) -> None:
-            now = self._round
+            now, place.filled = self._round, False
             if not now:
                 return
             if place.round == now:
@@ -105,7 +106,7 @@ class GradientHooks:
     def have(self, params: set[int]) -> None:
         """The gradients of these, by id, have come in backwards before this one: whatever is full of them goes out."""
         for place in self.host.layout.order:
-            if id(place.param) in params and place.param.grad is not None:
+            if id(place.param) in params and place.param.grad is not None and not place.filled:
                 place.round = self._round
                 self._had += place.numel
                 if self._learn:
@@ -122,11 +123,11 @@ class GradientHooks:
         """
         layout = self.host.layout
         left = [place for place in layout.order if place.round != self._round]
-        layout.unused = {place.name for place in left if place.param.grad is None}
+        layout.unused = {place.name for place in left if place.param.grad is None or place.filled}
         if layout.unused:
             self.host.usage.raise_hand(self.host.rank.step)
         for place in left:
-            place.round = self._round
+            place.round, place.filled = self._round, False
             grad = torch.zeros_like(place.param) if place.param.grad is None else place.param.grad
             if place.small:
                 place.param.grad = grad

@@ -118,6 +118,7 @@ class Stage(Joint):
         with self.ledger.backward(self._hooks.listening), self.flow.backward(micro):
             came = run(self.flow.number(micro), chunk)
             if self._exchanged and not begun and any(self._left):
+                self._hooks.attach()
                 self.layout.take_in()
         self._end()
         return came

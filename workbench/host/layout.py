@@ -25,7 +25,7 @@ ALONE = 0.5  # of a bucket's size: a parameter from there on is a bucket of its 
 class Place:
     """One parameter: its name and where it lies."""
 
-    __slots__ = ("alone", "bucket", "grad", "name", "numel", "param", "round", "small")
+    __slots__ = ("alone", "bucket", "filled", "grad", "name", "numel", "param", "round", "small")
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param, self.numel = name, param, param.numel()
@@ -34,6 +34,7 @@ class Place:
         self.grad: Tensor | None = None  # where its gradient is copied to, once its bucket has room for it
         self.small = False  # is its gradient copied with the others of its bucket?
         self.round = 0  # the backward in which its gradient came last
+        self.filled = False  # is its gradient zeros that no backward has added to?
 
 
 class Layout:
@@ -232,11 +233,10 @@ class Layout:
         return self.buckets[index]
 
     def take_in(self) -> None:
-        """Gradients that are there lie where they are exchanged from, so that autograd adds others to them there."""
-        self.make_room()
+        """All gradients lie where they are exchanged from, so that autograd adds to them there."""
         for place in self.order:
-            if place.param.grad is not None and not place.small:
-                self.keep(place, place.param.grad)
+            place.filled = place.param.grad is None
+        self.grads()
 
     def drop_unused(self) -> None:
         """Before an update: parameters that no rank used have no gradient, so that the optimizer leaves them alone."""
