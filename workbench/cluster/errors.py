@@ -11,6 +11,7 @@ _CONSEQUENCES = (
     "onnection closed", "onnection reset", "onnection refused", "roken pipe", "ead error", "rite error",
     "pair closure", "ocket closed", "ocket Timeout", "did not finish", "left a collective", "imed out",
 )  # fmt: skip
+_REFUSED = KnobError.__name__  # the type that a rank reports if it refuses a setting
 
 
 class RankError(RuntimeError):
@@ -21,7 +22,7 @@ class RankError(RuntimeError):
 
     def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
         """A RankRefusal if the cause is a setting that a rank refused."""
-        made = RankRefusal if cls is RankError and fold(errors)[0]["type"] == KnobError.__name__ else cls
+        made = RankRefusal if cls is RankError and fold(errors)[0]["type"] == _REFUSED else cls
         return super().__new__(made)
 
     def __init__(self, errors: Sequence[dict[str, Any]]) -> None:
