@@ -27,7 +27,6 @@ from workbench.host.recomputing import recomputed
 from workbench.host.spread import Spread
 from workbench.rank import Op
 from workbench.settings import KnobError
-from workbench.strategies import TorchDDP
 from workbench.tasks import at_rate
 
 
@@ -177,8 +176,7 @@ class Turnable(Parts):
             self.host.fully = FullySharded(self, self.peers.data, lane)
             self.host.module = self.host.fully.module
         else:
-            strategy = self.experiment.strategy
-            options = best(isinstance(strategy, TorchDDP) and strategy.find_unused_parameters)
+            options = best(getattr(self.experiment.strategy, "find_unused_parameters", False))
             options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
             self.host.module = wrap(self.model, self.peers.data, options, lane)
 
