@@ -20,6 +20,11 @@ class TensorsAnew:
         me._worker, me._waves = "", None
         me.layout.clear()
 
+    def forget_order(self) -> None:
+        """The next backward shows in which order gradients appear, on every rank of a generation."""
+        me: Any = self
+        me._arrival, me._learned = None, False
+
     def lie_bare(self, e: Experiment, seed: int) -> None:
         """Nothing of how the model lay is left."""
         me: Any = self
@@ -51,6 +56,11 @@ class SizesAnew:
         me: Any = self
         me._asked.clear()
         me.opened, me.going, me.came, me.roomy = [0.0] * len(me.shares), 0, None, False
+
+    def forget_order(self) -> None:
+        """The next backward shows in which order gradients appear, on every rank of a generation."""
+        me: Any = self
+        me._told = me.learning = False
 
     def lie_bare(self, e: Experiment, seed: int) -> None:
         """This rank computes the whole model from now on."""

@@ -60,6 +60,7 @@ class Mortal(Turnable):
     async def formed(self) -> None:
         """All ranks pass at one moment, so none crashes before every rank holds the full state."""
         await self.gather(0)
+        self.body.forget_order()  # a new rank has not seen it, so all learn it again, as real ranks do
 
     # -- others come --
 

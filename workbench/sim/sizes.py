@@ -68,7 +68,7 @@ class Sizes(SizesAnew, Drawn):
         self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # what came, by micro-batch under way and piece
         self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
-        self._learned = self.learning = self.roomy = False
+        self._learned = self._told = self.learning = self.roomy = False
         self.shards: Shards | None = None  # the buckets in whose shards the optimizer's state lies
         self.gradient_shards = 1  # in how many shards summed gradients are kept
         self._begun = True  # has the optimizer made a step?
@@ -98,17 +98,17 @@ class Sizes(SizesAnew, Drawn):
 
     @property
     def to_learn(self) -> bool:
-        """Has a backward shown in which order gradients appear, for the first time?"""
-        return self.learning and not self._learned
+        """Whether a backward has shown in which order gradients appear, for the first time in this generation."""
+        return self.learning and not self._told
 
     def learned(self) -> list[str]:
         """The order in which gradients appear; asked for once."""
-        self._learned = True
+        self._learned = self._told = True
         return self._outline.arrival
 
     def learn(self, names: list[str]) -> None:
         """Lays parameters out in the order of gradients; the buckets may differ from now on."""
-        self._learned, self.roomy = True, False
+        self._learned, self._told, self.roomy = True, True, False
         self.cut = self._outline.cut(self._bucket_mb, True)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
@@ -139,7 +139,7 @@ class Sizes(SizesAnew, Drawn):
             self.stage, self.share = (stage, len(stages) if stages else 1), self.share * self.split.share
         if stages:
             self._outline = self._stage = self._outline.stage(names, stages, stage)
-        self._learned = self.learning = self.roomy = False
+        self._learned = self._told = self.learning = self.roomy = False
         self.fresh = True
         self.cut = self._outline.cut(self._bucket_mb, False)
         self.tune(e)
