@@ -279,7 +279,7 @@ _FABRIC = (
            "if trial.fit and trial.ranks == now]", "if trial.fit]", WATCHED,
            "a trial of four ranks is the best of three"),
     Mutant("tuner: what was set before does not come back", "sim/tuning.py",
-           "self._ranks.set(self._former)", "pass", WATCHED, "a search that breaks off leaves a trial's values"),
+           "self._ranks.restore(self._former)", "pass", WATCHED, "a search that breaks off leaves a trial's values"),
     Mutant("switch: moments begin anew on other ranks", "host/repartition.py",
            "{name: given[name] for name in what.slots if name in given}",
            "{name: given[name] * (given[name].numel() < 2) for name in what.slots if name in given}", SWITCHED,

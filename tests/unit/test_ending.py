@@ -28,6 +28,8 @@ from workbench.record import tidy
 from workbench.record.timeline import columns_of
 from workbench.run import Run
 
+GRANTED: Any = SimpleNamespace(wait=lambda seconds: None, coming=())  # a request for ranks that they have met
+
 
 class Clock:
     now = 100.0
@@ -305,7 +307,7 @@ def test_others_come_though_the_word_that_the_run_trains_was_lost_with_the_rank_
     live.died(0, live.attention.death(0, "(pid 5) is gone"))
     assert live.notes == ["ranks 1, 2 went on", "rank 0 is lost: its engine (pid 5) is gone"]
     monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
-    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append((live.state, ranks)))
+    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append((live.state, ranks)) or GRANTED)
     live.evicting.attached()
     assert not until(lambda: asked, 0.3), "nobody can be asked yet"
     came(live, 1, 9, 1.1, "state", {"state": "running"})
@@ -319,7 +321,7 @@ def test_those_who_are_lost_while_nobody_can_be_asked_yet_are_replaced_together(
     there, asked = SimpleNamespace(engines=[], death=lambda rank: None), list[int]()
     live = Live(Run({}, live=True), there, Changes(Experiment(ranks=4, on_death="replace"), []), "g")  # type: ignore[arg-type]
     monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
-    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append(ranks))
+    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append(ranks) or GRANTED)
     live.members = (2, 3)
     for _ in range(2):
         live.evicting._begin_replacing(1)

@@ -99,8 +99,8 @@ def _known_as(name: str, every: Mapping[str, type]) -> list[str]:
 
 def _family_of(name: str, base: type) -> tuple[type, str] | None:
     """Another family that has a member `name`, and the member's exact name; None without one."""
-    root = next(cls for cls in base.__mro__ if "__family__" in vars(cls))
-    families: list[Any] = root.__subclasses__()
+    root = next((cls for cls in base.__mro__ if "__family__" in vars(cls)), None)
+    families: list[Any] = root.__subclasses__() if root else []
     for family in families:
         if not getattr(family, "home", "") or issubclass(base, family):
             continue

@@ -163,12 +163,19 @@ class Session(Mortal):
         return await self.agreed(self.body.learned())
 
     async def agreed(self, names: list[str]) -> list[str]:
-        parts = len(self.spread) if self.spread else 1
+        """The order that the first of the ranks with the same part of the model has seen.
 
-        def by_part(said: list[list[str]]) -> list[list[str]]:
-            return [said[rank % parts] for rank in range(len(said))]
+        Ranks that compute with sizes only have the same order from the start.
+        """
+        if not self.world.real:
+            return names
 
-        found: list[str] = await Op("together", "agree on an order", names, by_part, 0.0)
+        def first(orders: list[list[str]]) -> list[list[str]]:
+            return [orders[0]] * len(orders)
+
+        op = Op("together", "agree on an order", names, first, 0.0)
+        op.group = self.rank.replicas.within
+        found: list[str] = await op
         return found
 
     async def relay_in(self, names: list[str]) -> None:
