@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -41,5 +42,5 @@ def started_by_torchrun(name: str, out: Path, words: tuple[str, ...]) -> Any:
 def _read(file: Path) -> Any:
     try:
         return torch.load(file)
-    except (OSError, RuntimeError, EOFError):  # it is not there yet, or not whole
+    except (OSError, RuntimeError, EOFError, UnpicklingError):  # it is not there yet, or not whole
         return None
