@@ -1,4 +1,4 @@
-"""An engine's process: what it has run so far, and how it starts anew. Both run on the engine.
+"""Restarts an engine's process, and notes which kinds of run the process has had. Both run on the engine.
 
 A loop of its own (a script, or a function) leaves default types, seeds, modules, threads and more in its process. So
 it gets a process that has run nothing, and no later run gets that process. The lab's side is in renewing.py.
@@ -13,17 +13,17 @@ from typing import Any
 
 import psutil
 
-SOON = 0.2  # seconds that an engine has to send its last answer before it starts anew
+SOON = 0.2  # seconds that an engine has to send its last answer before it restarts
 ENDING = 2.0  # seconds that a killed child has to be gone
 
 _environment, _folder = dict(os.environ), os.getcwd()  # as the process had them before its first run
-_runs: set[str] = set()  # what this process has run: "task", "loop"
+_runs: set[str] = set()  # the kinds of run that this process has had: "task", "loop"
 
 
 def refuse_second_loop() -> None:
     """Raises RuntimeError if this process has run a loop of its own."""
     if "loop" in _runs:
-        raise RuntimeError("another loop has run in this engine's process, and what it left would change this run; "
+        raise RuntimeError("another loop has run in this engine's process, and its leftovers would change this run; "
                            "close the lab and make it again")  # fmt: skip
 
 
@@ -33,12 +33,12 @@ def note_run(leads: bool) -> None:
 
 
 def runs() -> list[str]:
-    """What this process has run: "task", "loop", both or nothing."""
+    """Returns the kinds of run that this process has had: "task", "loop", both or none."""
     return sorted(_runs)
 
 
 def refuse_restart() -> None:
-    """Raises RuntimeError if this process cannot start anew."""
+    """Raises RuntimeError if this process cannot restart."""
     if "mpi4py.MPI" in sys.modules:
         raise RuntimeError("this engine has MPI open, which one process can open only once; start engines without MPI")
 

@@ -1,8 +1,8 @@
-"""New processes in the place of engines that have run what a later run must not meet.
+"""Replaces engines whose earlier runs would change a later run.
 
-The engine of a rank that has run a loop of its own is replaced as soon as that run is over; others are started for
-that while the run still trains. Before such a loop begins, engines that have run anything else are replaced, too.
-Engines that this lab has not started start themselves anew: see `anew`.
+After a loop of its own (a script, or a function) the lab replaces the ranks' engines. It starts the new engines while
+the run still trains. Before such a loop begins, the lab also replaces engines that have run anything else.
+Engines that this lab did not start restart themselves: see `anew`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REST = 0.3  # seconds after a run in which a lab may be closed before its engines are replaced
 LOOK = 0.05  # seconds between two looks
-SILENT = 10.0  # seconds that engines have to say what they have run
+SILENT = 10.0  # seconds that engines have to report their earlier runs
 
 
 class Renewal:
@@ -121,7 +121,7 @@ class Renewal:
         self._ready += numbers
 
     def _restarted(self, ranks: Collection[int]) -> list[int]:
-        """Has engines that this lab has not started start anew; their new ipyparallel ids, in the order of `ranks`."""
+        """Restarts engines that this lab did not start. Returns their new ipyparallel ids, in the order of `ranks`."""
         cluster = self.cluster
         old, known = [cluster.engines[rank] for rank in ranks], set(cluster.client.ids)
         with timed(engines(len(old), " more")) as work:

@@ -2,10 +2,10 @@
 
 [Note: Formed or not] A new rank holds nothing of the run when it meets the old ranks. It has no vote and enters no
 average until the new generation has formed. A generation has formed when each of its ranks has said in the store that
-it holds the full state and that its digest is the others' digest. Until then the generation before stands. Each old
-rank keeps the state with which it came. If a rank dies or a connection is cut, the old ranks go back to that state and
-vote again, in the generation before and among old ranks only; new ranks leave. A rank that has met an error never says
-that it holds the state. So either all ranks go on in the new generation, or none does.
+it holds the full state and that its digest equals the digest of every other rank. Until then the generation before
+stands. Each old rank keeps its former state. If a rank dies or a connection is cut, the old ranks go back to
+that state and vote again, in the generation before and among old ranks only; new ranks leave. A rank that has met an
+error never says that it holds the state. So either all ranks go on in the new generation, or none does.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ OFTEN = 0.004  # seconds between two readings, at least
 MOST = 256  # readings that are kept; then every second one goes
 BLOCKS = 8  # equal parts of the readings, whose medians have to rise evenly
 LEAST_MB = 64.0  # less growth is not worth a word
-UNEVEN = 3.0  # times the mean rise of a block that its rise may be; and a third of it at least
+UNEVEN = 3.0  # a block may rise at most by this multiple of the mean rise, and at least by the mean over this
 GOES_ON = 0.8  # how much of the first rises the last ones have at least
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -33,8 +33,8 @@ def read_host_mb() -> float:
 def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None:
     """(MB a step, MB in all) if memory rises evenly over all of these readings; None if it does not.
 
-    steps, mb: (n,) of the readings, in order. One jump, or growth that slows down, is no even rise. Memory that is
-    given back only after all these readings cannot be told from a leak.
+    steps, mb: (n,) of the readings, in order. One jump, or growth that slows down, is no even rise. Memory that the
+    process frees only after all these readings looks like a leak.
     """
     if len(steps) < 2 * BLOCKS:
         return None

@@ -14,7 +14,7 @@ COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
 class Place(NamedTuple):
-    """A line of a script. collective: what the script waits in there, such as "all_reduce"; "" for none."""
+    """A line of a script. collective: the collective in which the script waits there, or ""."""
 
     file: str
     line: int

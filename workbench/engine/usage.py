@@ -50,7 +50,7 @@ class Usage:
     """One rank's part of it; also which frozen parameters the model has unfrozen since the layout was made.
 
     hands:    None if ranks share no memory: they compare notes in every step
-    step:     of an exchanged backward that is over, while the ranks have not agreed on what it used; else None
+    step:     of an exchanged backward that is over, while the ranks have not agreed on its parameters; else None
     last:     the child that was started last in that backward; once it is over the ranks can agree
     unfrozen: parameters that train on some rank and are not in the layout, by name, the same on all ranks
     """

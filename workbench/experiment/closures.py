@@ -1,4 +1,4 @@
-"""Which optimizers a rank's step can ask: those that take the gradient of one backward, not a closure."""
+"""Refuses optimizers whose step asks for a closure: a rank's step gives one gradient of one backward."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def others_can_write(about: os.stat_result) -> bool:
 
 
 def reason_to_refuse(path: Path) -> str:
-    """Why nothing private can be kept in the folder `path`: its owner, or who can write to it. "" for no reason.
+    """Says why the folder `path` cannot hold private files: another owner, or other writers. "" if it can.
 
-    A folder that does not exist yet gives no reason: who makes it owns it.
+    A folder that does not exist yet can: its maker will own it.
     """
     if is_allowed() or not hasattr(os, "getuid"):
         return ""

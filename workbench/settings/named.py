@@ -1,4 +1,4 @@
-"""Members by their names, and hints for a name that does not exist: what was meant, or which member has the knob.
+"""Finds members by name. For an unknown name it suggests the member or the knob that the user probably meant.
 
 Hints are made only after something was refused, so they may import every file of a family.
 """
@@ -22,14 +22,14 @@ HOLDERS |= {"algorithm": "fabric.algorithm", "schedule": "partition.schedule", "
 
 
 def find(base: type[M], name: str) -> type[M]:
-    """The member called `name`. Raises KnobError for an unknown name, with what was meant probably."""
+    """The member called `name`. Raises KnobError for an unknown name, with a suggestion."""
     every = members(base)
     word = word_of(base)
     if not isinstance(name, str):
         raise KnobError(f"{word}={short(name)}: must be a name; there are {', '.join(every)}")
     if name in every:
         return every[name]
-    for cls in every.values():  # what runs that were recorded earlier say
+    for cls in every.values():  # names in older records
         if name in getattr(cls, "formerly_called", ()):
             return cls
     raise KnobError(f"{word}={short(name)}: no such {word}; {hint_for_member(base, name[:100], every)}")
@@ -76,7 +76,7 @@ def hint_for_knob(path: str, every: Mapping[str, Knob]) -> str:
 
 
 def _owned(owners: Mapping[str, list[str]], families: Mapping[str, Knob]) -> str:
-    """Which settings of which families have the knob, what is set now, and what to do."""
+    """Names the members that have the knob and the members set now, and says what to do."""
     have = " and of ".join(f"{full}={_either(own)}" for full, own in owners.items())
     now = ", ".join(f"{full} is {type(families[full].default).__name__}" for full in owners)
     return f"{have}; here {now}: set {_either(owners)} first, or both in one dict"

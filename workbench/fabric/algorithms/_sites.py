@@ -1,4 +1,4 @@
-"""What the algorithms with two levels share: ranks by site, and the algorithms that can sum between sites."""
+"""Shared by algorithms with two levels: ranks by site, and the algorithms that can sum between sites."""
 
 from __future__ import annotations
 
