@@ -163,12 +163,7 @@ class Session(Mortal):
         return await self.agreed(self.body.learned())
 
     async def agreed(self, names: list[str]) -> list[str]:
-        """The order that the first of the ranks with the same part of the model has seen.
-
-        Ranks that compute with sizes only have the same order from the start.
-        """
-        if not self.world.real:
-            return names
+        """The order that the first of the ranks with the same part of the model has seen."""
 
         def first(orders: list[list[str]]) -> list[list[str]]:
             return [orders[0]] * len(orders)

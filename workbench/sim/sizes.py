@@ -108,7 +108,7 @@ class Sizes(SizesAnew, Drawn):
 
     def learn(self, names: list[str]) -> None:
         """Lays parameters out in the order of gradients; the buckets may differ from now on."""
-        self._learned, self._told, self.roomy = True, True, False
+        self._learned, self.roomy = True, False
         self.cut = self._outline.cut(self._bucket_mb, True)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
