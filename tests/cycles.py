@@ -31,6 +31,7 @@ from workbench import Digits, Experiment, Lab
 from workbench.lab import RankError
 
 RANKS, STEPS = 2, 6
+SETTLE = 5.0  # seconds that a thread has to see that its lab is closed
 LIMIT = 120.0  # seconds for one part of a cycle: a hang, not a busy machine, takes longer
 SHM = Path("/dev/shm")
 
@@ -127,6 +128,7 @@ def go_on(cycles: int, out: Path) -> list[dict[str, Any]]:
         while len(rows) < cycles:
             began = time.monotonic()
             pids |= cycle(len(rows), runs)
+            until(lambda: not grown(before, count(folders, pids)), SETTLE)
             left = grown(before, count(folders, pids))
             strategy, _, end = VARIANTS[len(rows) % len(VARIANTS)]
             rows.append({"cycle": len(rows), "strategy": strategy, "end": (end.__doc__ or "").strip(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 from tests.laws.dynamic_models import CASES, STEPS, Batch, Dynamic, average_gradients, batches, reference
 from tests.ranks import experiment, fitting, run, shipped
 from tests.thinned import thinned
+from workbench import Checkpoint, simulate
 from workbench.experiment import Experiment
+from workbench.rank import StrategyError
 from workbench.strategies import DDP, Strategy, TorchDDP
 
 EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
@@ -38,6 +41,8 @@ def suits(case: Dynamic, name: str) -> bool:
 
 PAIRS = [(case, name) for case, name in product(CASES, EXACT)
          if suits(CASES[case], name) and case not in BY_TORCH.get(name, ())]  # fmt: skip
+# torch's own exchange is not simulated.
+SIMULATED = [(case, name) for case, name in PAIRS if not EXACT[name].opaque]
 
 
 def chosen(case: Dynamic, name: str, **rest: Any) -> Experiment:
@@ -63,6 +68,19 @@ def test_real_ranks_end_with_the_parameters_of_plain_torch(case: str, name: str)
     right = reference(CASES[case], RANKS)
     for session in run(chosen(CASES[case], name), within=60.0):
         require_same(CASES[case], ended(session.model), right)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("case", "name"), thinned(SIMULATED, of=32, long=8))
+def test_simulated_ranks_end_with_the_parameters_of_plain_torch(case: str, name: str, tmp_path: Path) -> None:
+    e = chosen(CASES[case], name, save_every=STEPS, pace=5.0)
+    if case == "unfrozen":
+        with pytest.raises(StrategyError, match="parameter b: was unfrozen during the run, which only real ranks"):
+            simulate(e, real=True, checkpoints=tmp_path)
+        return
+    simulate(e, real=True, checkpoints=tmp_path)
+    (made,) = tmp_path.iterdir()
+    require_same(CASES[case], ended(Checkpoint.open(made).model(CASES[case].task())), reference(CASES[case], RANKS))
 
 
 def test_the_law_has_at_least_25_models() -> None:

@@ -179,7 +179,8 @@ def finite(grads: Any) -> bool:
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True
-    sums = torch.stack([g.sum(dtype=torch.float32) for g in there])  # the fastest way to read them
+    real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in there]
+    sums = torch.stack([g.sum(dtype=torch.float32) for g in real])  # the fastest way to read them
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in there)
 
 

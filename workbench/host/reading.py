@@ -236,6 +236,22 @@ class Reading:
         for index in sorted(set(range(len(self._layout.buckets))) - kept) if strayed else ():
             await self._bring(index, NO_PLAN)
 
+    async def gather_unforeseen(self, phase: str) -> list[int]:
+        """Gathers the buckets that this pass was not foreseen to read, and returns them: a model that branches may.
+
+        For a host that computes a pass at once, when the foreseen buckets have been gathered.
+        """
+        plan = self._plan(phase)
+        more = [i for i in range(len(self._layout.buckets)) if i not in plan.first and i not in self.whole]
+        for index in more:
+            await self._bring(index, plan)
+        return more
+
+    async def release(self, buckets: Iterable[int]) -> None:
+        """Lets these buckets go again."""
+        for index in buckets:
+            await self._close(index)
+
     def _following(self, plan: Plan, index: int) -> Iterator[Bucket]:
         """The buckets that are read after this one and not whole, one by one: who takes one may begin to gather it."""
         for event in plan.events[plan.first[index] :]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class Away:
     free: dict[str, float]
     span: Any
     stale: bool
+    unused_in: Callable[[int], frozenset[str]]
     _ways: Ways
 
     def _offload(self, fiber: Fiber, op: Op) -> Any:
@@ -54,7 +56,8 @@ class Away:
     def _update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
         body, now = self.body, self.clock.now
         require_steppable(body.layout, body.optimizer, shard, self.experiment)
-        body.away.step(body.layout, body.optimizer, shard, getattr(fiber, "by", None) or settings(body.optimizer))
+        by = getattr(fiber, "by", None) or settings(body.optimizer)
+        body.away.step(body.layout, body.optimizer, shard, by, self.unused_in(_step(fiber)))
         body.stepped_apart()
         began = max(now, self.free.get(HOST, 0.0))
         end = self.free[HOST] = began + self.seconds("update", shard.data.numel() / body.layout.numel)

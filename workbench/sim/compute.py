@@ -138,6 +138,8 @@ class Compute(Arithmetic):
             return self._update_on_host(fiber, bucket)
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
+        if self.world.real and self.body.layout.unused:
+            self._leave_unused()
         if bucket is not None:
             require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
         if bucket is None and self.rollback is not None:
@@ -149,6 +151,23 @@ class Compute(Arithmetic):
         if norm is not None:
             self.note("grad_norm", norm)
         return self._compute(fiber, "update", None, share)
+
+    def unused_in(self, step: int = -1) -> frozenset[str]:
+        """Parameters that no rank used in the backward of `step`, or of this rank's last one.
+
+        Real ranks exchange a few bytes for that; simulated ranks look at each other, and no time passes.
+        """
+        if not self.world.real or not (own := self.body.unused):
+            return frozenset()
+        within, hosts = self.rank.replicas.within, self.world.hosts
+        step = step if step >= 0 else max(own)
+        peers = hosts if within is None else [hosts[rank] for rank in within.ranks]
+        return frozenset.intersection(*(host.body.unused.get(step, frozenset()) for host in peers))
+
+    def _leave_unused(self) -> None:
+        """Parameters that no rank used in this step keep no gradient, as on real ranks."""
+        self.body.layout.unused = set(self.unused_in())
+        self.body.layout.drop_unused()
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
@@ -203,7 +222,12 @@ class Compute(Arithmetic):
         passing.events = deque(self.reading.events(phase))
         while await self._next_full(passing) is not END:
             pass
-        return computed()
+        if phase == "backward" or not self.world.real:
+            return computed()
+        more = await self.reading.gather_unforeseen(phase)
+        value = computed()
+        await self.reading.release(more)
+        return value
 
     async def _next_full(self, passing: Pass) -> Any:
         """The next bucket that is full in a pass of parameters that lie in shards or slices, or its END."""

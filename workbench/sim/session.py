@@ -76,6 +76,7 @@ class Session(Mortal):
         body.examples = lambda: self.experiment.batch
         if world.real:
             body.memory = self.rank.memory
+            body.step_now = lambda: self.rank.step
             body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
         if to is not None:
             return self.begin_again()
