@@ -125,11 +125,15 @@ def go_on(cycles: int, out: Path) -> list[dict[str, Any]]:
         runs = Path(top) / "runs"
         pids = cycle(len(rows), runs / "warm-up")
         before = count(folders, pids)
+
+        def growth() -> dict[str, dict[str, int]]:
+            return grown(before, count(folders, pids))
+
         while len(rows) < cycles:
             began = time.monotonic()
-            pids |= cycle(len(rows), runs)
-            until(lambda: not grown(before, count(folders, pids)), SETTLE)
-            left = grown(before, count(folders, pids))
+            pids.update(cycle(len(rows), runs))
+            until(lambda: not growth(), SETTLE)
+            left = growth()
             strategy, _, end = VARIANTS[len(rows) % len(VARIANTS)]
             rows.append({"cycle": len(rows), "strategy": strategy, "end": (end.__doc__ or "").strip(),
                          "seconds": round(time.monotonic() - began, 1), "left": left})  # fmt: skip

@@ -89,6 +89,7 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
 
 # knobs that change only when things are done and what memory that takes, and the test that shows it
 WHEN = {
+    ("TorchDDP", "find_unused_parameters"): "tests/laws/test_dynamic_models.py",
     **{(name, "outstanding"): "tests/unit/test_zero.py" for name in ("ZeRO1", "ZeRO2", "ZeRO3", "HSDP", "HpZ")},
     **{(name, "prefetch"): "tests/unit/test_zero_3.py" for name in ("ZeRO3", "HSDP", "HpZ")},
     **{(name, "outstanding"): "tests/unit/test_offload.py" for name in ("ZeROOffload", "ZeROInfinity")},

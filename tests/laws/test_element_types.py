@@ -92,6 +92,8 @@ def chosen(kind: str, as_pairs: bool = False, loss: Any = squares, **rest: Any) 
     )  # fmt: skip
     return experiment(RANKS, STEPS, **{"task": task, "pace": 2.0, "eval_every": 3, **rest})
 
+TIMED = {"DABMD"}  # its batches depend on the real time that a rank has taken
+
 
 def simulated(kind: str, *changes: Change, **rest: Any) -> Ended:
     models: dict[int, nn.Module] = {}
@@ -125,7 +127,7 @@ def joined(kind: str) -> Tensor:
 
 
 def require_trained(kind: str, ended: Ended) -> None:
-    assert len(ended.models) == RANKS
+    assert 1 <= len(ended.models) <= RANKS  # a simulated server's model does not train
     assert all(map(math.isfinite, ended.losses + ended.held_out))
     assert all(p.dtype == TYPES[kind] and p.isfinite().all() for m in ended.models for p in m.parameters())
 
@@ -241,8 +243,12 @@ def test_a_complex_parameter_trains_as_its_real_and_imaginary_parts(name: str, k
     as_its_parts(simulated, name, kind)
 
 
+SAME_EACH_TIME = [name for name, cls in STRATEGIES.items()
+                  if cls.exact or (cls.periodic and cls.lockstep and name not in TIMED)]  # fmt: skip
+
+
 @pytest.mark.ranks
-@cases([name for name, cls in STRATEGIES.items() if cls.exact or (cls.periodic and cls.lockstep)], COMPLEX, 20, 5)
+@cases(SAME_EACH_TIME, COMPLEX, 20, 5)
 def test_a_complex_parameter_trains_as_its_parts_on_real_ranks(name: str, kind: str) -> None:
     as_its_parts(on_ranks, name, kind)
 
