@@ -105,6 +105,8 @@ def simulated(kind: str, *changes: Change, **rest: Any) -> Ended:
         return squares(model, pair)
 
     done = simulate(chosen(kind, loss=loss, **rest), changes=changes, real=True)
+    train = done.samples[done.samples["name"] == "loss"]["rank"].nunique()  # servers do not
+    assert len(models) == train
     return Ended(samples(done, "loss").tolist(), samples(done, "held_out").tolist(), list(models.values()))
 
 
