@@ -18,10 +18,11 @@ from workbench.host.handover import Cut, cut, in_shards
 from workbench.host.layout import Layout
 from workbench.host.move import State, seen
 from workbench.host.placement import Held
-from workbench.host.salvage import Bound
 from workbench.host.slices import Slice
 from workbench.host.slots import slots
 from workbench.host.spread import Spread, placed
+
+Bound = tuple[int, int]  # the next step, and how many changes came before it
 
 
 class Boundary(NamedTuple):

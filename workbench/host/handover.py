@@ -199,12 +199,12 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     kept = await kept_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
-    if was is None and layout.order[0].param.is_meta:  # with sizes only there is nothing to look at, of thousands
+    if was is None and layout.sizes_only:  # with sizes only there is nothing to look at, of thousands
         if run.ledger.remembers:
             run.ledger.surge(sum(n * like[name].element_size() for name, n in _counts(dict(sizes), slots_of).items()))
         return run.sharded(to)
     lies, comes = (in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
-    if layout.order[0].param.is_meta:  # one optimizer stands for those of all ranks, and stays as it is
+    if layout.sizes_only:  # one optimizer stands for those of all ranks, and stays as it is
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
     before = await summed(run, here, lies)
     given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
@@ -212,7 +212,7 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
         run.ledger.surge(_nbytes(here))  # beside what was given
     if await summed(run, given, comes) != before:
         raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
-    if not layout.order[0].param.is_meta:
+    if not layout.sizes_only:
         put(layout, run.optimizer, given, like)
     run.sharded(to)
 
@@ -225,7 +225,7 @@ async def summed(run: Changing, state: State, lies: Placement) -> int:
 def hashed(run: Changing, state: State, lies: Placement) -> int:
     """This rank's part of that hash; parts add up."""
     me = run.rank.id
-    if run.layout.order[0].param.is_meta:
+    if run.layout.sizes_only:
         return 0
     mine = {name: slices for name, slices in lies.at(me).items()
             if not any(lies.at(r).get(name) == slices for r in range(me))}  # fmt: skip

@@ -60,6 +60,11 @@ class Layout:
         self.unused: set[str] = set()  # names of parameters that the present gradients lack: no rank used them
         self._place()
 
+    @property
+    def sizes_only(self) -> bool:
+        """Whether the parameters have shapes and no values: one model then stands for the models of all ranks."""
+        return self.order[0].param.is_meta
+
     def reorder(self, names: Iterable[str]) -> None:
         """Lays everything out anew in this order of parameter names."""
         by_name = {p.name: p for p in self.order}

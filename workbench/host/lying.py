@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import sharers
@@ -19,7 +18,6 @@ from workbench.host.layout import Place, grouped, in_a_row
 from workbench.host.placement import Placement
 from workbench.host.sliced import shape_of
 from workbench.host.spread import Spread, placed, spread_of
-from workbench.rank import Bucket
 
 
 class Lying(NamedTuple):
@@ -83,11 +81,3 @@ def _outline(param: nn.Parameter) -> nn.Parameter:
     """All of a parameter, wherever that is, as its size."""
     made = torch.empty(shape_of(param), dtype=absent.data_of(param).dtype, device="meta")
     return nn.Parameter(made, requires_grad=False)
-
-
-def shard_of(run: Any, strategy: Any, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
-    """This rank's shard of a bucket, made of what it has of each parameter, flat."""
-    group = next(group for group in sharers(strategy, run.rank.size) if run.rank.id in group)
-    own = [given[part.name] for part in bucket.parts if part.name in given]
-    shard = bucket.shard(group.index(run.rank.id), len(group))
-    return shard.like(torch.cat(own) if own else bucket.data.new_empty(0))

@@ -32,7 +32,6 @@ from workbench.host import absent
 from workbench.host.canonical import check_same
 from workbench.host.changing import Changing
 from workbench.host.layout import Layout
-from workbench.host.lying import shard_of
 from workbench.host.memory import packed
 from workbench.host.trial import Event, Listening, Trial, assumed, backward_events, forward_events
 from workbench.rank import Bucket, StrategyError
@@ -356,3 +355,11 @@ class Reading:
             found[kind] = Plan(events, {i: at for at, e in reads for i in e.buckets},
                                {i: at for at, e in reads for i in e.over})  # fmt: skip
         return found[kind]
+
+
+def shard_of(run: Any, strategy: Any, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
+    """Builds this rank's shard of a bucket from its flat pieces of each parameter."""
+    group = next(group for group in sharers(strategy, run.rank.size) if run.rank.id in group)
+    own = [given[part.name] for part in bucket.parts if part.name in given]
+    shard = bucket.shard(group.index(run.rank.id), len(group))
+    return shard.like(torch.cat(own) if own else bucket.data.new_empty(0))

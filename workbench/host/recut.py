@@ -21,10 +21,9 @@ from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK
 from workbench.host.handover import Cut, cut, hashed, in_shards, kept_slots, reshard
-from workbench.host.layout import Layout
-from workbench.host.lying import shard_of
 from workbench.host.move import State, move
 from workbench.host.placement import Placement
+from workbench.host.reading import shard_of
 from workbench.host.slots import likes, put, slots
 from workbench.rank import Bucket
 
@@ -81,7 +80,7 @@ async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Ca
             given |= own
             await run.reading.by.reshard(run.rank, run.state, run.layout.lies(bucket.index))
             continue
-        if not _sizes_only(run.layout):
+        if not run.layout.sizes_only:
             put(run.layout, run.optimizer, own, old.like, run.layout.groups[bucket.index])
         await strategy.stow(run.rank, run.state, run.layout.lies(bucket.index))
         room.gone(shard.nbytes + (_nbytes(own.values()) if run.ledger.away.has("optimizer state") else 0))
@@ -90,7 +89,7 @@ async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Ca
     before, after = [await run.gather(own & MASK) for own in sums]
     if (sum(before) - sum(after)) & MASK:
         raise Disagreement("parameters and the optimizer's state are not what they were before buckets were cut anew")
-    if not (away or _sizes_only(run.layout)):
+    if not (away or run.layout.sizes_only):
         put(run.layout, run.optimizer, given, old.like)
     run.sharded(cut(run, strategy))
 
@@ -107,14 +106,14 @@ async def _held(run: Changing, was: Cut, away: list[Bucket]) -> _Old:
     both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
     like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
     gone: set[str] = run.ledger.away.remembers() if away else set()
-    if _sizes_only(layout) and not (run.ledger.remembers or run.ledger.away.has("optimizer state")):
+    if layout.sizes_only and not (run.ledger.remembers or run.ledger.away.has("optimizer state")):
         here = {}  # one optimizer stands for all ranks', as if it had stepped
     known = [n for n in await kept_slots(run, like, here | {n: x for n, x in like.items() if n in gone}) if n in like]
     sizes = tuple((place.name, place.numel) for place in layout.order)
     kept = (*((f"/{name}", False) for name, n in sizes if n), *((name, bool(like[name].numel())) for name in known))
     like |= {f"/{part.name}": layout.weights[b.index][:0] for b in layout.params() for part in b.parts}
     lies = in_shards(sizes, kept, was, rank.size)
-    if _sizes_only(layout):
+    if layout.sizes_only:
         there = (n for n in lies.at(rank.id) if not (n in gone or (away and n.startswith("/"))))
         state = {n: like[n].new_empty(lies.numel(rank.id, n)) for n in there}
     else:
@@ -147,7 +146,7 @@ async def _remembered(run: Changing, old: _Old, shard: Bucket) -> State:
     if not mine:
         return {}
     await run.rank.fetch(shard, "optimizer state")
-    if _sizes_only(run.layout):
+    if run.layout.sizes_only:
         return {name: old.like[name].new_empty(old.lies.numel(run.rank.id, name)) for name in mine}
     found = slots(run.layout, run.optimizer)
     for place in run.layout.order:
@@ -177,10 +176,6 @@ def _names(kept: Kept, bucket: Bucket) -> tuple[str, ...]:
 def _of_bucket(sizes: Sizes, kept: Kept, cut: Cut, size: int, names: tuple[str, ...]) -> Placement:
     """Where these lie."""
     return in_shards(sizes, kept, cut, size).only(set(names))
-
-
-def _sizes_only(layout: Layout) -> bool:
-    return bool(layout.order[0].param.is_meta)
 
 
 class _Room:

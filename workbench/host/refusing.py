@@ -84,7 +84,7 @@ def able(run: Any, wanted: Experiment) -> None:
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)
-    if wanted.strategy.by_pieces and not sizes_only(run):
+    if wanted.strategy.by_pieces and not run.layout.sizes_only:
         _require_parts(run, wanted)
     spread = spread_of(wanted, run.model, run.learner)
     units_of(run.model, run.learner, way)
@@ -105,7 +105,8 @@ def _require_tried(run: Any, wanted: Experiment) -> None:
         assert spread is not None
         check(model, run.learner, spread, batch, way.micro_batches)
 
-    _once(run, wanted, (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, sizes_only(run)), tried)
+    key = (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, run.layout.sizes_only)
+    _once(run, wanted, key, tried)
 
 
 def _require_parts(run: Any, wanted: Experiment) -> None:
@@ -127,7 +128,7 @@ def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]
     batch, learner = run.example(wanted), run.learner
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
-        model = run.model if sizes_only(run) else learner.model().to(run.layout.order[0].param.device).train()
+        model = run.model if run.layout.sizes_only else learner.model().to(run.layout.order[0].param.device).train()
         try:
             tried(model, batch)
         except KnobError as error:
@@ -152,8 +153,3 @@ def moves(was: Experiment, wanted: Experiment) -> bool:
     """Does a model lie otherwise under `wanted`?"""
     one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
     return one != other
-
-
-def sizes_only(run: Any) -> bool:
-    """Does one model stand for those of all ranks, and stays as it is?"""
-    return bool(run.layout.order[0].param.is_meta)

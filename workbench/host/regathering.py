@@ -70,7 +70,7 @@ async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State
 
 async def _remembered(run: Any, like: State, here: State) -> list[str]:
     """The slots that any rank has; with sizes only, where nobody can look, all of them if anybody has one."""
-    if not run.layout.order[0].param.is_meta:
+    if not run.layout.sizes_only:
         return await handover.kept_slots(run, like, here)
     return list(like) if any(await run.gather(int(any(name in here for name in like)))) else []
 
@@ -91,5 +91,3 @@ def _settle(run: Any, given: State, slots: set[str], like: State) -> None:
             if name in given:
                 x.copy_(given[name].view(x.shape))
     put(run.layout, run.optimizer, {name: x for name, x in given.items() if name in slots}, like)
-
-

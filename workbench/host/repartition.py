@@ -23,7 +23,6 @@ from workbench.host.layout import Place
 from workbench.host.lying import WHOLE, Lying, where
 from workbench.host.move import State, move
 from workbench.host.plan import plan
-from workbench.host.refusing import sizes_only
 from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
@@ -66,10 +65,10 @@ async def repartition(run: Any, was: Lying, to: Lying, outer: State | None = Non
     await _agree_on_buffers(run, was.spread)
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     what = await _collected(run, trained, outer, was)
-    if was == WHOLE and to.spread is not None and sizes_only(run):
+    if was == WHOLE and to.spread is not None and run.layout.sizes_only:
         return await _cut_out(run, trained, what, to, began)
     lies, comes = (where(tuple(what.sizes.items()), tuple(what.slots.items()), each, rank.size) for each in (was, to))
-    if sizes_only(run):
+    if run.layout.sizes_only:
         here = {name: what.like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
         what = what._replace(here=here)
     given, sums = State(), [0, 0]
@@ -152,7 +151,7 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
     places = [Place(name, p) for name, p in trained.items()]
     like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await kept_slots(run, like, here)
-    if sizes_only(run):  # one optimizer stands for all ranks', which may not have stepped yet
+    if run.layout.sizes_only:  # one optimizer stands for all ranks', which may not have stepped yet
         kept = list(like) if any(await run.gather(int(run.ledger.remembers))) else []
     sizes = {name: numel_of(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or numel_of(trained[name.partition("/")[2]]) for name in kept}
@@ -173,7 +172,7 @@ async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine
     """This rank goes on with what it was given; with parameters in shards once they are laid."""
     spread = to.spread
     run.reading.let_go()
-    if not sizes_only(run):
+    if not run.layout.sizes_only:
         buffers = _buffers(run)
         with torch.no_grad():
             for name in buffers.keys() & given.keys():
@@ -188,7 +187,7 @@ async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine
     if to.shards is not None and cut(run, run.experiment.strategy) != to.shards:
         raise Disagreement("buckets are cut otherwise than ranks have shared out")
     run.sharded(to.shards)
-    if sizes_only(run):
+    if run.layout.sizes_only:
         return
     made = run.make_optimizer(run.experiment)
     if rate(made) != run.rank.lr:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.boundary import Boundary, stood
-from workbench.host.salvage import Bound, copies, in_parts
+from workbench.host.boundary import Bound, Boundary, stood
+from workbench.host.salvage import copies, in_parts
 from workbench.host.slots import slots
 
 Key = tuple[str, str]  # of what kind, and its name

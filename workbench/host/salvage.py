@@ -14,8 +14,6 @@ from typing import NamedTuple
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import sharers
 
-Bound = tuple[int, int]  # a boundary: the step that comes next, and how many changes were made before
-
 
 class Pieces(NamedTuple):
     """Into how many pieces the state is cut, and by place which of them a rank has."""
