@@ -20,18 +20,15 @@ from workbench.strategies import DDP, Strategy, TorchDDP
 
 EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
 RANKS = 2
-# torch's own `fully_shard` goes by its own rules: a parameter that no rank used has a gradient of zeros, ranks must
-# compute the same units, and it takes neither scalars nor several element types nor sparse gradients. To unfreeze a
-# parameter is refused by name (tests/unit/test_usage.py).
+# torch's own `fully_shard` has rules of its own: ranks must compute the same units, a copy of the model has none of its
+# hooks on gradients, and scalars, several element types and sparse gradients are refused. To unfreeze a parameter is
+# refused by name (tests/unit/test_usage.py).
 BY_TORCH = {
     "TorchFSDP": {
-        "branch by step", "branch by rank and step", "unused for ever", "unused later", "used later",
-        "used by one rank at times", "optimizer of some parameters, one unused", "frozen", "unfrozen",
-        "frozen and unfrozen",
-        "layers dropped", "experts", "complex", "several element types",
+        "unfrozen", "layers dropped", "experts", "complex", "several element types",
         "parameter without elements", "parameters of no dimension", "sparse embedding", "hook on a gradient",
     },
-}  # fmt: skip
+}
 
 
 def suits(case: Dynamic, name: str) -> bool:

@@ -125,6 +125,8 @@ class Compute(Stage):
         self.curvature.backward(grad)
         self._stretch = "backward", self.watch.now()
         share = self._share * self.narrowing.share("backward")
+        if self.fully is not None:
+            self.fully.begin()
         self.pace.begin("backward", self.rank.step, share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             with explaining() if self.module is not self.model else nullcontext():
@@ -233,7 +235,7 @@ class Compute(Stage):
                 norm = self.narrowing.step(self.clip(), by)
             self.ledger.part(self.narrowing.trained, self.narrowing.state)
             return self._sample("grad_norm", norm) if norm is not None else None
-        self.layout.drop_unused()
+        self.layout.drop_unused() if self.fully is None else self.fully.drop_unused()
         if longest := self.clip():
             of_replica = self._of_replica if self.rank.mesh.inside else float
             norm = self.fully.shorten(longest) if self.fully else clipped(self.layout, longest, of_replica)

@@ -6,6 +6,10 @@ ranks `fetch` together what the copy has learned, before an evaluation, a switch
 parameters are the same tensors in both. The copy has an optimizer of its own, over torch's DTensors; the run's rests,
 without state.
 
+[Note: Gradients of unused parameters] torch sums a gradient of zeros for a parameter that this rank did not use,
+because every rank has to send the same bytes. So the rank listens to the gradients itself. All ranks then agree on the
+parameters that no rank used (workbench/engine/usage.py), and these lose their gradient before the update, as under DDP.
+
 [Note: A mesh without a name service] fully_shard takes a DeviceMesh, which wants torch's default process group, one per
 process; where ranks are threads there are several. So the mesh is made without a backend, and its group is entered
 into torch's table of groups under a name of its own until `end`. That is the one thing here that is private to torch.
@@ -16,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,11 +64,16 @@ class FullySharded:
         self._name: Any = f"fully_shard {id(self)}"
         self._mesh = _mesh(wire, self._name)
         self.same = SameUnit(run, self.module)
+        self._used: set[str] = set()  # names of the parameters that this rank has used since the last update
+        self._listened: set[str] = set()  # names of those whose gradients this rank listens to
+        prefixes = {id(module): name for name, module in self.module.named_modules()}
         for unit in [*units(self.module, run.experiment.bucket_mb), self.module]:
+            number, prefix = self.same.number(unit), prefixes[id(unit)]
+            own = {n for n, p in unit.named_parameters(prefix) if n in names and not isinstance(p, DTensor)}
             sharded: Any = fully_shard(unit, mesh=self._mesh, ignored_params=self._frozen)
-            number = self.same.number(unit)
             sharded.set_custom_all_gather(_Gather(self, number))
-            sharded.set_custom_reduce_scatter(_Reduce(self, number))
+            sharded.set_custom_reduce_scatter(_Reduce(self, number, own))
+            unit.register_forward_pre_hook(partial(self._listen, prefix, own))  # runs after torch made the unit whole
         if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
             said(True)  # a parameter that this rank's examples do not reach has a gradient on others
         self._shards = {n: p for n, p in same_groups(self.module, model).named_parameters() if n in names}
@@ -157,10 +167,33 @@ class FullySharded:
 
     # -- in a step --
 
+    def _listen(self, prefix: str, own: set[str], unit: nn.Module, inputs: Any) -> None:
+        """Puts hooks on the whole parameters of `unit`, which torch makes once.
+
+        See [Note: Gradients of unused parameters].
+        """
+        if own <= self._listened:
+            return
+        for name, p in unit.named_parameters(prefix):
+            if name in own - self._listened and p.requires_grad and not isinstance(p, DTensor):
+                note = self._used.add  # and not this object, which torch would keep alive
+                p.register_post_accumulate_grad_hook(lambda _, note=note, name=name: note(name))
+                self._listened.add(name)
+
+    def begin(self) -> None:
+        """Before a backward: forgets which parameters were used for gradients that are gone."""
+        self._used -= {name for name in self._used if self._shards[name].grad is None}
+
     def passed(self) -> None:
         """A backward is over: nothing is whole any more."""
+        self._run.layout.unused = self._shards.keys() - self._used
         self._run.ledger.hold(self._peak)
         self._run.ledger.hold(self._kept)
+
+    def drop_unused(self) -> None:
+        """Before an update: a parameter that no rank used has no gradient, so the optimizer leaves it alone."""
+        for name in self._run.layout.unused:
+            self._shards[name].grad = None
 
     def shorten(self, longest: float) -> float:
         """The norm of the gradients that the ranks have summed; where it is above `longest` they are scaled to it."""
@@ -200,8 +233,13 @@ class FullySharded:
             return self._wire.wait(self._wire.all_gather(out, x))
         out.copy_(self._over_the_link(Op("all_gather", x, "params"), "params").view(-1))
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Any) -> None:
-        """Gradients of one unit become this rank's shard of their sum, or mean; `x` is (p n,)."""
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Any, names: set[str]) -> None:
+        """Gradients of one unit become this rank's shard of their sum, or mean; `x` is (p n,).
+
+        names: the unit's parameters; a rank that did not use one of them says so before it sends
+        """
+        if not names <= self._used:
+            self._run.host.usage.raise_hand(self._run.rank.step)
         if self._run.ledger.due:
             self.most = max(self.most, self.gradients() + x.nbytes + out.nbytes + self.alive())
         if self._lane is None:
@@ -237,12 +275,16 @@ class _Gather(_Room):
 
 
 class _Reduce(_Room):
-    """What `set_custom_reduce_scatter` takes."""
+    """What `set_custom_reduce_scatter` takes. names: the unit's parameters."""
+
+    def __init__(self, of: FullySharded, unit: int, names: set[str]) -> None:
+        super().__init__(of, unit)
+        self._names = names
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:  # fmt: skip
         self._of.same(self._unit, "sums")
-        self._of.reduce_scatter(output_tensor, input_tensor, op)
+        self._of.reduce_scatter(output_tensor, input_tensor, op, self._names)
 
 
 def _mesh(wire: Wire, name: Any) -> DeviceMesh:

@@ -19,6 +19,7 @@ class TorchFSDP(Strategy):
     evaluation, in a switch away and at the end, when a rank holds all of the parameters beside its shards. Another
     optimizer, size of buckets or fabric makes the copy anew.
 
+    A parameter that no rank used in a step is not stepped, as under DDP; fully_shard alone would step it with zeros.
     Ranks may reach other parameters of a unit in a step than others do, but each has to compute all units: torch
     gathers and sums unit by unit, and a rank that skips one (an expert of its own) no longer asks for the same. Where a
     model looks at values, ranks tell each other which unit they have come to, and it ends the run in words.
