@@ -5,6 +5,7 @@ The task's model counts how often each example was used by steps that count, so 
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,22 @@ from workbench import simulate
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.host.batches import Batches
+from workbench.rank import Rank
 from workbench.record.checkpoints import Checkpoint, found
 from workbench.settings import Change, KnobError
 from workbench.sim.resuming import resumed
-from workbench.strategies import DDP, AsyncServer, LocalSGD, Strategy, ZeRO3
+from workbench.strategies import (
+    BMUF,
+    DDP,
+    AsyncServer,
+    DiLoCo,
+    HierarchicalLocalSGD,
+    LocalSGD,
+    PostLocalSGD,
+    SlowMo,
+    Strategy,  # fmt: skip
+    ZeRO3,
+)
 from workbench.tasks import Task, shuffled
 
 EXAMPLES = 101  # a prime, so that nothing comes out even
@@ -138,6 +151,40 @@ def test_what_a_lost_rank_had_not_yet_shared_is_used_by_others() -> None:
     assert times.count_nonzero() <= left[0].training.batches.used <= 24 * 4 * 3
 
 
+AVERAGED = [LocalSGD(every=4), PostLocalSGD(every=4, warmup=1), HierarchicalLocalSGD(every=4, group_every=2),
+            DiLoCo(every=4, outer_lr=1.0, outer_momentum=0.0), BMUF(every=4, eta=0.0),
+            SlowMo(every=4, beta=0.0)]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", AVERAGED, ids=lambda s: type(s).__name__)
+def test_a_mean_that_only_one_rank_took_counts_for_all(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks lose their peers in the step that ends in the mean, and rank 0 has ended that step."""
+    sessions: list[Session] = []
+    last, step = 7 + getattr(strategy, "warmup", 0), type(strategy).step
+
+    async def step_until_cut(self: Any, rank: Rank, state: Any) -> None:
+        await step(self, rank, state)
+        if rank.step != last or not rank.id or sessions[0].turn > 1:
+            return
+        until = time.monotonic() + 0.5  # rank 0 makes one more step if it need not meet the others for it
+        while sessions[0].rank.step <= last or (sessions[0].rank.step == last + 1 and time.monotonic() < until):
+            time.sleep(0.001)
+        sessions[rank.id].cut()
+        await rank.all_reduce(torch.zeros(1), "sum", "none")
+
+    monkeypatch.setattr(type(strategy), "step", step_until_cut)
+    sessions += live(setting(strategy, ranks=4, steps=16, task=counting(1000), on_death="go on"))
+    ended(sessions)
+    for s in sessions:
+        assert s.error is None, s.error["traceback"]
+        assert len(s.record.noted("members")) == (s.rank.id == 0)
+    times = torch.stack([used(s) for s in sessions]).mean(0)
+    line = torch.cat(list(islice(shuffled(1000, 0, 1, 1, 3), 4 * 3 * (last + 1))))
+    assert (times[line] == 1).all(), "the mean that rank 0 has taken has all steps before"
+    assert times.max() == 1 and times.sum() > len(line)
+
+
 @pytest.mark.ranks
 def test_batches_of_another_size_go_on_behind_those_before() -> None:
     changes = Change(7, "batch", 5), Change(30, "batch", 2)
@@ -161,6 +208,7 @@ def test_of_data_without_an_index_a_mark_says_that_examples_may_come_again() -> 
     with Crowd(setting(DDP(), task=counting(data=data), batch=0)) as crowd:
         crowd.reach(3)
         crowd.resize(0, 1, 2)
+        crowd.until(lambda: crowd.said("data"))  # the generation forms after its ranks have met
         said = crowd.said("data")
         assert len(said) == 1 and said[0]["text"].endswith("so examples may come again or be left out")
 

@@ -32,6 +32,7 @@ class Held:
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
         self.rank = Rank(0, 2)
         bucket = self.layout.params()[0]
+        self.state = strategy.init(self.rank, self.layout.params())
         self.rank.memory.flat("residual", bucket).copy_(torch.randn(bucket.data.numel()))
 
     def use_optimizer(self, optimizer: Any) -> None:
@@ -42,7 +43,7 @@ class Held:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def values(self) -> dict[str, torch.Tensor]:
         found = {**self.model.state_dict(), **slots(self.layout, self.optimizer)}
         residual = self.rank.memory.buffers.get("residual", {})
         return {k: v.clone() for k, v in {**found, **{f"residual {k}": v for k, v in residual.items()}}.items()}
@@ -68,15 +69,15 @@ def test_a_step_that_broke_off_leaves_nothing(steps: int) -> None:
     for _ in range(steps):
         with rollback.within():
             run.train()
-    before = run.state()
+    before = run.values()
     with pytest.raises(ConnectionError), rollback.within():
         spoil(run)
         raise ConnectionError
-    assert not same(run.state(), before)
+    assert not same(run.values(), before)
     assert rollback.back() == 0
-    assert same(run.state(), before)
+    assert same(run.values(), before)
     assert "made since" not in run.rank.memory.buffers
-    assert rollback.back() == 0 and same(run.state(), before), "at a boundary there is nothing to take back"
+    assert rollback.back() == 0 and same(run.values(), before), "at a boundary there is nothing to take back"
 
 
 def test_a_step_that_ended_stays() -> None:
@@ -84,8 +85,8 @@ def test_a_step_that_ended_stays() -> None:
     rollback = Rollback(run)  # type: ignore[arg-type]
     with rollback.within():
         run.train()
-    after = run.state()
-    assert rollback.back() == 0 and same(run.state(), after)
+    after = run.values()
+    assert rollback.back() == 0 and same(run.values(), after)
 
 
 def test_where_a_step_ends_in_its_update_that_counts_and_parameters_are_not_copied() -> None:
@@ -96,27 +97,27 @@ def test_where_a_step_ends_in_its_update_that_counts_and_parameters_are_not_copi
         rollback.updates()
         run.train()
         raise ConnectionError
-    after = run.state()
-    assert rollback.back() == 1 and same(run.state(), after)
+    after = run.values()
+    assert rollback.back() == 1 and same(run.values(), after)
     assert rollback.nbytes == model, "the residual, and nothing else"
 
 
 def test_before_that_update_only_the_residual_goes_back() -> None:
     run = Held(DDP())
     rollback = Rollback(run)  # type: ignore[arg-type]
-    before = run.state()
+    before = run.values()
     with pytest.raises(ConnectionError), rollback.within():
         for x in run.rank.memory.buffers["residual"].values():
             x.fill_(9)
         raise ConnectionError
-    assert rollback.back() == 0 and same(run.state(), before)
+    assert rollback.back() == 0 and same(run.values(), before)
 
 
 def test_a_change_that_broke_off_is_taken_back_under_every_strategy() -> None:
     run = Held(DDP())
     rollback = Rollback(run)  # type: ignore[arg-type]
     run.train()
-    before, was, optimizer = run.state(), run.experiment, run.optimizer
+    before, was, optimizer = run.values(), run.experiment, run.optimizer
     with pytest.raises(ConnectionError), rollback.within(changes=True):
         run.experiment = run.experiment.set("bucket_mb", 0.01)
         run.layout.rebucket(0.01)
@@ -125,7 +126,7 @@ def test_a_change_that_broke_off_is_taken_back_under_every_strategy() -> None:
         raise ConnectionError
     assert rollback.back() == 0
     assert run.experiment is was and run.optimizer is optimizer and len(run.layout.buckets) == 1
-    assert same(run.state(), before)
+    assert same(run.values(), before)
 
 
 def test_nothing_is_copied_where_nobody_goes_on() -> None:
@@ -179,10 +180,10 @@ def test_where_no_copy_is_needed_there_is_a_way_back_in_any_case_but_not_from_a_
     run.rank.memory.clear()
     rollback = Rollback(run)  # type: ignore[arg-type]
     assert rollback.free and not rollback.wanted
-    before = run.state()
+    before = run.values()
     with pytest.raises(ConnectionError), rollback.within():
         raise ConnectionError
-    assert rollback.back() == 0 and same(run.state(), before) and not rollback.open and rollback.nbytes == 0
+    assert rollback.back() == 0 and same(run.values(), before) and not rollback.open and rollback.nbytes == 0
     with rollback.within(changes=True):
         assert rollback.open
     with pytest.raises(ConnectionError), rollback.within(changes=True):

@@ -23,6 +23,11 @@ def setting(ranks: int = 4, **more: object) -> Experiment:
     return Experiment(**{"task": ByteGPT(), "ranks": ranks, "on_death": "go on", **more}).checked()
 
 
+def since(alike: int | None, *steps: int) -> dict[int, int | None]:
+    """Boundaries before `steps`, since step `alike` of which ranks differ."""
+    return dict.fromkeys(steps, alike)
+
+
 STAGES = setting(strategy=DDP(), partition=Pipeline())
 
 
@@ -42,26 +47,35 @@ def test_who_has_which_piece(e: Experiment, remembers: bool, ways: int, at: tupl
 
 def test_the_newest_step_at_which_all_pieces_are_there_counts() -> None:
     """Stage 1 has ended step 7 on rank 3, and stage 0 of nobody who is left has."""
-    there = {0: [5, 6], 2: [6, 7], 3: [7, 8]}
+    there = {0: since(None, 5, 6), 2: since(None, 6, 7), 3: since(None, 7, 8)}
     assert found(STAGES, 4, True, there) == (7, ((2, 3),), {2: 7, 3: 7})
 
 
 def test_two_replicas_that_each_lost_another_part_are_one() -> None:
-    assert found(STAGES, 4, True, {1: [6], 2: [6]}) == (6, ((1, 2),), {1: 6, 2: 6})
-    assert found(STAGES, 4, True, {0: [6], 2: [6]}) is None
-    assert found(STAGES, 4, True, {1: [6], 2: [7]}) is None
+    assert found(STAGES, 4, True, {1: since(6, 6), 2: since(6, 6)}) == (6, ((1, 2),), {1: 6, 2: 6})
+    assert found(STAGES, 4, True, {0: since(6, 6), 2: since(6, 6)}) is None
+    assert found(STAGES, 4, True, {1: since(6, 6), 2: since(7, 7)}) is None
 
 
 def test_replicas_that_drift_apart_each_go_back_to_a_step_of_their_own() -> None:
     e = setting(6, strategy=LocalSGD(), partition=Pipeline())
-    there = {0: [8, 9], 1: [9, 10], 2: [4, 5], 3: [4, 5], 4: [20]}
+    there = {0: since(4, 8, 9), 1: since(4, 9, 10), 2: since(4, 4, 5), 3: since(4, 4, 5), 4: since(20, 20)}
     assert found(e, 6, True, there) == (9, ((0, 1), (2, 3)), {0: 9, 1: 9, 2: 5, 3: 5})
-    assert found(e, 6, True, {0: [8, 9], 3: [5], 4: [3]}) == (9, ((0, 3),), {0: 9, 3: 5})
-    assert found(e, 6, True, {0: [8], 2: [8]}) is None
+    assert found(e, 6, True, {0: since(4, 8, 9), 3: since(4, 5), 4: since(0, 3)}) == (9, ((0, 3),), {0: 9, 3: 5})
+    assert found(e, 6, True, {0: since(4, 8), 2: since(4, 8)}) is None
+
+
+def test_a_replica_that_lacks_the_last_mean_takes_it_over() -> None:
+    e = setting(6, strategy=LocalSGD(), partition=Pipeline())
+    there = {**dict.fromkeys((0, 1), since(8, 8, 9)), **dict.fromkeys((2, 3), since(4, 6, 7)),
+             **dict.fromkeys((4, 5), since(8, 8))}  # fmt: skip
+    assert found(e, 6, True, there) == (9, ((0, 1), (4, 5)), {0: 9, 1: 9, 4: 8, 5: 8})
+    there |= dict.fromkeys((4, 5), since(None, 8))
+    assert found(e, 6, True, there) == (9, ((0, 1), (2, 3), (4, 5)), {0: 9, 1: 9, 2: 7, 3: 7, 4: 8, 5: 8})
 
 
 def test_those_without_whom_a_piece_would_be_missing_stay() -> None:
-    where = found(STAGES, 4, True, {0: [6], 2: [6], 3: [6]})
+    where = found(STAGES, 4, True, dict.fromkeys((0, 2, 3), since(6, 6)))
     assert where is not None
     assert first_to_stay(where, pieces(STAGES, 4, True).at, [0, 2, 3]) == [2, 3, 0]
 

@@ -31,6 +31,7 @@ class Boundary(NamedTuple):
     spread:  how the model lay on ranks; cut: how the optimizer's state did, and where `sharded` the parameters, too
     state:   flat, by name: parameters and buffers, and what the optimizer remembers ("exp_avg/NAME")
     memory:  by buffer and parameter, what its compressor remembered
+    apart:   steps since all ranks last had the same parameters; -1: nobody can tell
     """
 
     bound: Bound
@@ -41,6 +42,7 @@ class Boundary(NamedTuple):
     sharded: bool
     state: State
     memory: dict[str, State]
+    apart: int = 0
 
     def whole_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
         """What it remembered, of whole parameters: zero where another rank has elements; of what is no sum, none."""
@@ -79,7 +81,15 @@ def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = 
         state = _copied(state, spare.state if spare else {})
         old = spare.memory if spare else {}
         memory = {kind: _copied(of, old.get(kind, {})) for kind, of in memory.items()}
-    return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory)
+    return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory,
+                    steps_apart(run))  # fmt: skip
+
+
+def steps_apart(run: Any) -> int:
+    """Steps since all ranks last had the same parameters, as far as the strategy of `run` can tell; -1: it cannot."""
+    strategy = run.experiment.strategy
+    since = strategy.steps_apart(run.state) if strategy.periodic else 0
+    return -1 if since is None else since
 
 
 def copy_boundary(b: Boundary) -> Boundary:

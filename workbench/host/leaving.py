@@ -14,7 +14,7 @@ from workbench.host import absent, handover, sliced
 from workbench.host.answers import Done
 from workbench.host.boundary import Boundary, copy_boundary, stood
 from workbench.host.move import State
-from workbench.host.reentry import Salvaged
+from workbench.host.reentry import Came, Salvaged
 from workbench.host.salvage import in_parts
 from workbench.host.settling import nowhere
 from workbench.host.voting import Next, Said
@@ -61,7 +61,7 @@ def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked 
     e, rank, rollback = run.experiment, run.rank, run.rollback
     used = run.reads.used_before(rank.step) if run.reads is not None else ()
     return Said(member, rank.step, run.obeyed, e.strategy.trains(rank.id, rank.size), *asked, e.plain(), list(process),
-                parts, [b.bound for b in run.bounds], bool(rollback and rollback.remembers), saved,
+                parts, [(*b.bound, b.apart) for b in run.bounds], bool(rollback and rollback.remembers), saved,
                 bool(rollback and rollback.void and rollback.together is not None), used)  # fmt: skip
 
 
@@ -124,6 +124,8 @@ def hand_down(before: Any, rank: Rank, to: Next) -> None:
     rank.memory = before.rank.memory.copied()
     before.plan_again(to.changes)
     if (salvaged := to.came.salvaged) is None:
+        if rank.id in to.came.trained:
+            _count_ranks_behind(before, to.came)
         return _adopt(before, to.experiment, rank.step)
     before.bounds = [copy_boundary(b) for b in (_boundary_of(before, salvaged, rank.id),) if b is not None]
     own = before.bounds[0] if before.bounds else None
@@ -131,6 +133,21 @@ def hand_down(before: Any, rank: Rank, to: Next) -> None:
     if own is not None:  # whole where it had slices
         rank.memory.buffers.update(own.whole_memory(before.model, before.experiment.compressor))
     _lie_whole(before, to.experiment, to.came.step)
+
+
+def _count_ranks_behind(run: Any, came: Came) -> None:
+    """Counts each rank that lacks the newest mean of all ranks as if it stood at that mean.
+
+    So a step that `run`'s rank has made since weighs as much in the next mean as if all ranks were that far.
+    """
+    anchor = run.experiment.strategy.anchor(run.state)
+    if not came.behind or anchor is None:
+        return
+    kept, share = anchor.buffers.get("anchor", {}), came.behind / (came.behind + len(came.trained))
+    with torch.no_grad():
+        for name, x in handover.parameters(run.layout).items():
+            if name in kept:
+                x.lerp_(kept[name].view(x.shape), share)
 
 
 def _adopt(run: Any, e: Experiment, step: int) -> None:

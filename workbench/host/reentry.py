@@ -2,7 +2,8 @@
 
 No strategy takes part: what it would do in `leave` may need a rank that is gone. Where replicas are equal after each
 step, who is behind takes the state of one that is furthest. Where they drift apart, all take the mean of those that
-trained, as at a switch. What each rank has of its own goes by the rules that its owner declares ("The hand-over" in
+trained, as at a switch. A rank that lacks the newest mean of all ranks counts as if it stood at that mean, which has
+its steps already. What each rank has of its own goes by the rules that its owner declares ("The hand-over" in
 workbench/DESIGN.md); a strategy begins as it does when it is switched to.
 """
 
@@ -47,9 +48,10 @@ class Came(NamedTuple):
     members:  by place from now on, the number that a rank has had from the run's beginning
     places:   by place from now on, the place that it had in the generation before
     furthest: the places of those who have made as many steps and changes as anybody
-    trained:  the places of those who trained; others only served
+    trained:  the places of those who trained and have the newest mean of all ranks; others only served, or lack it
     step:     the step that comes next
     salvaged: how what lay in parts is put together again; None where nothing did
+    behind:   how many ranks trained and lack the newest mean
     """
 
     members: tuple[int, ...]
@@ -58,6 +60,7 @@ class Came(NamedTuple):
     trained: tuple[int, ...]
     step: int
     salvaged: Salvaged | None = None
+    behind: int = 0
 
 
 def _as_it_is(e: Experiment) -> Experiment:

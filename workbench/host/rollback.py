@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.boundary import Bound, Boundary, stood
+from workbench.host.boundary import Bound, Boundary, steps_apart, stood
 from workbench.host.salvage import copies, in_parts
 from workbench.host.slots import slots
 
@@ -55,6 +55,7 @@ class Rollback:
         self._kept: dict[Key, Tensor] = {}
         self._was: tuple[Experiment, Any] | None = None  # the experiment and the optimizer, while something goes on
         self._updated = False
+        self._apart = 0  # as in Boundary, at the last boundary
         self.void = False
         self.outer: dict[str, Tensor] | None = None
         self.open = self.coming = False
@@ -90,6 +91,7 @@ class Rollback:
             yield
             return
         self._parts, self.coming, self.together = in_parts(self.run.experiment), False, None
+        self._apart = steps_apart(self.run)
         if not self.wanted and (changes or not self.free):
             self.open = True
             self.kept.clear()
@@ -153,6 +155,7 @@ class Rollback:
         Where it is `open` there is no way back.
         """
         if self._was is None:
+            self._apart = steps_apart(self.run)
             self.outer = None if in_parts(self.run.experiment) else self._handed()
             return 0
         run = self.run
@@ -185,7 +188,7 @@ class Rollback:
         if self.void or (in_parts(self.run.experiment) and self._elsewhere):
             return list(self.kept)
         kept = [b for b in self.kept if b.bound != self._here]
-        return [*kept, stood(self.run, self._here, copied=False)]
+        return [*kept, stood(self.run, self._here, copied=False)._replace(apart=self._apart)]
 
     def _of_copies(self) -> Boundary:
         """The boundary of what was copied, where the model was whole."""
@@ -195,7 +198,8 @@ class Rollback:
                 memory.setdefault(kind.removeprefix("residual "), {})[name] = x
             elif x.numel():
                 state[name] = x.reshape(-1)
-        return Boundary(self._here, self.run.rank.id, self.run.rank.size, None, None, False, state, memory)
+        run = self.run
+        return Boundary(self._here, run.rank.id, run.rank.size, None, None, False, state, memory, self._apart)
 
     def _all(self, everything: bool) -> dict[Key, Tensor]:
         memory = self.run.rank.memory.buffers

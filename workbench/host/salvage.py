@@ -3,16 +3,19 @@
 Where ranks are whole replicas whoever is left has all. Under a partition, or a strategy that shards, a rank has one of
 several pieces, and may be a step before or behind another: it has copies of the last boundaries at which it stood
 (`host/rollback.py`), and all who are left go back to the newest at which they have every piece together. Where
-replicas drift apart each of them that is complete goes back to a boundary of its own, and their mean is taken.
+replicas drift apart each of them that is complete goes back to a boundary of its own. The ranks take the mean of the
+replicas that have the newest mean of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import sharers
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Pieces(NamedTuple):
@@ -57,10 +60,28 @@ def copies(e: Experiment, size: int, remembers: bool) -> int:
     return min(at.count(piece) for piece in range(count))
 
 
-def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Collection[int]]) -> Found | None:
+def alike(bound: Sequence[int]) -> int | None:
+    """The step before which all ranks last had the same parameters; None if nobody can tell. bound: as in Said."""
+    step, _, apart = bound
+    return step - apart if apart >= 0 else None
+
+
+def newest(at: Mapping[Key, int | None]) -> set[Key]:
+    """The ranks, or replicas, that have the newest mean of all ranks; all of them if one cannot tell.
+
+    at: by rank or replica, the step before which all ranks last had the same parameters
+    """
+    known = [step for step in at.values() if step is not None]
+    if len(known) < len(at):
+        return set(at)
+    return {one for one, step in at.items() if step == max(known)}
+
+
+def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
     """Where all of the state is, of the newest step at which it is; None: nowhere.
 
-    there: by place of those who are left the steps of the boundaries that it stood at, all after the same changes
+    there: by place of those who are left the steps of the boundaries that it stood at, all after the same changes; for
+           each the step before which all ranks last had the same parameters (None: nobody can tell)
     """
     count, at = pieces(e, size, remembers)
     if e.strategy.periodic:
@@ -72,8 +93,8 @@ def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Collect
     return None
 
 
-def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Collection[int]]) -> Found | None:
-    """Of replicas that differ: all that are complete, or one put together of those that are not."""
+def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
+    """Of replicas that differ: the complete ones with the newest mean, or one put together of incomplete ones."""
     sources, steps = [], dict[int, int]()
     for first in range(0, len(at), count):
         ranks = tuple(range(first, first + count))
@@ -81,14 +102,18 @@ def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Collection[int]]
         if common:
             sources.append(ranks)
             steps |= dict.fromkeys(ranks, max(common))
-    if not sources:
-        newest = {place: max(each) for place, each in there.items() if each}
-        best = [max((place for place in newest if at[place] == piece), key=lambda p: (newest[p], -p), default=None)
+    if sources:
+        counting = newest({ranks: there[ranks[0]][steps[ranks[0]]] for ranks in sources})
+        sources = [ranks for ranks in sources if ranks in counting]
+        steps = {place: steps[place] for ranks in sources for place in ranks}
+    else:
+        last = {place: max(each) for place, each in there.items() if each}
+        best = [max((place for place in last if at[place] == piece), key=lambda p: (last[p], -p), default=None)
                 for piece in range(count)]  # fmt: skip
         ranks = tuple(place for place in best if place is not None)
         if len(ranks) < count:
             return None
-        sources, steps = [tuple(sorted(ranks))], {place: newest[place] for place in ranks}
+        sources, steps = [tuple(sorted(ranks))], {place: last[place] for place in ranks}
     return Found(max(steps.values()), tuple(sources), steps)
 
 

@@ -15,7 +15,7 @@ from workbench.host import salvage
 from workbench.host.changes import in_step
 from workbench.host.dealing import may_come_again
 from workbench.host.reentry import Came, Salvaged, fitting
-from workbench.host.salvage import Found
+from workbench.host.salvage import Found, alike
 from workbench.host.voting import Heard, Next, Said, are, lost, named
 from workbench.partitions import Whole
 from workbench.settings import KnobError
@@ -85,7 +85,8 @@ def _settled(who: Survivor, heard: Heard) -> Next:
     for changes in sorted({one.changes for one in said.values()}, reverse=True):
         first = max((one for one in said.values() if one.changes == changes), key=lambda one: (*one.far, -one.member))
         e = _settings(who, heard, first)
-        there = {place: [step for step, made in one.bounds if made == changes] for place, one in said.items()}
+        there = {place: {bound[0]: alike(bound) for bound in one.bounds if bound[1] == changes}
+                 for place, one in said.items()}  # fmt: skip
         found = salvage.found(e, who.size, remembers, there)
         if found is not None:
             at = salvage.pieces(e, who.size, remembers)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from workbench.experiment import Experiment
 from workbench.host.answers import Done
 from workbench.host.reentry import Came
+from workbench.host.salvage import alike, newest
 
 
 class Resized(Exception):
@@ -38,7 +39,8 @@ class Said(NamedTuple):
     settings: the experiment, plain
     process:  its host, pid and the time when that began
     parts:    does it hold a part only, or did it when it lost its way?
-    bounds:   boundaries that it can go back to: the step that comes next, and how many changes were made before
+    bounds:   boundaries that it can go back to, the newest last: the step that comes next, how many changes were made
+              before, and `Boundary.apart`
     remembers: does its optimizer remember anything?
     saved:    the steps before which it sees checkpoints of this run
     whole:    does it hold all, for ranks that held parts were coming together?
@@ -61,6 +63,11 @@ class Said(NamedTuple):
     saved: Sequence[int] = ()
     whole: bool = False
     used: Sequence[Sequence[int]] = ()
+
+    @property
+    def alike(self) -> int | None:
+        """The step before which all ranks last had the same parameters, as its newest boundary has it."""
+        return alike(self.bounds[-1]) if self.bounds else None
 
     @property
     def far(self) -> tuple[int, int]:
@@ -99,8 +106,10 @@ class Heard(NamedTuple):
         """How those who had these `places`, in their order, come to the next generation."""
         said = [self.by_place[place] for place in places]
         furthest = tuple(i for i, one in enumerate(said) if one.far == self.first.far)
-        trained = tuple(i for i, one in enumerate(said) if one.trained)
-        return Came(tuple(one.member for one in said), places, furthest, trained, self.first.step)
+        trained = newest({i: one.alike for i, one in enumerate(said) if one.trained})
+        behind = sum(one.trained for one in said) - len(trained)
+        return Came(tuple(one.member for one in said), places, furthest, tuple(sorted(trained)), self.first.step,
+                    behind=behind)  # fmt: skip
 
     def used(self, step: int) -> int:
         """How many examples of the data's order all steps before `step` have used up."""

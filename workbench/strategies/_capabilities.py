@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from workbench.rank import Bucket, Rank
+from workbench.rank import Bucket, Memory, Rank
 
 
 class Serving:
@@ -60,6 +60,17 @@ class Apart:
     def newest(self, rank: Rank, state: Any) -> int:
         """On rank 0, where `propagation` > 0: the newest step any rank may have begun, if others may overtake it."""
         return rank.step
+
+    def steps_apart(self, state: Any) -> int | None:
+        """For a `periodic` strategy: steps since all ranks last had the same parameters; None if it cannot tell.
+
+        If a rank is lost while the others take their mean, some have it and some do not: those that have it count.
+        """
+        return None
+
+    def anchor(self, state: Any) -> Memory | None:
+        """What remembers in slot "anchor" the parameters that all ranks last had; None if nothing does."""
+        return None
 
     async def known(self, rank: Rank, state: Any) -> Any:
         """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.

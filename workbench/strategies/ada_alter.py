@@ -64,6 +64,9 @@ class AdaAlter(Strategy):
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
 
+    def steps_apart(self, state: _State) -> int | None:
+        return state.since
+
     async def step(self, rank: Rank, state: _State) -> None:
         await rank.forward()
         await rank.backward()

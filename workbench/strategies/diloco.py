@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.rank import Bucket, Rank
+from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._outer import Outer, OuterState, handed, outer_step, taken
@@ -55,6 +55,12 @@ class DiLoCo(Strategy):
 
     def init(self, rank: Rank, params: list[Bucket]) -> OuterState:
         return OuterState(params)
+
+    def steps_apart(self, state: OuterState) -> int | None:
+        return state.since
+
+    def anchor(self, state: OuterState) -> Memory | None:
+        return state.memory
 
     async def step(self, rank: Rank, state: OuterState) -> None:
         await rank.forward()

@@ -61,6 +61,13 @@ class LocalSGD(Strategy):
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
         return LocalState(params)
 
+    def steps_apart(self, state: Any) -> int | None:
+        return int(state.since)
+
+    def anchor(self, state: Any) -> Memory | None:
+        anchor: Memory = state.anchor
+        return anchor
+
     async def step(self, rank: Rank, state: Any) -> None:
         await self.alone(rank, state)
         if state.since >= self.every:

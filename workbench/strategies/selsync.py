@@ -21,9 +21,13 @@ TINY = 1e-30  # what is divided by where no gradient was
 
 
 class _State:
-    """What one rank remembers: its last gradients' norms, their mean at the last step, and its relative changes."""
+    """What one rank remembers: its last gradients' norms, their mean at the last step, and its relative changes.
+
+    since: steps since the ranks last had the same parameters
+    """
 
     def __init__(self) -> None:
+        self.since = 0
         self.norms: deque[float] = deque(maxlen=LONGEST)
         self.changes: deque[float] = deque(maxlen=LONGEST)
         self.before: float | None = None
@@ -72,10 +76,13 @@ class SelSync(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
     sees_all: ClassVar[bool] = True
-    own: ClassVar[dict[str, str]] = {"before": "drop", "changes": "drop", "norms": "drop"}
+    own: ClassVar[dict[str, str]] = {"before": "drop", "changes": "drop", "norms": "drop", "since": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
+
+    def steps_apart(self, state: _State) -> int | None:
+        return state.since if self.aggregate == "parameters" else None
 
     async def step(self, rank: Rank, state: _State) -> None:
         await rank.forward(await self._examples(rank))
@@ -86,8 +93,10 @@ class SelSync(Strategy):
         if due and self.aggregate == "gradients":
             await mean_of_all(rank, grads)
         await rank.update()
+        state.since += 1
         if due and self.aggregate == "parameters":
             await mean_of_all(rank, await rank.params())
+            state.since = 0
 
     async def leave(self, rank: Rank, state: _State) -> None:
         await mean_of_all(rank, await rank.params())
