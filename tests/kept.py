@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.ranks import assemble, ended, experiment, live, mse, toy
+from tests.ranks import assemble, ended, experiment, live, mse, require_no_error, toy
 from tests.sim.virtual import samples
 from workbench import simulate
 from workbench.engine.session import Session
@@ -49,8 +49,7 @@ def lived(e: Experiment, folder: Path, resume: Path | str = "", changes: tuple[C
     folder.mkdir(parents=True)
     sessions = live(e, changes, run_dir=folder, resume=str(resume))
     ended(sessions)
-    for s in sessions:
-        assert s.error is None, s.error["traceback"]
+    require_no_error(sessions)
     return sessions
 
 

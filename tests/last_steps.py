@@ -72,7 +72,7 @@ def main() -> int:
         try:
             outcome, why = resume_last_step(strategy, partition, folder)
         except BaseException as error:
-            outcome, why = "wrong", "".join(traceback.format_exception(error))[-800:]
+            outcome, why = "wrong", "".join(traceback.format_exception(error))[-4000:]
             if isinstance(error, KeyboardInterrupt):
                 raise
         finally:

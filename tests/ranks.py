@@ -112,10 +112,15 @@ def run(experiment: Experiment, *changes: Change, within: float = 300.0) -> list
             for other in sessions:
                 other.abort()
             raise AssertionError(f"rank {s.rank.index} hangs: {s.status()}")
-    for s in sessions:
-        assert s.error is None, s.error["traceback"]
+    require_no_error(sessions)
     assemble(sessions)
     return sessions
+
+
+def require_no_error(sessions: list[Session]) -> None:
+    """Fails the test if a rank failed. Shows the errors of ranks that others only followed first."""
+    errors = sorted((s.error for s in sessions if s.error), key=lambda error: error["consequence"])
+    assert not errors, "\n".join(error["traceback"] for error in errors)
 
 
 def assemble(sessions: list[Session]) -> None:

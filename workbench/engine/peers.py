@@ -100,6 +100,20 @@ class Peers:
             while self.store.add(to, 0) < self.rank.size and time.monotonic() < until:
                 time.sleep(LOOK)
 
+    def await_ends(self) -> None:
+        """Waits until all ranks have made their last step, this rank must leave, or a peer is gone.
+
+        Replicas of one run may end at different times. If one closes its wires, a rank that still awaits a message
+        takes it for lost.
+        """
+        if self.store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
+            self.store.set(f"ended {self.rank.id}", "1")
+            every = [f"ended {place}" for place in range(self.rank.size)]
+            while not (self.store.check(every) or self.leaving.is_set() or self.parted()):
+                time.sleep(LOOK)
+
     def parted(self) -> bool:
         """Is a peer seen to be gone?"""
         return self.control is not None and self.control.parted()

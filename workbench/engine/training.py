@@ -167,6 +167,8 @@ class Training(Turnable):
         await self.leave_opaque()
         await Op("do", partial(self.host.catch_up, self.finite.told))
         await Op("do", self.saving.end)
+        self.host.at("wait for all ranks to end", waits=True)
+        await Op("do", self.peers.await_ends)
         self.say("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:

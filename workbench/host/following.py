@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 
 from workbench.host.memory import storage_of
+from workbench.host.operators import make_operators_once
 
+make_operators_once()
 _READ = torch.ops.aten._local_scalar_dense.default  # reads a number out of a tensor
 
 

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.host.operators import make_operators_once
+
+make_operators_once()
 _aten = torch.ops.aten
 _MADE = {  # makes a tensor like its first argument
     _aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.div.Tensor, _aten.maximum.default,

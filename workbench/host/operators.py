@@ -1,0 +1,36 @@
+"""Lets one thread at a time make the Python object of a torch operator.
+
+[Note: Operators made twice] torch makes the object of an operator when a dispatch mode first sees the operator, and
+puts it into `torch.ops`. C++ keeps a pointer to the object, but no reference. If two threads make the object at once,
+the second replaces the first in `torch.ops`, and Python frees the first. A later call then reads freed memory. We saw
+errors such as "'Tickets' object has no attribute '__qualname__'" and crashes in malloc, in torch 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch._ops import OpOverloadPacket, _OpNamespace
+
+_LOCK = threading.RLock()
+
+
+def make_operators_once() -> None:
+    """Puts a lock around both of torch's places that make such an object. A second call does nothing."""
+    for kind in (_OpNamespace, OpOverloadPacket):
+        if not hasattr(kind.__getattr__, "__wrapped__"):
+            kind.__getattr__ = _guard(kind.__getattr__)  # type: ignore[method-assign]
+
+
+def _guard(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    @wraps(make)
+    def find_or_make(self: Any, name: str) -> Any:
+        with _LOCK:
+            if name in self.__dict__:  # another thread made it while this one waited
+                return self.__dict__[name]
+            return make(self, name)
+
+    return find_or_make
