@@ -89,7 +89,8 @@ damage: $(VENV)/.installed-test
 last-steps: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.last_steps; code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
 cycles: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.cycles --cycles $(or $(CYCLES),100) --out docs/data/cycles.json
+	@$(BIN)/python -m tests.cycles --cycles $(or $(CYCLES),100) --out docs/data/cycles.json; \
+	code=$$?; $(BIN)/python -m tests.bench.reliability; exit $$code
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.soak $(if $(MINUTES),--minutes $(MINUTES)) --out docs/data/soak.json; \

@@ -77,34 +77,42 @@ VARIANTS: list[tuple[str, dict[str, Any], Callable[[Lab], None]]] = [
 ]
 
 
-def cycle(number: int, where: Path) -> set[int]:
-    """One lab, one run, one close. Returns the pids of the processes that the lab had."""
+def cycle(number: int, where: Path) -> set[psutil.Process]:
+    """One lab, one run, one close. Returns the processes that the lab had."""
     strategy, more, end = VARIANTS[number % len(VARIANTS)]
     lab = Lab(ranks=RANKS, name=f"cycle-{number}")
     try:
         settings = {"task": Digits(hidden=16), "ranks": RANKS, "eval_every": 3, "pace": 5.0, "strategy": strategy}
         run = lab.run(Experiment(**{**settings, **more}), out=where / f"run-{number}")
         assert until(lambda: run.made >= 3 or not run.live, LIMIT), lab.notes
-        found = {one.pid for one in psutil.Process().children(recursive=True)}
+        found = set(psutil.Process().children(recursive=True))
         end(lab)
     finally:
         lab.close()
     return found
 
 
-def count(folders: list[Path], pids: set[int]) -> dict[str, Counter[str]]:
-    """What this process and `pids` have now. folders: where files are counted"""
+def count(folders: list[Path], had: set[psutil.Process]) -> dict[str, Counter[str]]:
+    """What this process and those that its labs had have now. folders: where files are counted"""
     links = Counter[str]()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself
             target = os.readlink(f"/proc/self/fd/{name}")
             links[target.split("[")[0] if target.startswith(("socket:", "pipe:")) else target] += 1
     names = Counter(thread.name.rstrip("0123456789") for thread in threading.enumerate())
-    alive = Counter(str(pid) for pid in pids if psutil.pid_exists(pid))
-    alive += Counter(str(one.pid) for one in psutil.Process().children(recursive=True))
+    there = had | set(psutil.Process().children(recursive=True))
+    alive = Counter(describe(one) for one in there if one.is_running())  # a reused pid is another process
     files = Counter(str(file) for folder in folders for file in folder.rglob("*") if not file.is_dir())
-    shared = Counter(f.name for f in SHM.glob("*") if any(str(p) in f.name for p in {*pids, os.getpid()}))
+    pids = {os.getpid(), *(one.pid for one in had)}
+    shared = Counter(f.name for f in SHM.glob("*") if any(str(p) in f.name for p in pids))
     return {"descriptors": links, "threads": names, "processes": alive, "files": files, "shared memory": shared}
+
+
+def describe(process: psutil.Process) -> str:
+    """Its pid and its command, or its state if it has no command left."""
+    with suppress(psutil.Error):
+        return f"{process.pid} {' '.join(process.cmdline())[-120:] or process.status()}"
+    return str(process.pid)
 
 
 def grown(before: dict[str, Counter[str]], now: dict[str, Counter[str]]) -> dict[str, dict[str, int]]:
@@ -123,15 +131,15 @@ def go_on(cycles: int, out: Path) -> list[dict[str, Any]]:
             os.environ[name] = str(folder)
         tempfile.tempdir = str(folders[-1])
         runs = Path(top) / "runs"
-        pids = cycle(len(rows), runs / "warm-up")
-        before = count(folders, pids)
+        had = cycle(len(rows), runs / "warm-up")
+        before = count(folders, had)
 
         def growth() -> dict[str, dict[str, int]]:
-            return grown(before, count(folders, pids))
+            return grown(before, count(folders, had))
 
         while len(rows) < cycles:
             began = time.monotonic()
-            pids.update(cycle(len(rows), runs))
+            had.update(cycle(len(rows), runs))
             until(lambda: not growth(), SETTLE)
             left = growth()
             strategy, _, end = VARIANTS[len(rows) % len(VARIANTS)]

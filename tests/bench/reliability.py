@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import damage_page, deaths_page, joins_page, last_steps_page, soak_page
+from tests.bench import cycles_page, damage_page, deaths_page, joins_page, last_steps_page, soak_page
 from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +26,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("Faults while ranks join", "joins.json", joins_page.describe),
     ("Damaged checkpoints and records", "damage.json", damage_page.describe),
     ("Checkpoints of a last step", "last_steps.json", last_steps_page.describe),
+    ("Labs that open and close", "cycles.json", cycles_page.describe),
 )
 CHANGES, FAULTS = 10_000, 500  # asked for
 KINDS = {

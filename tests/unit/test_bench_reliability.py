@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.bench import reliability
+from tests.bench import cycles_page, reliability
 
 DATA = reliability.ROOT / "docs" / "data"
 
@@ -71,3 +71,12 @@ def test_rounds_with_faults_while_ranks_join_are_counted_by_fault_and_setting() 
     assert "| an old rank killed | 2 | 1 | 1 | 0 |" in text and "| DDP | 3 | 1 | 1 | 1 |" in text
     assert "- seed 3, DDP, killed rank 0: mean loss 2.302 Not mended yet." in text
     assert "4 undisturbed runs with further seeds went through the same check of losses; 1 gave an alarm." in text
+
+
+def test_cycles_that_leave_something_are_counted_and_listed() -> None:
+    left = {"descriptors": {"socket:": 1}}
+    rows = [{"cycle": n, "strategy": "DDP", "end": "It ends.", "left": left if n == 1 else {}} for n in range(3)]
+    text = cycles_page.describe({"cycles": rows})
+    assert "3 cycles: 2 left nothing, 1 left something. **97 of 100 cycles are still to be made.**" in text
+    assert "| DDP | It ends. | 3 | 1 |" in text and f"- cycle 1, DDP: {left}" in text
+    assert "Not measured yet" in cycles_page.describe({})

@@ -1,0 +1,31 @@
+"""The part of docs/reliability.md about labs that open, run and close."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tests.cycles import RANKS, VARIANTS
+
+ASKED = 100  # cycles
+ABOUT = f"""`make cycles` opens a lab of {RANKS} ranks, makes one run and closes the lab, again and again. {len(VARIANTS)}
+variants take turns. The first cycle of a call warms up. After every other cycle the campaign counts what the kernel's
+process and the machine have more than after the warm-up: descriptors, threads, processes, files, shared memory.
+"""
+
+
+def describe(cycles: dict[str, Any]) -> str:
+    """The section's text."""
+    rows = cycles.get("cycles", [])
+    if not rows:
+        return f"{ABOUT}\nNot measured yet.\n"
+    leaks = [row for row in rows if row["left"]]
+    missing = f" **{ASKED - len(rows)} of {ASKED} cycles are still to be made.**" if len(rows) < ASKED else ""
+    counts = Counter((row["strategy"], row["end"]) for row in rows)
+    grew = Counter((row["strategy"], row["end"]) for row in leaks)
+    table = ["| strategy | end | cycles | left something |", "| --- | --- | --- | --- |"]
+    table += [f"| {strategy} | {end} | {number} | {grew[strategy, end]} |"
+              for (strategy, end), number in counts.items()]  # fmt: skip
+    lines = [f"- cycle {row['cycle']}, {row['strategy']}: {row['left']}" for row in leaks]
+    text = f"{len(rows)} cycles: {len(rows) - len(leaks)} left nothing, {len(leaks)} left something.{missing}\n"
+    return "\n".join([ABOUT, text, *table, "", *lines, *([""] if lines else [])])
