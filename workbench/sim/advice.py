@@ -24,6 +24,8 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.settings.doing import doing
 from workbench.settings.said import class_of, text_of
+from workbench.sim.judging import Evidence, in_order, is_usable
+from workbench.sim.space import learns_alike
 from workbench.sim.what_if import Asked
 from workbench.strategies.local_sgd import LocalSGD
 
@@ -121,8 +123,8 @@ def advice(run: Run, last: int = LAST) -> Advised:
     """The causes of the last `last` steps, with suggestions. It simulates, which takes a second or more.
 
     If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
-    Suggestions rest on simulated times alone. `lab.tune` measures settings on ranks, and asks whether the loss keeps to
-    its trend, so it may choose others.
+    `workbench.sim.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are simulated
+    and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
     """
     found, asked = causes(run.timeline, last), None
     rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()
@@ -141,8 +143,9 @@ def advice(run: Run, last: int = LAST) -> Advised:
 
 
 def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
-    """Of the settings that may help against a kind of cause the fastest that leaves alone what is learned, and the
-    fastest of all if it is faster still; none where none is worth a word.
+    """The fastest setting against a kind of cause that learns the same, and the fastest of all if it is faster still.
+
+    Leaves out what is less than `WORTH` faster.
     """
     found, every = [], list(_candidates(asked.now, kind))
     with doing(kind, len(every)) as work:
@@ -151,10 +154,9 @@ def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
             with suppress(KnobError, StrategyError, RunError, ValueError):  # what cannot be, or cannot be simulated
                 found.append(_suggestion(asked, settings))
     best: list[Suggestion] = []
-    for some in ([s for s in found if not s.learns], found):
-        fastest = max(some, key=lambda s: s.faster, default=None)
-        if fastest and fastest.faster >= WORTH + (best[0].faster if best else 0.0):
-            best.append(fastest)
+    for one in in_order(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
+        if one.learns not in {s.learns for s in best} and one.faster >= WORTH + (best[0].faster if best else 0.0):
+            best.append(one)
     return tuple(best)
 
 
@@ -176,7 +178,8 @@ def _candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
 def _suggestion(asked: Asked, settings: dict[str, Any]) -> Suggestion:
     found = asked.what_if(settings)
     examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # of a step, to what they are now
-    return Suggestion(settings, 1 - found.other / found.same / examples, found.error, set(settings) != {"bucket_mb"})
+    learns = not learns_alike(asked.now, found.experiment)
+    return Suggestion(settings, 1 - found.other / found.same / examples, found.error, learns)
 
 
 def _value(value: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from workbench.experiment import Experiment
 from workbench.record.store import RunError
 from workbench.settings import KnobError, each
+from workbench.sim.judging import is_usable
 from workbench.sim.quick import period
 from workbench.sim.space import learns_alike
 from workbench.sim.trials import Interval, Settings, Trial, above_trend, interval
@@ -177,7 +178,7 @@ class OnRanks:
                 if said := self._verdict(trial, best, number == len(looks) - 1):
                     if alike:
                         self._trend.append((begin, begin + len(rounds) * each, weight))
-                    return replace(trial, verdict=said, fit=loss is None or loss.high <= a.worse)
+                    return replace(trial, verdict=said, fit=is_usable(loss is None, loss, a.worse))
                 self.shown(replace(trial, verdict="measuring"))
                 number = min(number + 1, len(looks) - 1)
             elif not live:
@@ -226,7 +227,8 @@ class OnRanks:
             return Interval(math.inf, math.inf, math.inf)
         before, late = spans[0][2], step >= begin
         examples = 1.0 + np.where(late, begin * before + (step - begin) * weight, step * before)
-        return above_trend((examples[early], loss[early]), (examples[late], loss[late]), self.asked.confidence)
+        found = above_trend((examples[early], loss[early]), (examples[late], loss[late]), self.asked.confidence)
+        return found or Interval(-math.inf, 0.0, math.inf)  # there are too few losses to say anything
 
     def _undisturbed(self) -> None:
         """Raises Broken where ranks were lost, or came in, since the trial began."""

@@ -13,6 +13,7 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError, short
 from workbench.settings.said import text_of
 from workbench.sim.costs import Costs
+from workbench.sim.judging import Evidence, in_order
 from workbench.sim.on_ranks import LOOK, Asked, OnRanks, Overruled, Training
 from workbench.sim.proposing import Ordered, Proposer, ordered
 from workbench.sim.space import Dimension, Trying, candidates, in_force, space_of
@@ -34,7 +35,8 @@ class Tuning:
                 is clearly slower than the best, or after `most` steps
     worse:      a setting is used only where its loss lies above the trend of the steps before by no more than this
                 share, shown at `confidence`: the trend is a line in the logarithm of the examples, of at most 200 steps
-                under what was in force; not asked of what learns the same (buckets, exact strategies among each other)
+                under what was in force; not asked of what learns the same (buckets, exact strategies among each other).
+                `workbench.sim.judging` has the rule, by which `run.advice` goes, too
     keep:       the best stays set at the end; else what was set before comes back
 
     A trial whose ranks are lost or whose change is refused is over, says so, and the next goes on. Where the number of
@@ -85,8 +87,9 @@ class Tuning:
     def best(self) -> Trial | None:
         """Of the trials that may be used, with as many ranks as train now, the fastest; None before there is one."""
         now = len(self.on.members) or (self.trials[-1].ranks if self.trials else 0)
-        fit = [trial for trial in self.trials if trial.fit and trial.ranks == now]
-        return min(fit, key=lambda trial: trial.seconds or math.inf, default=None)
+        alike = (trial for trial in self.trials if trial.ranks == now)
+        order = in_order(alike, lambda trial: Evidence(trial.seconds or math.inf, trial.fit))
+        return order[0] if order and order[0].fit else None
 
     def pause(self) -> None:
         """No other trial begins; the run trains on, under the best so far."""

@@ -1,0 +1,93 @@
+"""`lab.tune` and `run.advice` order the same settings alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import experiment
+from tests.unit.virtual_ranks import VirtualRanks
+from workbench.compressors import Cast, Dense
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.run import simulate
+from workbench.sim import Costs
+from workbench.sim import advice as advising
+from workbench.sim.durations import Duration
+from workbench.sim.judging import Evidence, in_order, is_usable
+from workbench.sim.trials import Interval
+from workbench.sim.tuning import Tuning
+from workbench.sim.what_if import Asked
+from workbench.strategies import DDP, LocalSGD
+
+PATIENT = 600.0  # seconds, on a machine that is busy with other things
+COSTS = Costs(forward=Duration(0.001), backward=Duration(0.002), update=0.0002)
+E = experiment(2, 60)
+FAR = E.set("fabric", Fabric(link=Link(bandwidth=1000, latency=5.0)))
+SPACE: list[dict[str, Any]] = [{"bucket_mb": 0.02}, {"bucket_mb": 0.04}, {"compressor": Cast()},
+                               {"strategy": LocalSGD(every=4)}, {"strategy.accumulate": 2}]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.sim.on_ranks.LOOK", 0.0)
+
+
+def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[dict[str, Any]]:
+    """The candidates that `Tuning` may use, best first. drop: by how much a setting's loss lies below the trend."""
+    found, noise = [], Random(2)
+
+    def loss(step: int, now: Experiment) -> float:
+        return 4.0 - 0.3 * float(np.log(4 * step + 1)) - drop * (now != e) + noise.gauss(0.0, 0.01 if drop else 3.0)
+
+    for settings in candidates:
+        space = {path: [value] for path, value in settings.items()}
+        trials = Tuning(VirtualRanks(e, COSTS, loss=loss), space, costs=COSTS, trials=2).start().wait(PATIENT).trials
+        found.append((settings, trials[-1]))
+    order = in_order(found, lambda one: Evidence(one[1].seconds or np.inf, one[1].fit))
+    return [settings for settings, trial in order if trial.fit]
+
+
+def test_tune_and_advice_order_the_same_evidence_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loss can be told from its noise, as advice knows none: then both use only what learns the same."""
+    monkeypatch.setattr(advising, "_candidates", lambda *_: iter(SPACE))
+    asked = Asked(simulate(replace(FAR, steps=60), costs=COSTS))
+    suggestions = [advising._suggestion(asked, settings) for settings in SPACE]
+    usable = in_order((s for s in suggestions if not s.learns), lambda s: Evidence(1 - s.faster, True))
+    assert tuned(FAR, SPACE, 0.0) == [s.settings for s in usable] and len(usable) == 2
+    best = advising._best(asked, "network")
+    assert [s.learns for s in best] == [False, True] and best[0].settings == usable[0].settings
+
+
+@pytest.mark.parametrize(("before", "settings", "alike"), [
+    (E, {"bucket_mb": 0.02}, True),
+    (E, {"compressor": Cast()}, False),
+    (E, {"strategy": LocalSGD(every=8)}, False),
+    (E, {"strategy.accumulate": 2}, False),
+    (E.set("compressor", Cast()), {"compressor": Dense()}, True),
+    (E.set("strategy", LocalSGD(every=4)), {"strategy": DDP()}, False),
+], ids=str)  # fmt: skip
+def test_advice_says_what_learns_the_same_as_tune_does(before: Experiment, settings: dict[str, Any], alike: bool) -> None:
+    asked = Asked(simulate(replace(before, steps=30), costs=COSTS))
+    assert advising._suggestion(asked, settings).learns is not alike
+    assert (tuned(before, [settings], 0.0) == [settings]) is alike, "its loss cannot be told from noise"
+    assert tuned(before, [settings], 1.0) == [settings], "its loss lies below the trend"
+
+
+@pytest.mark.parametrize(("alike", "loss", "usable"), [
+    (True, None, True), (False, None, False), (True, Interval(0.1, 0.2, 0.3), True),
+    (False, Interval(-0.1, 0.0, 0.019), True), (False, Interval(-0.1, 0.0, 0.021), False),
+])  # fmt: skip
+def test_a_setting_is_usable_if_its_loss_is_known_to_keep_to_the_trend(
+    alike: bool, loss: Interval | None, usable: bool
+) -> None:
+    assert is_usable(alike, loss, 0.02) is usable
+
+
+def test_what_is_usable_comes_first_and_then_what_is_fast() -> None:
+    found = {"a": Evidence(1.0, False), "b": Evidence(3.0, True), "c": Evidence(2.0, True), "d": Evidence(0.5, False)}
+    assert in_order(found, found.__getitem__) == ["c", "b", "d", "a"]
