@@ -36,7 +36,7 @@ class Relay:
             self.reach(address)
         self._meet()
         self._closing = threading.Event()
-        self._thread = Steady("relay", self._look, self._closing, self._wrong, lambda: self._socket.close(0)).start()
+        self._thread = Steady("relay", self._look, self._closing, self._wrong, self._end).start()
 
     def reach(self, address: str) -> None:
         """From now on it hears this engine, too."""
@@ -78,7 +78,10 @@ class Relay:
             except Exception as error:
                 self._wrong(error)
 
+    def _end(self) -> None:
+        """Closes socket and context on the thread that reads from them: no other thread may."""
+        self._context.destroy(0)
+
     def close(self) -> None:
         self._closing.set()
-        self._thread.join(2.0)
-        self._context.destroy(0)
+        self._thread.join(10.0)  # on a busy machine one look may take seconds
