@@ -8,9 +8,10 @@ from typing import Any
 from tests.cycles import RANKS, VARIANTS
 
 ASKED = 100  # cycles
-ABOUT = f"""`make cycles` opens a lab of {RANKS} ranks, makes one run and closes the lab, again and again. {len(VARIANTS)}
-variants take turns. The first cycle of a call warms up. After every other cycle the campaign counts what the kernel's
-process and the machine have more than after the warm-up: descriptors, threads, processes, files, shared memory.
+ABOUT = f"""`make cycles` opens a lab of {RANKS} ranks, makes one run and closes the lab, again and again.
+{len(VARIANTS)} variants take turns. The first cycle of a call warms up. After every other cycle the campaign counts
+what the kernel's process and the machine have more than after the warm-up: descriptors, threads, processes, files,
+shared memory.
 """
 
 

@@ -71,7 +71,9 @@ def test_tune_and_advice_order_the_same_evidence_alike(monkeypatch: pytest.Monke
     (E.set("compressor", Cast()), {"compressor": Dense()}, True),
     (E.set("strategy", LocalSGD(every=4)), {"strategy": DDP()}, False),
 ], ids=str)  # fmt: skip
-def test_advice_says_what_learns_the_same_as_tune_does(before: Experiment, settings: dict[str, Any], alike: bool) -> None:
+def test_advice_and_tune_know_alike_what_learns_the_same(
+    before: Experiment, settings: dict[str, Any], alike: bool
+) -> None:
     asked = Asked(simulate(replace(before, steps=30), costs=COSTS))
     assert advising._suggestion(asked, settings).learns is not alike
     assert (tuned(before, [settings], 0.0) == [settings]) is alike, "its loss cannot be told from noise"

@@ -123,8 +123,8 @@ def advice(run: Run, last: int = LAST) -> Advised:
     """The causes of the last `last` steps, with suggestions. It simulates, which takes a second or more.
 
     If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
-    `workbench.sim.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are simulated
-    and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
+    `workbench.sim.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are
+    simulated and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
     """
     found, asked = causes(run.timeline, last), None
     rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()
