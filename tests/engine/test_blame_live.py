@@ -9,6 +9,7 @@ import pytest
 
 from tests.labs import BOUND, apart
 from tests.waiting import until
+from workbench import Digits, Experiment
 from workbench.experiment import given
 from workbench.lab import Lab
 from workbench.run import Run
@@ -90,3 +91,11 @@ def test_a_rank_whose_memory_grows_is_named(lab: Lab, tmp_path: Path) -> None:
     assert said["rank"] == 1 and 12 < said["mb_per_step"] < 22, "16 MiB a step"
     assert said["text"] in lab.notes and said["text"] in run.warnings
     assert said["text"] in Run.open(tmp_path / "run").warnings
+
+
+def test_lateness_under_torchs_own_ddp_says_why_it_is_empty(lab: Lab, tmp_path: Path) -> None:
+    run = lab.run(Experiment(task=Digits(hidden=16), ranks=2, steps=8, strategy="TorchDDP"), out=tmp_path / "run")
+    run.wait(BOUND)
+    late = run.lateness()
+    assert late.shape == (2, 8) and late.isna().all(axis=None)
+    assert "torch makes the exchange of TorchDDP" in late.attrs["why"] and late.attrs["why"] in repr(late)

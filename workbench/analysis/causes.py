@@ -82,18 +82,35 @@ def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
 
     None where nothing costs a twentieth of a step, or too few steps have ended.
     """
-    first, stop = last_steps(tl, last)
-    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, which says when it ended
-    over = w.complete & (w.steps > max(w.first, _begins(tl)))
+    w, over = _steps_of(tl, last)
     if over.sum() < FEWEST:
         return []
     c = lined_up(w)
     looked = _Looked(w, c, over, _own(w, over))
-    stages, slices = spread_at(tl, stop - 1)
+    stages, slices = spread_at(tl, w.stop - 1)
     if stages > 1:  # of replicas that lack a rank nobody can tell who stands where
         return [] if len(w.ranks) % (stages * slices) else _ranked([*_of_stages(tl, looked, stages, slices)])
     ours = [*_to_blame(looked)] if len(w.ranks) > 1 and c.full.any() else []
     return _ranked([*ours, *_of_all(looked, ours)])
+
+
+def why_unjudged(tl: Timeline, last: int = LAST) -> str:
+    """Why `causes` can say nothing of these steps; "" if it can."""
+    w, over = _steps_of(tl, last)
+    if (known := int(over.sum())) < FEWEST:
+        return (f"Too few steps to say what costs a step most: {known} of the last {last} ended on every rank since "
+                f"the last change and count (the first of a run does not), and {FEWEST} are needed.")  # fmt: skip
+    stages, slices = spread_at(tl, w.stop - 1)
+    if stages > 1 and len(w.ranks) % (stages * slices):
+        return f"A replica of {stages * slices} ranks lacks one, so no rank can be compared with another of its stage."
+    return ""
+
+
+def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
+    """The steps that `causes` looks at, and a mask of those that count."""
+    first, stop = last_steps(tl, last)
+    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, which says when it ended
+    return w, w.complete & (w.steps > max(w.first, _begins(tl)))
 
 
 def _begins(tl: Timeline) -> int:

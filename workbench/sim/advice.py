@@ -12,7 +12,7 @@ from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.analysis.causes import LAST, causes
+from workbench.analysis.causes import LAST, causes, why_unjudged
 from workbench.analysis.naming import listed
 from workbench.analysis.words import duration
 from workbench.compressors.cast import Cast
@@ -92,13 +92,15 @@ class Advised(list[Advice]):
     """Rows, the costliest first; it shows itself as a table in words.
 
     unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
+    unjudged:    why the record does not say what costs a step most; "" if it says
     """
 
-    unsimulated = ""
+    unsimulated = unjudged = ""
 
     def __repr__(self) -> str:
         if not self:
-            return "Nothing costs a step a twentieth of its time beyond the compute that all ranks share."
+            nothing = "Nothing costs a step a twentieth of its time beyond the compute that all ranks share."
+            return self.unjudged or nothing
         rows = [
             f"{number}. {row.cause}, {row.cells[2]} per step ({row.cells[3]} of it). {row.text}"
             + (f"\n   Next: {row.next}." if row.next else "")
@@ -128,6 +130,7 @@ def advice(run: Run, last: int = LAST) -> Advised:
     """
     found, asked = causes(run.timeline, last), None
     rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()
+    rows.unjudged = why_unjudged(run.timeline, last)
     with doing("asking the simulator what to try", len(found)) as work:
         for f in found:
             kind = f.cause if f.cause in ("network", "codec") else "waiting" if f.ranks else ""

@@ -1,0 +1,85 @@
+"""A public question whose answer is empty says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit import synthetic
+from workbench.record.timeline import Span, Timeline
+from workbench.run import Run
+
+NO_STEP = "No step ended on every rank."
+QUESTIONS: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "memory": (lambda run: run.memory(), NO_STEP),
+    "lateness": (lambda run: run.lateness(), NO_STEP),
+    "collectives": (lambda run: run.collectives(), NO_STEP),
+    "critical_path": (lambda run: run.critical_path(), NO_STEP),
+    "overlap": (lambda run: run.overlap(), NO_STEP),
+    "entered": (lambda run: run.entered(), "The run is not live"),
+    "clocks": (lambda run: run.clocks(), "No rank has said which host"),
+    "recording": (lambda run: run.recording(), "No rank has said what recording took"),
+    "gpus": (lambda run: run.gpus(), "have no reading of a GPU"),
+    "advice": (lambda run: run.advice(), "Too few steps to say what costs a step most: 0 of the last 40"),
+}  # fmt: skip
+
+
+def run_under(strategy: str, timeline: Timeline, ranks: int = 2) -> Run:
+    return Run({"strategy": {strategy: {}}, "ranks": ranks}, timeline=timeline, name="asked")
+
+
+def without_exchange(ranks: int = 2, steps: int = 12) -> Timeline:
+    """Steps of which the record has compute alone."""
+    tl = Timeline()
+    for step in range(steps):
+        for rank in range(ranks):
+            tl.spans.add([Span(rank, step, "compute", "forward", step, step, step + 0.5, 0),
+                          Span(rank, step, "step", "s", step, step, step + 0.9, 0)])  # fmt: skip
+    return tl
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_an_empty_answer_shows_why(name: str) -> None:
+    ask, why = QUESTIONS[name]
+    found = ask(Run({"ranks": 2}, name="nothing yet"))
+    assert len(found) == 0 and why in repr(found)
+    if hasattr(found, "attrs"):
+        assert why in found.attrs["why"] and why in found._repr_html_()
+
+
+def test_every_question_of_a_run_is_in_the_table() -> None:
+    from workbench.analysis.frames import Frames
+
+    public = {name for name in vars(Frames) if not name.startswith("_")}
+    assert public <= set(QUESTIONS)
+
+
+@pytest.mark.parametrize("strategy", ["TorchDDP", "TorchFSDP"])
+@pytest.mark.parametrize("name", ["lateness", "collectives", "overlap"])
+def test_an_exchange_that_torch_makes_is_named_as_the_reason(strategy: str, name: str) -> None:
+    found = QUESTIONS[name][0](run_under(strategy, without_exchange()))
+    why = f"torch makes the exchange of {strategy}, and the record sees it only on an emulated Link."
+    assert why in repr(found) and "take the strategy DDP" in found.attrs["why"]
+
+
+def test_ranks_that_do_not_meet_and_one_alone_are_the_reason() -> None:
+    apart = run_under("LocalSGD", without_exchange()).lateness(5)
+    assert "met in no collective of steps 7 to 11 under LocalSGD" in repr(apart) and "last=" in repr(apart)
+    assert "One rank trains" in repr(run_under("DDP", without_exchange(1), 1).lateness())
+    assert "last=0 asks for no step" in repr(run_under("DDP", without_exchange()).lateness(0))
+
+
+def test_an_answer_shows_no_reason_if_it_is_not_empty() -> None:
+    run = run_under("DDP", synthetic.timeline(steps=20, link=False))
+    for name in ("lateness", "collectives", "critical_path", "overlap"):
+        found = QUESTIONS[name][0](run)
+        assert len(found) and "why" not in found.attrs and type(found).__name__ == "DataFrame"
+    assert run.advice().unjudged == ""
+
+
+def test_advice_tells_too_few_steps_from_steps_that_cost_nothing() -> None:
+    few, enough = (run_under("DDP", synthetic.timeline(steps=n, link=False)).advice() for n in (4, 40))
+    assert few == [] and "Too few steps" in repr(few) and "6 are needed" in few._repr_html_()
+    assert repr(enough).startswith("Nothing costs") or enough
