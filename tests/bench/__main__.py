@@ -40,6 +40,7 @@ COMMANDS = {
     "between": ["tests.bench.between"],
     "record": ["tests.bench.record_size"],
     "record_hour": ["tests.bench.record_size", "--rows", "5760000"],
+    "checksums": ["tests.bench.record_size", "--checksums"],
     "prediction": ["tests.bench.prediction"],
     "across": ["tests.bench.across"],
     "published": ["tests.bench.published"],
