@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,17 @@ def apart(folders: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
         patch.setenv("WORKBENCH_RUNTIME_DIR", str(folders.mktemp("runtime")))
         patch.setenv("XDG_DATA_HOME", str(folders.mktemp("data")))
         yield patch
+
+
+def shared_lab(ranks: int, name: str) -> Any:
+    """A fixture: one lab for all tests of a module, which keeps its files apart."""
+
+    @pytest.fixture(scope="module")
+    def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+        with apart(tmp_path_factory), Lab(ranks=ranks, name=name) as made:
+            yield made.wait(BOUND)
+
+    return lab
 
 
 def endless(**more: object) -> Experiment:

@@ -1,4 +1,4 @@
-"""A script on two processes as torchrun starts them, and what it leaves in its file."""
+"""A script on several processes as torchrun starts them, and what it leaves in its file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from tests.waiting import until
 HERE = Path(__file__).parent / "scripts_ddp"
 
 
-def started_by_torchrun(name: str, out: Path, words: tuple[str, ...]) -> Any:
-    """What tests/scripts_ddp/`name`.py, called with these words, saves in `out`, without the workbench."""
+def started_by_torchrun(name: str, out: Path, words: tuple[str, ...], size: int = 2) -> Any:
+    """What tests/scripts_ddp/`name`.py, called with these words, saves in `out`, without the workbench.
+
+    size: how many processes run it
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = {
         **os.environ,
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -29,7 +32,7 @@ def started_by_torchrun(name: str, out: Path, words: tuple[str, ...]) -> Any:
         "OMP_NUM_THREADS": "1",
     }
     asked = [sys.executable, str(HERE / f"{name}.py"), *words]
-    ranks = [subprocess.Popen(asked, env={**told, "RANK": r, "LOCAL_RANK": r}) for r in ("0", "1")]
+    ranks = [subprocess.Popen(asked, env={**told, "RANK": r, "LOCAL_RANK": r}) for r in map(str, range(size))]
     try:
         assert until(lambda: _read(out) is not None, 200)
     finally:

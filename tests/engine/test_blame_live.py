@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.labs import BOUND, apart
+from tests.labs import BOUND, shared_lab
 from tests.waiting import until
 from workbench import Digits, Experiment
 from workbench.experiment import given
@@ -47,10 +46,7 @@ for step in range(10):
 """
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with apart(tmp_path_factory), Lab(ranks=2, name="blame") as made:
-        yield made.wait(BOUND)
+lab = shared_lab(2, "blame")
 
 
 @pytest.mark.parametrize("strategy", ["TorchDDP", "DDP"])

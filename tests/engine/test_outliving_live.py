@@ -15,7 +15,7 @@ import pytest
 from tests.campaign import agree
 from tests.deaths import kill
 from tests.harm import Patient, cut
-from tests.labs import apart, endless, reached
+from tests.labs import endless, reached, shared_lab
 from tests.waiting import until
 from workbench.fabric import Crash
 from workbench.lab import Lab
@@ -27,11 +27,7 @@ from workbench.tasks import ByteGPT, Digits
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with apart(tmp_path_factory):
-        with Lab(ranks=4, name="outliving") as made:
-            yield made.wait(120)
+lab = shared_lab(4, "outliving")
 
 
 def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.labs import apart
+from tests.labs import shared_lab
 from tests.torchrun import HERE, started_by_torchrun
 from workbench.cluster.errors import RankError
 from workbench.experiment import Experiment
@@ -22,11 +21,7 @@ from workbench.tasks import Script
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with apart(tmp_path_factory):
-        with Lab(ranks=2, name="numbers") as made:
-            yield made.wait(90)
+lab = shared_lab(2, "numbers")
 
 
 class Case(NamedTuple):

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.labs import apart
+from tests.labs import shared_lab
 from workbench import DDP, Experiment, Lab, ZeRO1
 from workbench.tasks import Task
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with apart(tmp_path_factory):
-        with Lab(ranks=2, name="numbers") as made:
-            yield made.wait(90)
+lab = shared_lab(2, "numbers")
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -23,12 +23,15 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--own-statistics", action="store_true")
+    parser.add_argument("--sync-bn", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     net[1].running_mean.fill_(0.1 * rank)  # the constructor sends rank 0's, or each rank keeps its own
+    if args.sync_bn:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     model = DDP(net, broadcast_buffers=False) if args.own_statistics else DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(10 + rank)
