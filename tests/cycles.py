@@ -123,7 +123,8 @@ def grown(before: dict[str, Counter[str]], now: dict[str, Counter[str]]) -> dict
 
 def go_on(cycles: int, out: Path) -> list[dict[str, Any]]:
     """The cycles that `out` lacks, each written into it. Returns all of them."""
-    rows = json.loads(out.read_text())["cycles"] if out.exists() else []
+    kept = json.loads(out.read_text()) if out.exists() else {"ranks": RANKS, "cycles": []}
+    rows = kept["cycles"]
     with tempfile.TemporaryDirectory(prefix="cycles-") as top:
         folders = [Path(top) / name for name in ("runtime", "data", "tmp")]
         for folder, name in zip(folders, ("WORKBENCH_RUNTIME_DIR", "XDG_DATA_HOME", "TMPDIR"), strict=True):
@@ -145,7 +146,7 @@ def go_on(cycles: int, out: Path) -> list[dict[str, Any]]:
             strategy, _, end = VARIANTS[len(rows) % len(VARIANTS)]
             rows.append({"cycle": len(rows), "strategy": strategy, "end": (end.__doc__ or "").strip(),
                          "seconds": round(time.monotonic() - began, 1), "left": left})  # fmt: skip
-            out.write_text(json.dumps({"ranks": RANKS, "cycles": rows}, indent=1) + "\n")
+            out.write_text(json.dumps(kept, indent=1) + "\n")
             print(f"cycle {len(rows) - 1}: {strategy}, {rows[-1]['seconds']} s, left {left or 'nothing'}", flush=True)
     return rows
 

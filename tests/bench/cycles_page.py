@@ -27,6 +27,7 @@ def describe(cycles: dict[str, Any]) -> str:
     table = ["| strategy | end | cycles | left something |", "| --- | --- | --- | --- |"]
     table += [f"| {strategy} | {end} | {number} | {grew[strategy, end]} |"
               for (strategy, end), number in counts.items()]  # fmt: skip
-    lines = [f"- cycle {row['cycle']}, {row['strategy']}: {row['left']}" for row in leaks]
+    lines = [f"- {note}" for note in cycles.get("notes", [])]
+    lines += [f"- cycle {row['cycle']}, {row['strategy']}: {row['left']}" for row in leaks]
     text = f"{len(rows)} cycles: {len(rows) - len(leaks)} left nothing, {len(leaks)} left something.{missing}\n"
     return "\n".join([ABOUT, text, *table, "", *lines, *([""] if lines else [])])
