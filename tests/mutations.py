@@ -273,10 +273,10 @@ _FABRIC = (
         mine = bucket.data.clone() if leaders is not None else None
 """, SITES, "a clone that is taken too late"),
     Mutant("tuner: a loss that may be worse is used", "sim/on_ranks.py",
-           "fit=loss is None or loss.high <= a.worse", "fit=True", WATCHED,
+           "fit=is_usable(loss is None, loss, a.worse)", "fit=True", WATCHED,
            "a setting whose loss lies above its trend is the best"),
     Mutant("tuner: trials of fewer ranks are compared", "sim/tuning.py",
-           "if trial.fit and trial.ranks == now]", "if trial.fit]", WATCHED,
+           "(trial for trial in self.trials if trial.ranks == now)", "iter(self.trials)", WATCHED,
            "a trial of four ranks is the best of three"),
     Mutant("tuner: what was set before does not come back", "sim/tuning.py",
            "self._ranks.restore(self._former)", "pass", WATCHED, "a search that breaks off leaves a trial's values"),
@@ -292,4 +292,60 @@ _FABRIC = (
            ("tests/unit/test_click_through.py", "-k", "normalised"), "a dropped term"),
 )  # fmt: skip
 
-MUTANTS = _STRATEGIES + _POLICIES + _FABRIC
+CHECKPOINTS = ("tests/unit/test_checkpoint_damage.py",)
+RECORDS = ("tests/unit/test_record_damage.py",)
+USED = ("tests/unit/test_usage.py", "-m", "ranks or not ranks")
+GROWS = ("tests/unit/test_growth.py",)
+REFUSED = ("tests/unit/test_refused_input.py", "-m", "ranks or not ranks")
+HUNG = ("tests/unit/test_silence.py",)
+LATE = ("tests/unit/test_lateness.py", "tests/unit/test_waited_for.py")
+
+_FAULTS = (  # what was wrong before faults from outside were mended
+    Mutant("checkpoint: nobody compares the manifest's checksum", "record/checkpoints.py",
+           """if seal and hashlib.sha256(b"{" + text[seal.end() :]).hexdigest().encode() != seal[1]:""", "if False:",
+           CHECKPOINTS, "one changed digit loads other tensors"),
+    Mutant("checkpoint: a manifest without a checksum is read", "record/checkpoints.py",
+           """if said["schema"] > 1 and not seal else None""", "if False else None", CHECKPOINTS,
+           "who takes the checksum away can change the rest"),
+    Mutant("checkpoint: nobody compares a file's digest", "record/checkpoints.py",
+           """if digest.hexdigest() != said["sha256"]:""", "if False:", CHECKPOINTS, "damaged tensors are loaded"),
+    Mutant("record: nobody compares a batch's checksum", "record/checksums.py", "if said != written(found)[NAME]:",
+           "if False:", RECORDS, "a flipped bit gives other rows"),
+    Mutant("record: a batch's checksum does not go on from the one before", "record/checksums.py",
+           """found = crc32(batch.num_rows.to_bytes(8, "little"), before)""",
+           """found = crc32(batch.num_rows.to_bytes(8, "little"), 0)""", RECORDS, "a batch may be left out"),
+    Mutant("record: a batch that lost its checksum is read", "record/checksums.py",
+           "if said is None and not required:", "if said is None:", RECORDS, "damage that takes the metadata along"),
+    Mutant("usage: no rank sees a raised hand", "engine/usage.py",
+           "return any(self._steps[rank] == step + 1 for rank in ranks)", "return False", USED,
+           "a parameter that no rank used moves"),
+    Mutant("usage: a hand stays raised", "engine/usage.py",
+           "return any(self._steps[rank] == step + 1 for rank in ranks)",
+           "return any(self._steps[rank] > 0 for rank in ranks)", USED, "each later step costs a round trip"),
+    Mutant("usage: what one rank unfroze gets the mean", "engine/usage.py",
+           'how = "sum" if host.module is host.model else "mean"', 'how = "mean"', USED,
+           "its gradient is too small by the number of ranks"),
+    Mutant("growth: what slows down is a leak, too", "engine/growth.py",
+           "if rises[-3:].sum() < GOES_ON * rises[:3].sum():", "if False:", GROWS, "a cache that fills gives an alarm"),
+    Mutant("growth: any growth is a leak", "engine/growth.py", "grown < LEAST_MB or ", "", GROWS,
+           "a few MB give an alarm"),
+    Mutant("growth: the newest readings are not looked at alone", "engine/growth.py",
+           " or find_growth(steps[half:], mb[half:])", "", GROWS, "a leak that begins late is not told"),
+    Mutant("growth: it is told again and again", "engine/growth.py", "self._told = True", "pass", GROWS,
+           "one note becomes many"),
+    Mutant("hang: who waits in the script's collective is blamed", "cluster/silence.py",
+           "if (past := _went_past(table)) is not None:", "if (past := None) is not None:", HUNG,
+           "the rank that skipped it is not named"),
+    Mutant("lateness: waits count as a rank's own time", "analysis/lateness.py",
+           """w.cover(rank, "codec", "wait", *OUTSIDE)""", """w.cover(rank, "codec", *OUTSIDE)""", LATE,
+           "who waits is late"),
+    Mutant("norm: a complex gradient counts with its real part", "rank/dtypes.py", "return torch.view_as_real(x)",
+           "return x.real", ("tests/laws/test_element_types.py", "-m", "ranks or not ranks", "-k",
+                             "norm_of_a_complex"), "clipping lets long gradients through"),
+    Mutant("optimizers: one that asks for a closure is taken", "experiment/closures.py", "if e.task.leads:",
+           "if True:", REFUSED, "LBFGS raises a bare TypeError"),
+    Mutant("empty batch: nobody looks whether it has rows", "host/finite.py", "if has_no_rows(batch):", "if False:",
+           REFUSED, "the advice is to lower the learning rate"),
+)  # fmt: skip
+
+MUTANTS = _STRATEGIES + _POLICIES + _FABRIC + _FAULTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,8 @@ def read_part(path: Path, rank: int | None = None) -> Part:
             if not stream.schema.equals(schema(kind)):
                 return 0, None, f"does not hold {kind} and was skipped"
             first = _whole(about.get("first", "0"))
-            checksum, required = checksums.begin(stream.schema.metadata), checksums.MARK in _metadata(stream)
-            for batch, metadata in stream.iter_batches_with_custom_metadata():
-                _check(batch)
-                checksum = checksums.check(batch, metadata, checksum, required)
-                batches.append(batch)
+            for batch in _checked_batches(stream):
+                batches.append(batch)  # one by one: those before a damaged one count
     except RunError:
         raise
     except checksums.Damaged as error:
@@ -93,6 +90,15 @@ def _bytes(path: Path) -> bytes:
             raise ValueError("it is no file")
         held = getattr(about, "st_blocks", about.st_size) * 512
         return file.read(min(about.st_size, held + HOLES))
+
+
+def _checked_batches(stream: Any) -> Iterator[pa.RecordBatch]:
+    """The batches of a stream. Raises Damaged, ArrowException or ValueError at the first that is not as written."""
+    checksum, required = checksums.begin(stream.schema.metadata), checksums.MARK in _metadata(stream)
+    for batch, metadata in stream.iter_batches_with_custom_metadata():
+        _check(batch)
+        checksum = checksums.check(batch, metadata, checksum, required)
+        yield batch
 
 
 def _metadata(stream: Any) -> dict[bytes, bytes]:
