@@ -83,3 +83,8 @@ def test_advice_tells_too_few_steps_from_steps_that_cost_nothing() -> None:
     few, enough = (run_under("DDP", synthetic.timeline(steps=n, link=False)).advice() for n in (4, 40))
     assert few == [] and "Too few steps" in repr(few) and "6 are needed" in few._repr_html_()
     assert repr(enough).startswith("Nothing costs") or enough
+
+
+def test_a_hostile_name_of_a_strategy_becomes_no_html() -> None:
+    shown = run_under("<script>", without_exchange()).lateness(5)._repr_html_()
+    assert "<script>" not in shown and "&lt;script&gt;" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def explained(frame: Any, why: str) -> Any:
             return f"{super().__repr__()}\n{self.attrs.get('why', '')}"
 
         def _repr_html_(self) -> str:
-            return f"{super()._repr_html_() or ''}<p>{self.attrs.get('why', '')}</p>"  # type: ignore[operator]
+            return f"{self.to_html(max_rows=20, max_cols=20, notebook=True)}<p>{escape(self.attrs.get('why', ''))}</p>"
 
     found = Silent(frame)
     found.attrs["why"] = why

@@ -77,7 +77,7 @@ def unwrap(module: Callable[..., Any]) -> None:
 
 def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.futures.Future[torch.Tensor]:
     """The all-reduce that torch makes without a hook, and when it was over; nobody waits for it here."""
-    buffer = bucket.buffer().div_(wire.size)
+    buffer = _scaled(bucket.buffer(), wire.size)
     sent = buffer._values() if buffer.is_sparse else buffer
 
     def over(made: Any) -> torch.Tensor:
@@ -86,6 +86,11 @@ def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.f
         return buffer
 
     return wire.group.allreduce([buffer]).get_future().then(over)
+
+
+def _scaled(buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """Divides by the number of ranks in place. torch multiplies dense gradients, so 3 ranks round as without a hook."""
+    return buffer.div_(size) if buffer.is_sparse else buffer.mul_(1.0 / size)
 
 
 def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
@@ -108,7 +113,7 @@ def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor
     buffer = bucket.buffer()
 
     async def child() -> None:
-        buffer.div_(lane.size)
+        _scaled(buffer, lane.size)
         await Op("all_reduce", buffer, "sum", f"bucket {bucket.index()}")
 
     handle = lane.start(child(), f"bucket {bucket.index()}")
