@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.canonical import all_equal, told
-from workbench.engine.opaque import best, bucket_cap, unwrap, wrap
+from workbench.engine.opaque import best, bucket_cap, trainable, unwrap, wrap
 from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
@@ -178,7 +178,8 @@ class Turnable(Parts):
         else:
             options = best(getattr(self.experiment.strategy, "find_unused_parameters", False))
             options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
-            self.host.module = wrap(self.model, self.peers.data, options, lane)
+            with trainable(self.layout):
+                self.host.module = wrap(self.model, self.peers.data, options, lane)
 
     async def leave_opaque(self) -> None:
         if self.host.fully is not None:

@@ -57,6 +57,8 @@ class Compute(Stage):
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
     usage: Any
+    strategy: Callable[[], Any]  # the one that is in force
+    agree: Callable[[], None]
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
     shown: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)  # a loss as it is written down
     go_back: Callable[[Tensor, Any], None] = staticmethod(gone_back)
@@ -105,9 +107,10 @@ class Compute(Stage):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         self.layout.unused = set()
         self.usage.begin(self.rank.step)
-        if self.usage.unfrozen and self.fully is not None:
+        self.usage.require_trained(self.strategy())
+        if self.fully is not None and (found := self.usage.found()):
             raise StrategyError(
-                f"parameter {next(iter(self.usage.unfrozen))}: was unfrozen, and TorchFSDP has shared out what it "
+                f"parameter {found[0]}: was unfrozen, and TorchFSDP has shared out what it "
                 f"trains; unfreeze it before the run, or take ZeRO3"
             )
         if self.module is not self.model:  # torch exchanges what this backward makes
@@ -206,8 +209,8 @@ class Compute(Stage):
         return value
 
     def _update(self, bucket: Bucket | None, by: Callable[[], None] | None, on: str) -> None:
-        if self.usage.step is not None or self.usage.unfrozen:
-            self.usage.agree(self)
+        if self.usage.step is not None:
+            self.agree()
         self.before_update()
         self.at("update")
         self.stale = True
@@ -236,6 +239,8 @@ class Compute(Stage):
             self.ledger.part(self.narrowing.trained, self.narrowing.state)
             return self._sample("grad_norm", norm) if norm is not None else None
         self.layout.drop_unused() if self.fully is None else self.fully.drop_unused()
+        if self.strategy().periodic and not self.usage.settled:
+            self.layout.drop_frozen()
         if longest := self.clip():
             of_replica = self._of_replica if self.rank.mesh.inside else float
             norm = self.fully.shorten(longest) if self.fully else clipped(self.layout, longest, of_replica)

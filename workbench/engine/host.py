@@ -24,7 +24,6 @@ from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
 from workbench.engine.stops import Stops
-from workbench.engine.usage import Usage
 from workbench.engine.watch import Watch
 from workbench.engine.waving import Waving
 from workbench.host.curvature import Curvature
@@ -33,6 +32,7 @@ from workbench.host.flow import Flow
 from workbench.host.layout import Layout
 from workbench.host.offload import LANES
 from workbench.host.spread import Spread
+from workbench.host.usage import Usage
 from workbench.partitions import Whole
 from workbench.rank import Bucket, Forward, Group, Handle, Op, Rank, StrategyError, message_name
 
@@ -71,7 +71,6 @@ class Host(Waving):
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._hooks, self._stops = GradientHooks(self), Stops(self, self._perform)
         self.use(Usage())
-        self.follows: Callable[[], bool] = lambda: True  # does one update step all parameters?
         self.curvature = Curvature(model, loss, layout)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
@@ -97,6 +96,10 @@ class Host(Waving):
         """From now on this notes what steps use."""
         self.usage = usage
         usage.lie(self.model, self.layout)
+
+    def agree(self) -> None:
+        """The ranks agree on what the backward that is over has used."""
+        drive(self.usage.agree(self), self._perform)
 
     def opened(self) -> list[Tensor]:
         """What backward is still to be asked of."""
@@ -216,7 +219,7 @@ class Host(Waving):
     def lie(self, spread: Spread | None, seed: int) -> None:
         """This rank computes its part from now on; the order of its gradients is to be learned anew."""
         super().lie(spread, seed)
-        self.usage.lie(self.model, self.layout)
+        self.usage.lie(self.model, self.layout, whole=spread is None)
         self._order = []
 
     def _learn_order(self) -> None:
@@ -267,7 +270,7 @@ class Host(Waving):
         self.watch.write(self.rank.step, "wait", handle.name, asked, asked, ended, 0)
         self.stood(asked, ended, waited)
         if handle is self.usage.last and self.usage.step is not None:
-            self.usage.agree(self)
+            self.agree()
         return value
 
     def _collective(self, op: Op) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.engine.setup import Parts
 
 IDLE = "a meeting"  # what a rank waits in that has nothing else to do
+UNFROZEN = "unfrozen"  # what a rank says to rank 0 that has unfrozen a parameter
 LOOK = 0.05  # seconds between two looks of a rank that has nothing to do
 
 
@@ -39,6 +40,8 @@ class Meeting:
         self._stays = 0  # of strategies with a background
         self._done: set[int] = set()  # ranks that have told rank 0 that they are done
         self._told = False
+        self._asks = False  # has this rank asked for a meeting, because its model has unfrozen a parameter?
+        self._asked = False  # on rank 0: has some rank?
 
     @property
     def strategy(self) -> Any:
@@ -101,6 +104,7 @@ class Meeting:
         run = self.run
         if self.background is not None:
             self.background.moved()
+        self._ask()
         while True:
             if run.leaving.is_set():
                 raise Aborted("told to leave")
@@ -134,7 +138,7 @@ class Meeting:
             all_equal(run.control, 0)  # nobody goes on, and sends, before all backgrounds have ended
         self._number += 1
         self._done.clear()
-        self._told = False
+        self._told = self._asks = self._asked = False
 
     @property
     def _idle(self) -> bool:
@@ -157,20 +161,36 @@ class Meeting:
         """On rank 0: is a meeting wanted now? Then tells all who would not know."""
         run = self.run
         self._done |= {who for who, number in run.mailbox.said("done") if number == self._number}
+        self._asked |= any(number == self._number for _, number in run.mailbox.said(UNFROZEN))
         ended = self._idle and self._done >= {r for r in range(1, run.rank.size) if self._trains(r)}
         self.over = ended
         if self.propagation and not ended and not run.paused:
             planned = bool(run.due)
-            if run.mailbox.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
+            if run.mailbox.meet < run.rank.step and (self._wants or (planned and not self.strategy.lockstep)):
                 with run.host.alone:  # a server beside this step lets nobody on meanwhile, and then tells it
                     run.mailbox.meet = meeting.named(run.experiment, run.rank, run.state)
             return planned and bool(self.strategy.lockstep)
-        if not (ended or run.paused or self.run.due or not run.inbox.empty()):
+        if not (ended or run.paused or self.run.due or self._wants):
             return False
         if not self.strategy.lockstep:
             for other in range(1, run.rank.size):
                 run.mailbox.say(self._number, other, "come")
         return True
+
+    @property
+    def _wants(self) -> bool:
+        """On rank 0: does a person or a rank ask for a meeting?"""
+        return self._asked or not self.run.inbox.empty()
+
+    def _ask(self) -> None:
+        """Asks rank 0 for a meeting if this rank's model has unfrozen a parameter."""
+        if self._asks or not self.run.usage.found():
+            return
+        self._asks = True
+        if self.run.rank.id:
+            self.run.mailbox.say(self._number, 0, UNFROZEN)
+        else:
+            self._asked = True
 
     def _trains(self, rank: int) -> bool:
         return bool(self.strategy.trains(rank, self.run.rank.size))

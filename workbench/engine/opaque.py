@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine.collectives import Wire
 from workbench.engine.lane import Lane
+from workbench.host.layout import Layout
 from workbench.rank import Op, StrategyError
 
 CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
@@ -49,6 +50,17 @@ def best(find_unused_parameters: bool = False) -> dict[str, Any]:
     """The options with which torch's DDP is fastest for a model that uses the same parameters in every step, or not."""
     graph = {"find_unused_parameters": True} if find_unused_parameters else {"static_graph": True}
     return {"gradient_as_bucket_view": True, **graph}
+
+
+@contextmanager
+def trainable(layout: Layout) -> Iterator[None]:
+    """Inside, all parameters of the layout want gradients: torch's DDP must register the same ones on every rank."""
+    frozen = [place.param for place in layout.order if not place.param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    yield
+    for param in frozen:
+        param.requires_grad_(False)
 
 
 @contextmanager

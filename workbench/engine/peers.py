@@ -18,9 +18,9 @@ from workbench.engine import membership
 from workbench.engine.clocks import agree_on_time
 from workbench.engine.collectives import LOOPBACK, Aborted, Wire, connect_store
 from workbench.engine.door import address
+from workbench.engine.hands import Hands
 from workbench.engine.shaping import ArrivalTable
 from workbench.engine.ticket import Flag
-from workbench.engine.usage import Hands
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session

@@ -23,7 +23,6 @@ from workbench.engine.meeting import Meeting
 from workbench.engine.peers import Peers
 from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
-from workbench.engine.usage import Usage
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
@@ -46,6 +45,7 @@ from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.host.steering import Overheard, Steering
 from workbench.host.tables import read
+from workbench.host.usage import Usage
 from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
@@ -187,7 +187,7 @@ class Parts(Life):
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
                          Pace(rank.id, self.naps), seen)
         self.host.use(Usage(self.peers.hands()))
-        self.host.follows = lambda: self.experiment.strategy.follows
+        self.host.strategy = lambda: self.experiment.strategy
         self.host.lanes.open = self.open_lane
         self.host.still_well = lambda: self.meeting.check()
         self.host.follow = self.peers.follow

@@ -26,6 +26,7 @@ from workbench.host import changes, residual
 from workbench.host.answers import KNOWN, Answer, Done, remember
 from workbench.host.evaluating import Evaluated
 from workbench.host.reentry import Came
+from workbench.host.usage import Usage
 from workbench.rank import Bucket, Op
 from workbench.record.tidy import Tidy
 from workbench.settings import Change
@@ -136,8 +137,8 @@ class Training(Turnable):
         return bool(self.rank.mesh.inside) and (size == 1 or self.experiment.strategy.propagation(size) > 0)
 
     @property
-    def unfrozen(self) -> list[str]:
-        return list(self.host.usage.unfrozen)
+    def usage(self) -> Usage:
+        return self.host.usage
 
     @property
     def reorders(self) -> bool:

@@ -30,7 +30,7 @@ from workbench.host.repartition import repartition
 from workbench.host.spread import spread_of
 from workbench.host.tables import tables_of
 from workbench.optimizers import carry
-from workbench.rank import MOMENTUM, StrategyError
+from workbench.rank import MOMENTUM
 from workbench.settings import Change, KnobError, resolved
 from workbench.tasks import at_rate, rate
 
@@ -245,53 +245,6 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         if wanted.strategy.opaque:
             run.enter_opaque()
         await run.reading.shard(pieces)
-
-
-def unfreeze(run: Changing, names: Collection[str]) -> None:
-    """These parameters are trained elsewhere: those of them that are frozen here are trained and laid out from now on.
-
-    Of a model that lies on several ranks, or whose parameters are others, it changes nothing.
-    """
-    here = {place.name for place in run.layout.order}
-    frozen = {name: p for name, p in run.model.named_parameters() if name in names and not p.requires_grad}
-    more = {name: p for name, p in frozen.items() if name not in here}
-    if run.spread is not None or not more:
-        return
-    for p in more.values():
-        p.requires_grad_(True)
-    run.relaid(here | set(more), None)
-
-
-async def train_more(run: Changing, names: Sequence[str]) -> None:
-    """The model has unfrozen these parameters: from now on they are exchanged, averaged and saved as others are.
-
-    The strategy is left and entered again, so that what ranks share out is cut anew. Raises StrategyError if the model
-    lies on several ranks.
-    """
-    e = run.experiment
-    if run.spread is not None:
-        raise StrategyError(
-            f"parameter {names[0]}: was unfrozen while a replica lies on several ranks "
-            f"(partition={type(e.partition).__name__}); unfreeze it before the run, or take partition=Whole"
-        )
-    await drained(run.flow)
-    if e.strategy.in_flight:
-        await e.strategy.drain(run.rank.replicas, run.state)
-    with run.switching(e, e):
-        await leave(run, e, e, lying(run, e.strategy).shards, ())
-        momentum = e.strategy.hands_on(run.rank.replicas, run.state)
-        run.relaid({*(place.name for place in run.layout.order), *names}, None)
-        await run.reading.forget()
-        await handover.reshard(run, None, handover.cut(run, e.strategy))
-        run.enter(e, e)
-        e.strategy.takes(run.rank.replicas, run.state, momentum)
-        await handover.check(run)
-        if e.strategy.opaque:
-            run.enter_opaque()
-        await run.reading.shard()
-    run.choose_lane()
-    if run.rank.id == 0:
-        run.mark("unfrozen", {"names": [*names], "text": f"{', '.join(names)}: unfrozen, and trained from now on"})
 
 
 async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: handover.Cut | None,

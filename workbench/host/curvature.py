@@ -122,7 +122,9 @@ class Products:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: Layout) -> None:
         self._buckets, by_name = layout.buckets, {place.name: place.param for place in layout.order}
-        self._params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
+        params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
+        self._trains = [p.requires_grad for p in params]  # torch differentiates by no frozen one
+        self._trained = [p for p in params if p.requires_grad]
         calls: list[list[Tensor]] = []
 
         def cut(module: nn.Module, given: Any, made: Any) -> Any:
@@ -157,8 +159,13 @@ class Products:
             self._made, self._leaves = [self._made[i] for i in bent], [self._leaves[i] for i in bent]
             self._slopes = [slopes[i] for i in bent]
             self._along = [torch.zeros_like(x, requires_grad=True) for x in self._made]
-            back = torch.autograd.grad(self._made, self._params, self._along, create_graph=True, allow_unused=True)
+            back = self._to_params(self._along, create_graph=True)
         self._back = [(i, b) for i, b in enumerate(back) if b is not None and b.requires_grad]
+
+    def _to_params(self, given: Any, **how: bool) -> list[Tensor | None]:
+        """Takes gradients of what the model made on to the parameters; a frozen one has None."""
+        found = iter(torch.autograd.grad(self._made, self._trained, given, allow_unused=True, **how))
+        return [next(found) if trains else None for trains in self._trains]
 
     def of(self, vector: list[Tensor]) -> list[Tensor]:
         """(n,) by bucket -> the same."""
@@ -168,7 +175,7 @@ class Products:
             out = torch.autograd.grad([b for _, b in self._back], self._along, [v[i] for i, _ in self._back],
                                       retain_graph=True, materialize_grads=True)  # fmt: skip
             pulled = torch.autograd.grad(self._slopes, self._leaves, out, retain_graph=True, materialize_grads=True)
-            grads = torch.autograd.grad(self._made, self._params, pulled, retain_graph=True, allow_unused=True)
+            grads = self._to_params(pulled, retain_graph=True)
         found, flat = iter(grads), []
         for x, bucket in zip(vector, self._buckets, strict=True):
             product = torch.zeros_like(x)

@@ -249,6 +249,12 @@ class Layout:
             if place.name in self.unused:
                 place.param.grad = None
 
+    def drop_frozen(self) -> None:
+        """Before an update by this rank's own gradients: parameters that are frozen here have none."""
+        for place in self.order:
+            if not place.param.requires_grad:
+                place.param.grad = None
+
     def grads(self) -> list[Bucket]:
         """All gradients, each in its bucket's vector, zero where none has come; writing into them changes the step."""
         self.make_room()

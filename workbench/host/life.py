@@ -25,6 +25,8 @@ from workbench.host.saved.saving import Holding, Save
 from workbench.host.spread import Spread
 from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
+from workbench.host.unfreezing import settle, train_more
+from workbench.host.usage import Usage
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
@@ -85,8 +87,10 @@ class Life(Outliving, Ordering, Holding):
             if not meeting.idle(self.experiment, self.rank):  # such a one came here for changes only
                 await self.step()
             if self.experiment.evaluates(before, self.rank.step):
+                await self._settle_in_step()
                 await self.evaluate(together=self.experiment.strategy.lockstep)
         await drained(self.flow)
+        await self._settle_in_step()
         await self.rest()
         strategy = self.experiment.strategy
         if strategy.lockstep and strategy.can_drain:
@@ -115,6 +119,8 @@ class Life(Outliving, Ordering, Holding):
             if not await self.called():
                 return
             await self.assemble()
+        if apart or self.due:
+            await settle(self)
         due = self.called_for if apart else self.due
         taken, self.planned = self.planned[:due], self.planned[due:]
         await self.take(taken)
@@ -162,13 +168,20 @@ class Life(Outliving, Ordering, Holding):
                 await residual.flushed(self)  # type: ignore[arg-type]
             if self.reading.learning:
                 await self.reading.learn(self.shown)
-            if names := self.unfrozen:
-                await changes.train_more(self, names)  # type: ignore[arg-type]
+            await self._train_unfrozen()
             if self.reorders:
                 await self.reorder(await self.learned())
             self.rank.step += made
         self.steering.steps += 1
         self.moved(made)
+
+    async def _train_unfrozen(self) -> None:
+        """A parameter that the model has unfrozen joins, if the ranks have met in this step."""
+        if names := list(self.usage.unfrozen):
+            await train_more(self, names)  # type: ignore[arg-type]
+        elif not (self.apart or self.usage.settled or self.usage.step is not None):
+            if self.met or self.rank.size == 1:
+                await settle(self)
 
     def _note_examples(self, count: int) -> None:
         """How many examples this rank's step was about, where that is new; a replica's first rank says it for all."""
@@ -192,6 +205,11 @@ class Life(Outliving, Ordering, Holding):
         self.held_out = numbers.get("loss", self.held_out)
         for name, value in numbers.items():
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
+
+    async def _settle_in_step(self) -> None:
+        """All ranks are at the same step, if they keep one in common: what some rank has unfrozen joins."""
+        if self.experiment.strategy.lockstep:
+            await settle(self)
 
     async def _caught_up(self) -> None:
         """Every update of the steps so far is made, by the rate of its step."""
@@ -253,9 +271,9 @@ class Life(Outliving, Ordering, Holding):
         """That order, the same on all ranks that hold the same of the model."""
 
     @property
-    def unfrozen(self) -> list[str]:
-        """Parameters that the model has unfrozen since the layout was made, the same on all ranks."""
-        return []
+    @abstractmethod
+    def usage(self) -> Usage:
+        """What this rank's steps use, and what the model has unfrozen."""
 
     @property
     def shown(self) -> Trial | None:

@@ -13,11 +13,12 @@ from torch import Tensor
 from workbench.host import residual
 from workbench.host.answers import Answer
 from workbench.host.boundary import Boundary
-from workbench.host.changes import take_role, unfreeze
+from workbench.host.changes import take_role
 from workbench.host.reentry import Came, hand_on, reenter
 from workbench.host.regathering import put_together
 from workbench.host.rollback import Rollback
 from workbench.host.saved.reread import Former
+from workbench.host.unfreezing import unfreeze
 from workbench.settings import Change
 
 UNDONE = 16  # changes that are remembered for a while after they were made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from workbench.fabric import Ways
 from workbench.host.layout import Layout
 from workbench.host.offload import Hops, Offloaded, named
-from workbench.host.slots import likes, require_steppable, settings
+from workbench.host.slots import Settings, likes, require_steppable, settings
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, Op
 from workbench.sim.fiber import PARK, Child, Fiber
@@ -31,7 +30,6 @@ class Away:
     free: dict[str, float]
     span: Any
     stale: bool
-    unused_in: Callable[[int], frozenset[str]]
     _ways: Ways
 
     def _offload(self, fiber: Fiber, op: Op) -> Any:
@@ -53,11 +51,15 @@ class Away:
         self.clock.at(end, fiber, value)
         return PARK
 
+    def update_settings(self) -> tuple[Settings, frozenset[str]]:
+        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        return settings(self.body.optimizer), frozenset(self.body.layout.unused)
+
     def _update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
         body, now = self.body, self.clock.now
         require_steppable(body.layout, body.optimizer, shard, self.experiment)
-        by = getattr(fiber, "by", None) or settings(body.optimizer)
-        body.away.step(body.layout, body.optimizer, shard, by, self.unused_in(_step(fiber)))
+        by = getattr(fiber, "by", None) or self.update_settings()
+        body.away.step(body.layout, body.optimizer, shard, *by)
         body.stepped_apart()
         began = max(now, self.free.get(HOST, 0.0))
         end = self.free[HOST] = began + self.seconds("update", shard.data.numel() / body.layout.numel)

@@ -127,6 +127,8 @@ class Turnable(Life):
         self.body.relaid(names, spread, self.rank.id, self.experiment, seed, held)
         if not self.world.real:
             self.body.go_on_with(self.body.made(self.experiment))
+        else:
+            self.host.usage.lie(self.model, self.layout, whole=spread is None)
         self.mark_buckets()
 
     def tuned(self) -> None:

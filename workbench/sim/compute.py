@@ -16,6 +16,7 @@ from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.host.canonical import optimizer_tensors
 from workbench.host.meetings import Planned
 from workbench.host.slots import require_steppable
+from workbench.host.usage import Usage
 from workbench.rank import Op, Rank
 from workbench.settings import KnobError
 from workbench.sim.arithmetic import Arithmetic
@@ -41,6 +42,7 @@ class Compute(Arithmetic):
     note: Callable[[str, float], None]
     inner: Callable[..., Any]
     narrowing: Any
+    usage: Usage
     _step_narrow: Callable[..., float | None]
     _update_on_host: Callable[..., Any]
 
@@ -132,14 +134,16 @@ class Compute(Arithmetic):
 
     def _update(self, fiber: Fiber, op: Op) -> Any:
         bucket, by, on = op.args
+        if self.usage.step is not None:
+            return self.inner(fiber, self._agreed_update(op))
         self.stale = True
         self.flow.versions.keep()
         if on == "host":
             return self._update_on_host(fiber, bucket)
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
-        if self.world.real and self.body.layout.unused:
-            self._leave_unused()
+        if self.world.real:
+            self._drop_gradients()
         if bucket is not None:
             require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
         if bucket is None and self.rollback is not None:
@@ -152,26 +156,22 @@ class Compute(Arithmetic):
             self.note("grad_norm", norm)
         return self._compute(fiber, "update", None, share)
 
-    def unused_in(self, step: int = -1) -> frozenset[str]:
-        """Parameters that no rank used in the backward of `step`, or of this rank's last one.
+    async def _agreed_update(self, op: Op) -> Any:
+        """An update before which the ranks agree on what the backward has used."""
+        await self.usage.agree(self)
+        return await Op("update", *op.args)
 
-        Real ranks exchange a few bytes for that; simulated ranks look at each other, and no time passes.
-        """
-        if not self.world.real or not (own := self.body.unused):
-            return frozenset()
-        within, hosts = self.rank.replicas.within, self.world.hosts
-        step = step if step >= 0 else max(own)
-        peers = hosts if within is None else [hosts[rank] for rank in within.ranks]
-        return frozenset.intersection(*(host.body.unused.get(step, frozenset()) for host in peers))
-
-    def _leave_unused(self) -> None:
-        """Parameters that no rank used in this step keep no gradient, as on real ranks."""
-        self.body.layout.unused = set(self.unused_in())
-        self.body.layout.drop_unused()
+    def _drop_gradients(self) -> None:
+        """Parameters that no rank used, or that this rank alone updates and has frozen, keep no gradient."""
+        layout = self.body.layout
+        layout.drop_unused()
+        if self.experiment.strategy.periodic and not self.usage.settled:
+            layout.drop_frozen()
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
         grad, micro = op.args
+        self.usage.listening = self.world.real
         if self.body.piece is not None:
             return self.inner(fiber, self._through_stages(grad, micro, fiber))
         self.narrowing.require_awaited(True)

@@ -49,7 +49,7 @@ class Fiber:
         try:
             for _ in range(MANY):
                 try:
-                    op = send(value) if value is not END else coro.throw(StopAsyncIteration())
+                    op = send(value) if value is not END else self._leave_loop()
                 except StopIteration as stop:
                     value = stop.value
                     break
@@ -62,6 +62,11 @@ class Fiber:
             self.name_in(error)
             raise
         self.end(value)
+
+    def _leave_loop(self) -> Op:
+        """The loop over buckets is over; returns what the coroutine asks for then."""
+        self.host.usage.handed_out(self.host.rank.step)
+        return self.coro.throw(StopAsyncIteration())
 
     def name_in(self, error: BaseException) -> None:
         """Notes in an error where it happened, once."""

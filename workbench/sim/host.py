@@ -7,6 +7,7 @@ Costs say. A verb's answer is given at once, or PARK: whoever the verb waits for
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from workbench.fabric import Ways
 from workbench.host import summing
 from workbench.host.flow import Flow
 from workbench.host.offload import LANES
-from workbench.host.slots import settings
+from workbench.host.usage import Usage
 from workbench.rank import Handle, Op, Rank, StrategyError, collective
 from workbench.sim.away import Away
 from workbench.sim.collective import Collective
@@ -47,6 +48,8 @@ class Host(Waving, Away, Drawing):
         self.lanes: dict[str, Lane] = {}
         self.met = False  # did this rank start a child in this step?
         self.sent = 0  # bytes so far
+        self.usage = Usage(world.hands(index))
+        self.alone: AbstractContextManager[None] = nullcontext()
         self.leaving = False  # does the background have to end?
         self.rounds = Rounds(self)
         self._ways = Ways()
@@ -75,6 +78,24 @@ class Host(Waving, Away, Drawing):
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,
             "park": self._park,
         }  # fmt: skip
+
+    @property
+    def layout(self) -> Any:
+        return self.body.layout
+
+    @property
+    def optimizer(self) -> Any:
+        return self.body.optimizer
+
+    @property
+    def model(self) -> Any:
+        return self.body.model
+
+    module = model  # nothing is wrapped around it
+
+    def strategy(self) -> Any:
+        """The one that is in force."""
+        return self.experiment.strategy
 
     def fall(self) -> None:
         """This rank has crashed: whatever it still has under way ends where it next asks for something."""
@@ -128,18 +149,24 @@ class Host(Waving, Away, Drawing):
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.size
         self.met = self.met or (everyone and lane not in LANES)
         handle = Handle(name, lane)
+        if self.usage.listening and lane not in LANES:
+            self.usage.last = handle
         if self.kinds and (nbytes := self.body.cut.nbytes.get(name, 0)):
             child: Child = CodedChild(self, coro, name, fiber.origin, priority, share, nbytes)
         else:
             child = Child(self, coro, name, fiber.origin, priority, share)
         handle._state = child
-        child.by = settings(self.body.optimizer) if lane in LANES else None
+        child.by = self.update_settings() if lane in LANES else None
         name = fiber.origin + lane if fiber.origin else lane
         (self.lanes.get(name) or self.lane(name)).add(child)
         return handle
 
     def _wait(self, fiber: Fiber, op: Op) -> Any:
-        child: Child = op.args[0]._state
+        handle = op.args[0]
+        if handle is self.usage.last and self.usage.step is not None:
+            self.usage.last = None
+            return self.inner(fiber, self._wait_and_agree(handle))
+        child: Child = handle._state
         if child.done:
             self.ledger.buffers.give(child)
             return child.value
@@ -150,6 +177,12 @@ class Host(Waving, Away, Drawing):
         child.waiter, child.since = fiber, self.clock.now
         fiber.on = child
         return PARK
+
+    async def _wait_and_agree(self, handle: Handle) -> Any:
+        """After the last exchange of a backward the ranks agree on what it has used."""
+        value = await Op("wait", handle)
+        await self.usage.agree(self)
+        return value
 
     def _collective(self, fiber: Fiber, op: Op) -> Any:
         group = op.group

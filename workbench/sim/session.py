@@ -25,6 +25,7 @@ from workbench.host.rollback import Rollback
 from workbench.host.saved.saving import Saving
 from workbench.host.steering import Steering
 from workbench.host.trial import Trial
+from workbench.host.usage import Usage
 from workbench.host.voting import Next
 from workbench.rank import Bucket, Op
 from workbench.sim.evaluate import known_evaluated, mean_evaluated
@@ -77,6 +78,8 @@ class Session(Mortal):
         if world.real:
             body.memory = self.rank.memory
             body.step_now = lambda: self.rank.step
+            body.usage, body.strategy_now = self.host.usage, self.host.strategy
+            self.host.usage.lie(body.model, body.layout)
             body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
         if to is not None:
             return self.begin_again()
@@ -153,6 +156,10 @@ class Session(Mortal):
         return made or 1
 
     @property
+    def usage(self) -> Usage:
+        return self.host.usage
+
+    @property
     def reorders(self) -> bool:
         return bool(self.body.to_learn)
 
@@ -208,9 +215,11 @@ class Session(Mortal):
             if len(world.done) == self.rank.size:
                 world.over = True
                 world.call(step)
-        if self.rank.id == 0 and due and world.meets < 0:
-            world.call(meeting.named(self.experiment, self.rank, self.state))
+        if not world.wanted and self.usage.found():
+            world.want()
         while True:
+            if self.rank.id == 0 and (due or world.wanted) and world.meets < 0:
+                world.call(meeting.named(self.experiment, self.rank, self.state))
             if world.meets >= 0 and (not propagation or step == world.meets or idle):
                 return True
             if not idle:
@@ -224,6 +233,7 @@ class Session(Mortal):
         def joint(steps: list[int]) -> list[None]:
             world.latest, world.meets = max(steps), -1
             world.done.clear()
+            world.wanted = False
             world.due = sum(c.at_step <= steps[0] for c in self.planned)
             return [None] * len(steps)
 

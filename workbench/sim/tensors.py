@@ -30,8 +30,6 @@ from workbench.sim.outline import Cut, ready
 from workbench.sim.portion import Portion
 from workbench.tasks import Learner
 
-KEPT_STEPS = 4  # steps whose unused parameters a rank remembers, for ranks that are a little behind
-
 
 class Tensors(TensorsAnew, Portion):
     """One rank's model, data and optimizer, seeded as on the engine."""
@@ -66,7 +64,8 @@ class Tensors(TensorsAnew, Portion):
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
         self._learned = False
-        self.unused: dict[int, frozenset[str]] = {}  # by step, parameters that this rank's backwards did not use
+        self.usage: Any = None  # its host's
+        self.strategy_now: Callable[[], Any] = lambda: None  # the one that is in force
         self.step_now: Callable[[], int] = lambda: 0  # this rank's step
         self.stepped: Callable[[], None] = lambda: None  # follows each step of the optimizer, before gradients are gone
         self._cut()
@@ -74,8 +73,8 @@ class Tensors(TensorsAnew, Portion):
     def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """The optimizer that `experiment` wants, for the parameters that lie here or for these."""
         if params is None:
-            here = {id(place.param) for place in self.layout.order}
-            params = [p for p in self.model.parameters() if id(p) in here]
+            here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
+            params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(experiment.optimizer, self.learner.optimizer, params, experiment.lr)
 
     def use(self, optimizer: Any) -> None:
@@ -89,8 +88,6 @@ class Tensors(TensorsAnew, Portion):
 
     def _cut(self) -> None:
         self.cut = Cut(self.layout, self._arrival or [p.name for p in self.layout.order])
-        here, named = {id(place.param) for place in self.layout.order}, self.model.named_parameters()
-        self._frozen = {name: p for name, p in named if id(p) not in here and not p.requires_grad}
 
     def rebucket(self, bucket_mb: float) -> None:
         self.layout.rebucket(bucket_mb)
@@ -212,7 +209,9 @@ class Tensors(TensorsAnew, Portion):
         self, run: Callable[[], None], exchanged: bool, first: bool = False, there: Collection[str] = ()
     ) -> None:
         """Runs a backward. there: whose gradients came in others before"""
-        self._refuse_unfrozen()
+        self.layout.unused = set()
+        self.usage.begin(self.step_now())
+        self.usage.require_trained(self.strategy_now())
         if exchanged:
             self.layout.make_room()
         with self.ledger.backward(exchanged), self._own_randomness(), torch.enable_grad():
@@ -228,18 +227,11 @@ class Tensors(TensorsAnew, Portion):
             if exchanged or first:
                 self.grads()
 
-    def _refuse_unfrozen(self) -> None:
-        """Raises StrategyError if the model has unfrozen a parameter: a simulated layout does not change in a run."""
-        if name := next((name for name, p in self._frozen.items() if p.requires_grad), ""):
-            raise StrategyError(f"parameter {name}: was unfrozen during the run, which only real ranks can train on; "
-                                f"unfreeze it before the run, or train it with lab.run()")  # fmt: skip
-
     def _note_unused(self) -> None:
-        """Notes the parameters that no backward of this step has used; the last steps are kept, for ranks ahead."""
-        self.layout.unused = {place.name for place in self.layout.order if place.param.grad is None}
-        self.unused[self.step_now()] = frozenset(self.layout.unused)
-        for old in sorted(self.unused)[:-KEPT_STEPS]:
-            del self.unused[old]
+        """Notes the parameters that no backward of this step has used, and raises a hand if there are any."""
+        self.layout.unused = {place.name for place in self.layout.order if place.param.grad is None or place.filled}
+        if self.layout.unused:
+            self.usage.raise_hand(self.step_now())
 
     def _watched(self, run: Callable[[], None]) -> list[str]:
         """Runs backward and returns in which order gradients appeared; those that did not come last.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from workbench.host.reentry import Came
@@ -57,7 +57,9 @@ class World:
         self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
         self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
         self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
+        self.wanted = False  # has a rank asked for a meeting, because its model has unfrozen a parameter?
         self._listening: list[Fiber] = []
+        self._raised: dict[int, int] = {}  # by rank, the step in which it raised a hand
         self.keeper: Any = None  # takes what a checkpoint is to hold
         self.saved: Any = None  # by rank, what it goes on from
         self.mortal = False  # may ranks crash?
@@ -189,13 +191,44 @@ class World:
         """A rank that has nothing to do waits for the next call."""
         self._listening.append(fiber)
 
+    def hands(self, rank: int) -> Hands:
+        """What this rank raises its hand with."""
+        return Hands(self._raised, rank)
+
+    def want(self) -> None:
+        """A rank asks rank 0 to call a meeting."""
+        self.wanted = True
+        self._wake()
+
     def call(self, step: int) -> None:
         """Rank 0 calls all ranks together, at their step `step` where they have one in common."""
         self.meets = step
+        self._wake()
+
+    def _wake(self) -> None:
         listening, self._listening = self._listening, []
         for fiber in listening:
             fiber.on = None
             self.clock.at(self.clock.now, fiber)
+
+
+class Hands:
+    """The hands that one virtual rank raises, see [Note: The raised hand] in workbench/host/usage.py.
+
+    steps: by rank, the last step in which it raised one; common to all ranks
+    """
+
+    def __init__(self, steps: dict[int, int], place: int) -> None:
+        self._steps, self._place = steps, place
+
+    def raise_in(self, step: int) -> None:
+        self._steps[self._place] = step
+
+    def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
+        return any(self._steps.get(rank) == step for rank in ranks)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 class Bell:

@@ -37,6 +37,9 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
     clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
     skips:      what it remembers has nothing of a step's gradients when that step's update is left out
+    moves_frozen: a parameter that is frozen during the run would move all the same, by a momentum of the strategy's
+                own or by rounding, so hosts refuse to freeze it. Any other strategy leaves it alone once ranks have
+                averaged it
     plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     sees_all:   its step goes by all gradients of a replica, or by its examples, so a rank must be a whole replica
@@ -55,6 +58,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     exchanges: ClassVar[str] = "gradients"
     clips: ClassVar[bool] = True
     skips: ClassVar[bool] = True
+    moves_frozen: ClassVar[bool] = False
     plain: ClassVar[bool] = True
     opaque: ClassVar[bool] = False
     sees_all: ClassVar[bool] = False

@@ -44,6 +44,7 @@ class MomentExchange(Strategy):
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS[1:]  # float16 has no number as small as eps, or as many a square
     alike: ClassVar[bool] = True
+    moves_frozen: ClassVar[bool] = True
     exchanges: ClassVar[str] = "moments"
     clips: ClassVar[bool] = False
     plain: ClassVar[bool] = False

@@ -48,6 +48,7 @@ class BackupWorkers(Strategy):
 
     backup: int = knob(0, 0, 64, unit="ranks", doc="b: backup workers, whose late gradients each step does without")
 
+    moves_frozen: ClassVar[bool] = True
     lockstep: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"
     own: ClassVar[dict[str, str]] = {"come": "drop", "means": "drop", "version": "drop", "wanting": "drop"}

@@ -44,6 +44,7 @@ class BMUF(Strategy):
     form: str = knob("classical", choices=("classical", "nesterov"), doc="classical or Nesterov block momentum")
     buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's state after a block")
 
+    moves_frozen: ClassVar[bool] = True
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

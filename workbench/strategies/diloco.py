@@ -46,6 +46,7 @@ class DiLoCo(Strategy):
     outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer momentum over the rounds; 0: none")
     form: str = knob("nesterov", choices=("nesterov", "heavy-ball"), doc="Nesterov or classical outer momentum")
 
+    moves_frozen: ClassVar[bool] = True
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

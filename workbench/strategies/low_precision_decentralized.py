@@ -53,6 +53,7 @@ class LowPrecisionDecentralized(Strategy):
     every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of messages to the next")
     bits: int = knob(8, choices=(8, 32), doc="per parameter on the wire; 32: not rounded")
 
+    moves_frozen: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"

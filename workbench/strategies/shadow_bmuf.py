@@ -41,6 +41,7 @@ class ShadowBMUF(Shadowing):
     eta: float = knob(0.5, 0.0, 0.99, doc="eta, the block momentum: how much of delta is left in the next round")
     zeta: float = knob(1.0, 0.0, 2.0, doc="zeta, the block learning rate: how far W goes to the mean")
 
+    moves_frozen: ClassVar[bool] = True
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

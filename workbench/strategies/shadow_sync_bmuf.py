@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from workbench.strategies._embeddings import AmongTrainers, Embeddings
 from workbench.strategies.shadow_bmuf import ShadowBMUF
@@ -31,3 +32,5 @@ class ShadowSyncBMUF(AmongTrainers, Embeddings, ShadowBMUF):
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; of rows alone: torch.optim.SparseAdam
     """
+
+    moves_frozen: ClassVar[bool] = True

@@ -42,6 +42,7 @@ class SlowMo(Strategy):
     alpha: float = knob(1.0, 0.0, 2.0, doc="alpha, the slow learning rate: factor on the outer step lr u")
     buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's state after a round")
 
+    moves_frozen: ClassVar[bool] = True
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

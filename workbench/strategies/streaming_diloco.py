@@ -82,6 +82,7 @@ class StreamingDiLoCo(Strategy):
     outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer Nesterov momentum of each fragment")
     bits: int = knob(4, choices=(32, 4), unit="bits", doc="per element of what is sent: fp32 or E3M0")
 
+    moves_frozen: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.host.batches import Numbers, Stand
-from workbench.host.changes import unfreeze
 from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
 from workbench.host.trial import Trial
+from workbench.host.unfreezing import unfreeze
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate
 

@@ -1,4 +1,4 @@
-"""Which parameters no rank used in a step, agreed among the ranks only in a step in which some rank left one out.
+"""Which parameters a step used, and which the model has unfrozen: what ranks compare, the same on both hosts.
 
 [Note: The raised hand] Every parameter of a bucket is exchanged, and one without a gradient counts as zero. If no rank
 has a gradient, torch's DDP leaves `grad` at None, and the optimizer does not move the parameter. To know that, ranks
@@ -12,68 +12,69 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
-from workbench.engine.mapped import mapped
-from workbench.host.layout import Layout
-from workbench.rank import Rank
+from workbench.host.layout import Layout, Place
+from workbench.rank import Rank, StrategyError
 
 
-class Hands:
-    """By rank, the last step in which it raised a hand: one int64 each in a file that the ranks of a host share."""
+class Raised(Protocol):
+    """By rank, the last step in which it raised a hand."""
 
-    def __init__(self, path: Path, place: int, size: int) -> None:
-        self._map = mapped(path, 8 * size)
-        self._steps = np.frombuffer(self._map, dtype=np.int64)
-        self._place = place
-
-    def raise_in(self, step: int) -> None:
-        """This rank left a parameter out in `step`."""
-        self._steps[self._place] = step + 1  # a new file holds zeros
-
-    def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
-        """Whether one of `ranks` left a parameter out in `step`."""
-        return any(self._steps[rank] == step + 1 for rank in ranks)
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self._steps = np.zeros(self._steps.size, np.int64)
-        self._map.close()
+    def raise_in(self, step: int) -> None: ...
+    def raised_in(self, step: int, ranks: Iterable[int]) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Usage:
-    """One rank's part of it; also which frozen parameters the model has unfrozen since the layout was made.
+    """One rank's notes on what its steps use.
 
     hands:    None if ranks share no memory: they compare notes in every step
     step:     of an exchanged backward that is over, while the ranks have not agreed on its parameters; else None
     last:     the child that was started last in that backward; once it is over the ranks can agree
-    unfrozen: parameters that train on some rank and are not in the layout, by name, the same on all ranks
+    listening: whether a backward is under way that is exchanged, where the host does not note that by itself
+    settled:  whether the ranks agreed in this step on what it unfroze
+    unfrozen: parameters that train on some rank and are not in the layout, by name, agreed among the ranks
     """
 
-    def __init__(self, hands: Hands | None = None) -> None:
+    def __init__(self, hands: Raised | None = None) -> None:
         self.hands = hands
         self.step: int | None = None
         self.last: Any = None
+        self.listening = False
+        self.settled = False
         self.unfrozen: dict[str, nn.Parameter] = {}
-        self._frozen: dict[str, nn.Parameter] = {}
+        self.frozen: dict[str, nn.Parameter] = {}  # outside of the layout when that was made
+        self._trained: list[Place] = []  # of the layout, what was trained then
 
-    def lie(self, model: nn.Module, layout: Layout) -> None:
-        """The layout is a new one."""
+    def lie(self, model: nn.Module, layout: Layout, whole: bool = True) -> None:
+        """The layout is a new one. whole: does all that is trained lie here?"""
         here = {id(place.param) for place in layout.order}
         named = model.named_parameters()
-        self._frozen = {name: p for name, p in named if id(p) not in here and not p.requires_grad}
+        self.frozen = {name: p for name, p in named if id(p) not in here and (whole or not p.requires_grad)}
         self.unfrozen = {}
+        self._trained = [place for place in layout.order if place.param.requires_grad]
+
+    def require_trained(self, strategy: Any) -> None:
+        """Raises StrategyError if the model has frozen a parameter that `strategy` would go on moving."""
+        frozen = (place.name for place in self._trained if not place.param.requires_grad)
+        if strategy.moves_frozen and (name := next(frozen, "")):
+            raise StrategyError(
+                f"parameter {name}: was frozen during the run, and {type(strategy).__name__} would go on moving it, by "
+                f"a momentum of its own or by rounding; freeze it before the run, or take DDP or LocalSGD"
+            )
+
+    def found(self) -> list[str]:
+        """Parameters that this rank's model has unfrozen and that are not in the layout."""
+        return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def begin(self, step: int) -> None:
         """Before a backward: raises a hand if the model has unfrozen a parameter."""
-        found = {name: p for name, p in self._frozen.items() if p.requires_grad}
-        if found:
-            self.unfrozen = found
+        self.settled = False
+        if self.found():
             self.raise_hand(step)
 
     def raise_hand(self, step: int) -> None:
@@ -81,35 +82,45 @@ class Usage:
         if self.hands is not None:
             self.hands.raise_in(step)
 
-    def agree(self, host: Any) -> None:
+    def handed_out(self, step: int) -> None:
+        """The strategy has been given all buckets of the backward that this was `listening` to."""
+        if self.listening:
+            self.listening, self.step = False, step
+
+    async def agree(self, host: Any) -> None:
         """After the last exchange of a backward: `layout.unused` names the parameters that no rank used.
 
         Gradients of unfrozen parameters become the sum over ranks, as if they had been in a bucket.
         """
         step, self.step, self.last = self.step, None, None
         rank, layout = host.rank.replicas, host.layout
-        if step is not None and rank.size > 1:
+        if step is None:
+            return
+        if rank.size == 1:
+            self.unfrozen = {name: self.frozen[name] for name in self.found()}
+        else:
             ranks = rank.within.ranks if rank.within is not None else range(rank.size)
             if self.hands is None or self.hands.raised_in(step, ranks):
-                self._compare(host, rank, layout)
-        if self.unfrozen and not host.follows():
+                await self._compare(host, rank, layout)
+        self.settled = True
+        if self.unfrozen and not host.strategy().follows:
             self._update_unfrozen(host)
 
-    def _compare(self, host: Any, rank: Rank, layout: Layout) -> None:
+    async def _compare(self, host: Any, rank: Rank, layout: Layout) -> None:
         """0: frozen or without a gradient; 1: unfrozen, and not used in this step; 2: used."""
         mine = [0 if place.name in layout.unused else 2 for place in layout.order]
-        mine += [p.requires_grad + (p.requires_grad and p.grad is not None) for p in self._frozen.values()]
+        mine += [p.requires_grad + (p.requires_grad and p.grad is not None) for p in self.frozen.values()]
         noted = torch.tensor(mine, dtype=torch.int32, device=layout.order[0].param.device)
-        host.perform(rank.all_reduce(noted, "max", "used"))
+        noted = await rank.all_reduce(noted, "max", "used")
         of_layout, others = noted.tolist()[: len(layout.order)], noted.tolist()[len(layout.order) :]
         layout.unused = {place.name for place, use in zip(layout.order, of_layout, strict=True) if not use}
-        uses = dict(zip(self._frozen, others, strict=True))
-        self.unfrozen = {name: p for name, p in self._frozen.items() if uses[name]}
+        uses = dict(zip(self.frozen, others, strict=True))
+        self.unfrozen = {name: p for name, p in self.frozen.items() if uses[name]}
         how = "sum" if host.module is host.model else "mean"  # torch's own has not scaled the loss
         for name, p in self.unfrozen.items():
             if uses[name] == 2:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense().contiguous()
-                p.grad = host.perform(rank.all_reduce(grad.view(-1), how, f"unfrozen {name}")).view(p.shape)
+                p.grad = (await rank.all_reduce(grad.view(-1), how, f"unfrozen {name}")).view(p.shape)
 
     def _update_unfrozen(self, host: Any) -> None:
         """One step of the optimizer on these alone, if the strategy updates bucket by bucket and so misses them."""

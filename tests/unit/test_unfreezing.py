@@ -1,0 +1,164 @@
+"""Parameters that a model unfreezes or freezes while it is trained, under every strategy and on both hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.laws.dynamic_models import CASES, Batch, Dynamic, batches, freeze_b, layers, pull, through, two
+from tests.ranks import ended, experiment, fitting, live, run, shipped
+from tests.thinned import thinned
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.rank import StrategyError
+from workbench.settings import Change, knobs
+from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP
+from workbench.tasks import Colwise, Rowwise, Task
+
+SHIPPED = shipped(Strategy)
+RANKS, STEPS = 2, 10
+SLOW = Fabric(link=Link(bandwidth=80.0, latency=2.0))
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
+ON_STEP = {
+    "all ranks": lambda batch: batch.index >= 2,
+    "one rank": lambda batch: batch.rank == 1 and batch.index >= 2,
+}
+# fully_shard cannot take in a parameter later; it says so (tests/unit/test_usage.py)
+UNFREEZE = [(name, when) for name, cls in SHIPPED.items() if name != "TorchFSDP" for when in ON_STEP
+            if when == "all ranks" or fitting(cls, RANKS).trains(1, RANKS)]  # fmt: skip
+UNFREEZE_SIMULATED = [(name, when) for name, when in UNFREEZE if not SHIPPED[name].opaque]
+APPROACH = ("DABMD", "EASGD", "ShadowEASGD", "ShadowSync")  # ranks that come closer to one value without end
+FREEZE = [(name,) for name in SHIPPED if name != "TorchFSDP"]
+
+
+def many(rank: int, ranks: int, seed: int) -> list[Batch]:
+    """As many batches as any strategy draws here; `index` goes on from pass to pass."""
+    few = batches(rank, ranks, seed)
+    return [few[index % len(few)]._replace(index=index) for index in range(200)]
+
+
+def task_of(trains: Callable[[Batch], bool], note: Callable[[Any, Batch], None] = lambda model, batch: None,
+            prepare: Callable[[nn.Module], None] = lambda model: None) -> Task:  # fmt: skip
+    """A model whose parameter b is trained while `trains` says so; `note` is called in each forward of a step."""
+
+    def rule(model: Any, batch: Batch) -> Tensor:
+        if model.b.requires_grad != trains(batch):
+            model.b.requires_grad_(trains(batch))
+        note(model, batch)
+        return pull(model.a, batch) + pull(model.b, batch) + through(model, batch)
+
+    case = Dynamic(lambda: {**two(), **layers()}, rule, SGD, prepare)
+    return Task(model=case.model, data=many, loss=lambda model, batch: model(batch).square(), optimizer=SGD,
+                lookups=lambda batch: {}, split=lambda model: {"first": Colwise(), "second": Rowwise()})  # fmt: skip
+
+
+def chosen(name: str, steps: int, **rest: Any) -> Experiment:
+    strategy = fitting(SHIPPED[name], RANKS)
+    if any(knob.name == "every" for knob in knobs(type(strategy))):
+        strategy = replace(strategy, every=2)
+    if isinstance(strategy, TorchDDP):
+        strategy = replace(strategy, find_unused_parameters=True)
+    return experiment(RANKS, steps, strategy=strategy, **rest)
+
+
+def is_trained(model: Any) -> bool:
+    """Whether this is a rank's own model, and not one that shows what a step will do."""
+    return type(model.b.data) is Tensor and not model.b.is_meta
+
+
+def began() -> Tensor:
+    return dict(CASES["unfrozen"].model().named_parameters())["b"].detach()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "when"), thinned(UNFREEZE, of=12, long=2))
+def test_a_parameter_that_a_rank_unfreezes_is_trained_and_averaged_on_all(name: str, when: str) -> None:
+    task = task_of(ON_STEP[when], prepare=freeze_b)
+    switch = () if name == "DDP" else (Change(STEPS - 1, "strategy", "DDP"),)
+    sessions = run(chosen(name, STEPS, task=task), *switch, within=60.0)
+    one, other = (session.model.b.detach() for session in sessions)
+    assert torch.equal(one, other) and not torch.equal(one, began())
+    assert sessions[0].record.noted("unfrozen")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "when"), thinned(UNFREEZE_SIMULATED, of=12, long=2))
+def test_a_simulated_rank_that_unfreezes_a_parameter_trains_it_on_all(name: str, when: str) -> None:
+    models: dict[int, Any] = {}
+
+    def note(model: Any, batch: Batch) -> None:
+        if is_trained(model):
+            models[batch.rank] = model
+
+    e = chosen(name, STEPS, task=task_of(ON_STEP[when], note, freeze_b), pace=5.0)
+    done = simulate(e, real=True, changes=[] if name == "DDP" else [Change(STEPS - 1, "strategy", "DDP")])
+    assert [detail["names"] for _, _, detail in done.details("unfrozen")] == [["b"]]
+    one, other = (models[rank].b.detach() for rank in range(RANKS))
+    assert torch.equal(one, other) and not torch.equal(one, began())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", thinned(FREEZE, of=6, long=2))
+def test_a_frozen_parameter_is_left_alone_or_the_run_names_it(name: str) -> None:
+    values: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def note(model: Any, batch: Batch) -> None:
+        if is_trained(model) and batch.rank in values:
+            values[batch.rank].append(model.b.detach().clone())
+
+    pace = 0.0 if SHIPPED[name].lockstep else 5.0  # so that what runs beside the steps keeps up with them
+    sessions = live(chosen(name, 30, task=task_of(lambda batch: batch.index < 2, note), pace=pace))
+    ended(sessions)
+    said = [session.error["text"] for session in sessions if session.error]
+    if SHIPPED[name].moves_frozen:
+        assert any("parameter b: was frozen during the run" in text for text in said)
+        return
+    assert not said
+    for seen in filter(None, values.values()):  # a server has seen nothing
+        moved = [float((after - before).abs().max()) for before, after in pairwise(seen)]
+        assert max(moved[-5:]) < (0.5 if name in APPROACH else 1e-3) * max(moved)
+
+
+@pytest.mark.ranks
+def test_local_sgd_averages_an_unfrozen_parameter_as_if_it_had_been_trained_from_then_on() -> None:
+    """By hand: each rank steps from batch 2 on, and every 2 steps all take the mean."""
+    plain = partial(torch.optim.SGD, lr=0.1)
+    case = replace(CASES["unfrozen"], optimizer=plain)
+    sessions = run(experiment(RANKS, 6, task=case.task(), strategy=LocalSGD(every=2)))
+    b = [began().double() for _ in range(RANKS)]
+    for index in range(2, 6):
+        for rank in range(RANKS):
+            aim = batches(rank, RANKS, 0)[index].x.mean(0).double()
+            b[rank] = b[rank] - 0.1 * 2 * (b[rank] - aim) / aim.numel()
+        if index % 2:
+            b = [sum(b) / RANKS] * RANKS  # type: ignore[list-item]
+    for session in sessions:
+        torch.testing.assert_close(session.model.b.detach().double(), b[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["used by one rank at times", "unfrozen"])
+def test_simulated_ranks_exchange_what_real_ranks_do_about_used_parameters(name: str) -> None:
+    real = run(experiment(RANKS, 6, task=CASES[name].task(), strategy=DDP()))[0].record.comm()
+    done = simulate(experiment(RANKS, 6, task=CASES[name].task(), strategy=DDP(), pace=5.0, fabric=SLOW), real=True)
+    rows = done.timeline.spans.rows()
+    rows = rows[rows.equal("lane", "comm") & (rows.rank == 0)]
+    simulated = list(zip(rows.step.tolist(), map(str, rows.name), rows.nbytes.tolist(), strict=True))
+    about = [row for row in simulated if row[1].split()[1] in ("used", "unfrozen")]
+    assert about and about == [row for row in real if row[1].split()[1] in ("used", "unfrozen")]
+    assert min(rows.t1 - rows.t0) > 0
+
+
+@pytest.mark.ranks
+def test_a_strategy_that_would_move_a_frozen_parameter_is_refused_in_the_simulator_too() -> None:
+    task = task_of(lambda batch: batch.index < 2)
+    with pytest.raises(StrategyError, match="parameter b: was frozen during the run, and DiLoCo would go on moving it"):
+        simulate(chosen("DiLoCo", 6, task=task, pace=5.0), real=True)
