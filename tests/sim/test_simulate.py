@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import experiment, toy
 from tests.sim.virtual import comm, paced, rows, same, samples, seconds, stack
-from workbench import Costs, simulate
+from workbench import Costs, ParameterServer, simulate
 from workbench.analysis import before_after, breakdown, straggler
 from workbench.compressors import Cast, TopK
 from workbench.experiment import Experiment
@@ -30,6 +30,16 @@ CHANGES = (
     Change(2, "bucket_mb", 0.02), Change(3, "strategy", LocalSGD(every=2)), Change(5, "compressor", TopK.usual()),
     Change(6, "fabric.link.bandwidth", 50.0), Change(7, "strategy", DDP()), Change(8, "lr", 0.05),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["sizes", "tensors"])
+def test_rank_0_waits_for_nobody_when_ranks_agree_on_the_order_of_gradients(real: bool) -> None:
+    """Rank 0 adds up and answers, so it is ready first; the last rank has its answer three messages later."""
+    e = experiment(4, 6, pace=10.0, bucket_mb=1.0, fabric=Fabric(algorithm=ParameterServer(), link=Link(latency=50)))
+    steps = simulate(e, real=real).spans.query("lane == 'step'")
+    ends, begins = (steps.pivot(index="rank", columns="step", values=at) for at in ("t1", "t0"))
+    assert begins[1][0] == ends[0][0] < ends[0][3] - 0.1
+    assert (ends[2] - ends[1]).to_list() == pytest.approx((ends[5] - ends[4]).to_list(), abs=2e-3)
 
 
 @pytest.mark.parametrize(("mbit", "bound"), [(10_000.0, "compute"), (20.0, "wire")])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 WITH_OTHERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send", "recv",
-               "again", "together")  # fmt: skip
+               "again", "together", "told")  # fmt: skip
 
 
 class Host(Waving, Away, Drawing):
@@ -76,7 +76,7 @@ class Host(Waving, Away, Drawing):
             "hold": self._hold, "offload": self._offload, "fetch": self._fetch,
             "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,
-            "park": self._park,
+            "park": self._park, "told": self._told,
         }  # fmt: skip
 
     @property
@@ -242,6 +242,11 @@ class Host(Waving, Away, Drawing):
         """Ranks meet beside the network; the last to come does something for all and answers each."""
         what, mine, joint, seconds = op.args
         return self.world.together(fiber, what, mine, joint, seconds, op.group)
+
+    def _told(self, fiber: Fiber, op: Op) -> Any:
+        """What the first rank of all, or of `op.group`, says; the other ranks wait for it, and it for nobody."""
+        what, mine = op.args
+        return self.world.told(fiber, what, mine, op.group)
 
     def _park(self, fiber: Fiber, op: Op) -> Any:
         """Waits until somebody who knows resumes it: `op.args[0]` takes the fiber; the rest says what for."""

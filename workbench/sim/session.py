@@ -171,12 +171,8 @@ class Session(Mortal):
         return await self.agreed(self.body.learned())
 
     async def agreed(self, names: list[str]) -> list[str]:
-        """The order that the first of the ranks with the same part of the model has seen."""
-
-        def first(orders: list[list[str]]) -> list[list[str]]:
-            return [orders[0]] * len(orders)
-
-        op = Op("together", "agree on an order", names, first, 0.0)
+        """The order that the first of the ranks with the same part of the model has seen; it waits for nobody."""
+        op = Op("told", "agree on an order", names)
         op.group = self.rank.replicas.within
         found: list[str] = await op
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ class World:
         self.orders: dict[str, Order] = {}
         self._here: dict[Group, tuple[int, ...]] = {}
         self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
+        # by what is said and to which group: what the first rank has said, how often each asked, and who waits
+        self._said: dict[tuple[str, Group | None], tuple[list[Any], Counter[int], list[Fiber]]] = {}
         self.ended = 0
         self.over = False  # have all ranks done their steps?
         self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
@@ -172,6 +175,24 @@ class World:
                 one.on, one.resumed = None, self.clock.now + seconds
                 self.clock.at(one.resumed, one, answer)
         return PARK
+
+    def told(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
+        """The first rank's `mine`, for all ranks or a group's. Others wait until it has come; it waits for nobody."""
+        said, heard, waiting = self._said.setdefault((what, group), ([], Counter(), []))
+        number, index = heard[fiber.host.index], fiber.host.index
+        heard[index] += 1
+        if index != self.here(group)[0]:
+            if number < len(said):
+                return said[number]
+            fiber.on = what
+            waiting.append(fiber)
+            return PARK
+        said.append(mine)
+        for one in waiting:
+            one.on, one.resumed = None, self.clock.now
+            self.clock.at(self.clock.now, one, mine)
+        waiting.clear()
+        return mine
 
     def ask_again(self, fiber: Fiber, group: Group | None = None) -> Any:
         """Each rank's newest step while any rank's, or any's of a group, go on; then 0, for all of them at once."""
