@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+
+from workbench.experiment import light
 
 STEPS = """
 import sys, torch
@@ -57,3 +64,21 @@ def test_steps_are_the_same_without_the_compiler_which_comes_when_it_is_asked_fo
 def test_a_notebook_that_asks_for_a_change_does_not_wait_for_the_compiler_to_be_imported() -> None:
     done = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_ask_for_the_compiler_at_once_all_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has seen the stand-in before any of them takes it away."""
+    both, stand_in, real = threading.Barrier(2), light.Light(light.NAME), types.SimpleNamespace(reset="reset")
+
+    class Modules(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            found = super().get(name, default)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(1.0)
+            return found
+
+    monkeypatch.setattr(light, "sys", types.SimpleNamespace(modules=Modules({light.NAME: stand_in})))
+    monkeypatch.setattr(light, "torch", types.SimpleNamespace())
+    monkeypatch.setattr(light, "importlib", types.SimpleNamespace(import_module=lambda name: real))
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda _: stand_in.reset, range(2))) == ["reset"] * 2

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 NAME = "torch._dynamo"
+_SWAP = threading.Lock()  # two threads may ask for the real module at once
 
 
 class Light(types.ModuleType):
@@ -41,7 +43,7 @@ class Light(types.ModuleType):
             if sys.modules.get(NAME) is self:
                 return fn(*args, **kwargs)
             if not made:
-                made.append(sys.modules[NAME].disable(fn, *how, **more))
+                made.append(importlib.import_module(NAME).disable(fn, *how, **more))
             return made[0](*args, **kwargs)
 
         return called
@@ -49,9 +51,10 @@ class Light(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # what looks at modules asks this of all of them
             raise AttributeError(name)
-        if sys.modules.get(NAME) is self:
-            del sys.modules[NAME]
-            vars(torch).pop("_dynamo", None)
+        with _SWAP:
+            if sys.modules.get(NAME) is self:
+                del sys.modules[NAME]
+                vars(torch).pop("_dynamo", None)
         return getattr(importlib.import_module(NAME), name)
 
 
