@@ -18,7 +18,7 @@ from workbench.host.batches import Batches
 from workbench.host.canonical import clipped
 from workbench.host.checkpointing import received_twice
 from workbench.host.curvature import Curvature
-from workbench.host.layout import Layout
+from workbench.host.layout import Layout, Place
 from workbench.host.offload import Offloaded
 from workbench.host.slots import step_shard
 from workbench.host.tables import read, step_rows, taken
@@ -222,9 +222,13 @@ class Tensors(TensorsAnew, Portion):
                         self._arrival = [*there, *(name for name in names if name not in there)]
                         self.cut.ready = ready(self.layout, self._arrival)
                     self._note_unused()
+                elif self.piece is not None:  # one of several backwards whose gradients add up
+                    self._heard(run)
                 else:
                     run()
-            if exchanged or first:
+            if first:
+                self.layout.take_in()
+            elif exchanged:
                 self.grads()
 
     def _note_unused(self) -> None:
@@ -238,9 +242,21 @@ class Tensors(TensorsAnew, Portion):
 
         Raises StrategyError if one gradient came twice, as real ranks do.
         """
+        names = self._heard(run)
+        if len(set(names)) < len(names):
+            raise received_twice(next(name for name in names if names.count(name) > 1))
+        return names + [p.name for p in self.layout.order if p.name not in set(names)]
+
+    def _heard(self, run: Callable[[], None]) -> list[str]:
+        """Runs backward and returns the names of the parameters that it used, in the order of their gradients."""
         names: list[str] = []
+
+        def hear(_: Tensor, place: Place) -> None:
+            names.append(place.name)
+            place.filled = False
+
         hooks = [
-            place.param.register_post_accumulate_grad_hook(lambda _, name=place.name: names.append(name))
+            place.param.register_post_accumulate_grad_hook(partial(hear, place=place))
             for place in self.layout.order if place.param.requires_grad
         ]
         try:
@@ -248,9 +264,7 @@ class Tensors(TensorsAnew, Portion):
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(set(names)) < len(names):
-            raise received_twice(next(name for name in names if names.count(name) > 1))
-        return names + [p.name for p in self.layout.order if p.name not in set(names)]
+        return names
 
     def clear(self) -> None:
         """No bucket keeps room for gradients."""
