@@ -1,6 +1,6 @@
 """Injects faults while ranks join a run, and checks what the survivors train on.
 
-    python -m tests.joins --rounds 300 --out docs/data/joins.json [--first 0] [--minutes 60]
+    python -m tests.joins --rounds 300 --out docs/data/joins.json [--minutes 60] [--part 0 --parts 3]
 
 A round is one run of `STEPS` steps. After step `JOIN` new ranks come in, by `lab.resize` or for a rank that was killed
 (`on_death="replace"`). At a random moment of the join the round injects one fault or two. Odd rounds run next to two
@@ -11,7 +11,8 @@ of two ways. Either the run ends as planned, and each window of `WINDOW` losses 
 of the reference. Or the run ends with a documented error, and no survivor held the full state. `--controls` runs
 undisturbed runs with further seeds through the same check. They show how often the check alone gives an alarm.
 
-The file keeps every round. A later call goes on after the last one.
+The file keeps every round. A later call plays the seeds that the file lacks. With `--parts 3` a call plays every third
+seed, so that three calls can play side by side, each into a file of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,7 +43,7 @@ from tests.waiting import until
 from workbench import Digits, Experiment, Lab, Pipeline, Run, Tensor, Whole
 from workbench.lab import RankError
 
-STEPS, JOIN, WINDOW, NEAR = 160, 50, 12, 40
+STEPS, JOIN, WINDOW, NEAR = 120, 40, 12, 40
 REFERENCES = 10
 LIMIT = 120.0  # seconds for a run of about ten: a hang, not a busy machine, takes longer
 STOPPED = 1.5  # seconds for which a stopped process stands still
@@ -97,8 +99,8 @@ def plan_round(seed: int) -> Plan:
 def make_experiment(strategy: str, partition: Any, seed: int, how: str = "resize") -> Experiment:
     """A run of two ranks that is long enough for a join; checkpoints are made every 20 steps."""
     ranks = 4 if how == "replace" else 2
-    return Experiment(task=Digits(hidden=2048), strategy=getattr(workbench, strategy)(), partition=partition,
-                      ranks=ranks, steps=STEPS, pace=15.0, eval_every=0, save_every=20, diverged=0, seed=seed,
+    return Experiment(task=Digits(hidden=512), strategy=getattr(workbench, strategy)(), partition=partition,
+                      ranks=ranks, steps=STEPS, pace=25.0, eval_every=0, save_every=20, diverged=0, seed=seed,
                       on_death="replace" if how == "replace" else "go on").checked()  # fmt: skip
 
 
@@ -365,11 +367,18 @@ def count_outcomes(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rounds": len(rounds), **Counter(one["outcome"] for one in rounds)}
 
 
+def read_commit() -> str:
+    """The commit of the code that a round ran."""
+    asked = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+    return asked.stdout.strip()
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--rounds", type=int, default=300, help="how many the file is to hold in the end")
+    ask.add_argument("--rounds", type=int, default=300, help="play the seeds below this")
     ask.add_argument("--minutes", type=float, default=1e6, help="begin no round after so many minutes")
-    ask.add_argument("--first", type=int, default=0, help="seed of the first round")
+    ask.add_argument("--part", type=int, default=0, help="play only the seeds whose remainder by --parts is this")
+    ask.add_argument("--parts", type=int, default=1)
     ask.add_argument("--only", type=int, nargs="*", help="play these seeds, and write nothing")
     ask.add_argument("--controls", type=int, default=0, help="check so many undisturbed runs of each setting")
     ask.add_argument("--out", type=Path, default=Path("docs/data/joins.json"))
@@ -398,9 +407,11 @@ def main() -> None:
         return
     if a.only is not None:
         sys.exit(any(play(seed, refer(seed), say)["outcome"] == "wrong" for seed in a.only))
-    while len(kept["each"]) < a.rounds and time.monotonic() < end:
-        seed = a.first + len(kept["each"])
-        kept["each"].append(play(seed, refer(seed), say))
+    played = {one["seed"] for one in kept["each"]}
+    for seed in sorted(set(range(a.part, a.rounds, a.parts)) - played):
+        if time.monotonic() > end:
+            break
+        kept["each"].append({**play(seed, refer(seed), say), "commit": read_commit()})
         save()
     say(json.dumps(count_outcomes(kept["each"])))
     sys.exit(any(one["outcome"] == "wrong" for one in kept["each"]))
