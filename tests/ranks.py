@@ -312,10 +312,10 @@ def gone_before_it_meets(patch: pytest.MonkeyPatch, member: int, where: str = "m
     """This one dies once it has voted, before the generation has formed that the vote was about; or somewhere else."""
     gather = membership.gather
 
-    def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
+    def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any, *more: Any) -> None:
         if what == where and look.args[0].member == member:
             look.args[0]._told = True
             look()
-        gather(store, what, place, processes, look)
+        gather(store, what, place, processes, look, *more)
 
     patch.setattr(membership, "gather", gathered)

@@ -20,8 +20,10 @@ from workbench.engine import membership, resizing
 from workbench.engine.collectives import Aborted, Wire
 from workbench.engine.peers import Peers
 from workbench.engine.session import Session
-from workbench.host import outliving
+from workbench.host import outliving, own
 from workbench.host.canonical import Disagreement, check_same
+from workbench.host.placement import Placement
+from workbench.host.slices import Slice
 from workbench.host.slots import slots
 from workbench.partitions import Pipeline, Tensor
 from workbench.rank import Rank
@@ -69,9 +71,9 @@ class Faults:
             self._passes(peers.session)
             return opened(peers, *args, **more)
 
-        def gathers(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
+        def gathers(store: Any, what: str, place: int | None, processes: Any, look: Any, *more: Any) -> None:
             self._passes(look.args[0])
-            gather(store, what, place, processes, look)
+            gather(store, what, place, processes, look, *more)
 
         patch.setattr(Wire, "wait", waits)
         patch.setattr(Peers, "open", opens)
@@ -216,3 +218,5 @@ def test_messages_name_ranks_by_their_number_in_the_run() -> None:
     assert rank.number() == 1
     rank.members = (0, 4, 5)
     assert (rank.number(), rank.number(2)) == (4, 5)
+    with pytest.raises(Disagreement, match=r"^rank 4 remembers 3 elements of w and holds 2$"):
+        own._line({"w": torch.zeros(3)}, Placement({"w": 2}, {1: {"w": (Slice(0, 2),)}}), rank, torch.zeros(0))

@@ -314,8 +314,8 @@ def test_one_told_to_leave_while_the_generation_forms_that_it_comes_into_leaves_
 ) -> None:
     gather, told = membership.gather, []
 
-    def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
-        gather(store, what, place, processes, look)
+    def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any, *more: Any) -> None:
+        gather(store, what, place, processes, look, *more)
         if what == "meet" and look.args[0].member == 2 and not told:
             told.append(look.args[0])
             told[0].preempt()

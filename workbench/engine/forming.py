@@ -58,7 +58,8 @@ class Forming:
 
     def gather(self, session: Session, what: str) -> None:
         """Waits until all ranks of the next generation have said `what`; ConnectionError if one is lost before."""
-        membership.gather(self.store(session), what, self.place, self.to.processes, partial(look, session))
+        members, see = self.to.came.members, partial(look, session)
+        membership.gather(self.store(session), what, self.place, self.to.processes, see, members)
 
 
 def look(session: Session) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from workbench.host.voting import Heard, Said
@@ -41,13 +41,13 @@ def come(store: Any, place: int, process: list[Any] | None = None) -> None:
     store.set(f"process {place}", json.dumps(process or here()))
 
 
-def gather(
-    store: Any, what: str, place: int | None, processes: list[list[Any]], look: Callable[[], None]
-) -> None:
-    """Waits until all have come to the same, `what`: to open wires, for one, which cannot be interrupted.
+def gather(store: Any, what: str, place: int | None, processes: list[list[Any]], look: Callable[[], None],
+           members: Sequence[int] = ()) -> None:  # fmt: skip
+    """Waits until all ranks have said `what` in the store: before they open wires, for example.
 
-    place: None for one who only looks on; processes: theirs, by place
-    Raises ConnectionError where one is gone before it has come, and what `look` raises.
+    place: of this rank; None if it only looks on; processes: of the ranks, by place
+    members: the ranks' numbers in the run, by place, for messages; (): their places
+    Raises ConnectionError if a rank is gone before it has said so, and what `look` raises.
     """
     for other, process in enumerate(processes):
         come(store, other, process)
@@ -56,14 +56,16 @@ def gather(
     while missing := [other for other in range(len(processes)) if not store.check([f"{what} {other}"])]:
         look()
         lost = [other for other in missing if not lives(store, other)]
-        require(store, [other for other in lost if not store.check([f"{what} {other}"])])  # it may have come, then died
+        late = [other for other in lost if not store.check([f"{what} {other}"])]  # one may have said it, then died
+        require(store, late, members)
         time.sleep(LOOK)
 
 
-def require(store: Any, places: Iterable[int]) -> None:
-    """Raises ConnectionError where one who had these places is gone."""
+def require(store: Any, places: Iterable[int], members: Sequence[int] = ()) -> None:
+    """Raises ConnectionError if a rank at one of these places is gone; names it by its number in `members`."""
     if lost := [other for other in places if not lives(store, other)]:
-        raise ConnectionError(f"Connection closed by peer: place {lost[0]} is gone before it had opened its end")
+        rank = members[lost[0]] if members else lost[0]
+        raise ConnectionError(f"Connection closed by peer: rank {rank} is gone before it had opened its end")
 
 
 def gone(store: Any, place: int) -> None:

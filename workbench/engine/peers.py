@@ -82,7 +82,7 @@ class Peers:
         """Raises when this rank must leave or a peer is gone. Asks over a second connection: the first one waits."""
         self.look()
         self._watching = self._watching or connect_store(*self.session.where, self.session.generation)
-        membership.require(self._watching, range(self.rank.size))
+        membership.require(self._watching, range(self.rank.size), self.rank.members)
 
     def drop(self, wires: list[Wire]) -> None:
         """Closes wires that nobody uses any more, before the run ends."""

@@ -90,7 +90,8 @@ def arranged(session: Session, asked: Resized) -> Next:
     if session.rank.size == 1:  # one rank alone has met nobody in the store
         membership.come(store, 0)
     there = [json.loads(store.get(f"process {place}")) for place in range(session.rank.size)]
-    membership.gather(store, "together", session.rank.id, there, partial(_look, session, store))
+    look = partial(_look, session, store)
+    membership.gather(store, "together", session.rank.id, there, look, session.members)
     processes = [there[place] for place in places]
     processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
     rest = training.unheeded[1:]

@@ -208,7 +208,7 @@ class Session:
     @property
     def set_up_already(self) -> Training:
         if self.training is None:
-            raise RuntimeError(f"rank {self.rank.id} is not set up: it has no model yet")
+            raise RuntimeError(f"rank {self.member} is not set up: it has no model yet")
         return self.training
 
     # -- the thread --

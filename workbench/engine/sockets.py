@@ -161,7 +161,7 @@ class Incoming:
         mailbox, tell = self.mailbox, self.socket.sendall
         source = yield from greeting.answer(mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell)
         if source in mailbox.heard_from:
-            raise greeting.Stranger(f"rank {source} has a line to this rank already")
+            raise greeting.Stranger(f"rank {mailbox.number(source)} has a line to this rank already")
         self.source = source
         mailbox.door.known(self)
         head = bytearray(HEAD.size)

@@ -51,7 +51,7 @@ class SameUnit:
     """
 
     def __init__(self, run: Turnable, model: nn.Module) -> None:
-        self._control = run.control
+        self._control, self._rank = run.control, run.rank
         self._looks = any(all_equal(run.control, int(run.foreseen(cheaply=True) is None)))
         self._names = {id(module): name or "the rest of the model" for name, module in model.named_modules()}
         self._units: list[str] = []
@@ -72,7 +72,8 @@ class SameUnit:
         if other is None:
             return
         at = {rank: divmod(every[rank], 2) for rank in (0, other)}
-        first, second = (f"rank {r} {'sums' if sums else 'gathers'} {self._units[k]}" for r, (k, sums) in at.items())
+        first, second = (f"rank {self._rank.number(r)} {'sums' if sums else 'gathers'} {self._units[k]}"
+                         for r, (k, sums) in at.items())  # fmt: skip
         largest = max(self._nbytes[k] for k in range(len(self._units) - 1))  # the last is the rest of the model
         raise StrategyError(
             f"TorchFSDP: {first} where {second}: a model whose examples choose what it computes skips units of its "

@@ -28,6 +28,7 @@ from workbench.host.remembered import UNDECLARED
 from workbench.host.sliced import numel_of
 from workbench.host.slices import Slice, refine
 from workbench.host.spread import Spread, placed
+from workbench.rank import Rank
 
 Named = tuple[tuple[str, int], ...]  # the trained parameters of one kind, in the model's order, and their elements
 MOVED = ("sum", "mean")  # rules by which something goes with the parameters
@@ -83,14 +84,14 @@ def _kinds(run: Changing) -> dict[torch.dtype, Named]:
     return {kind: tuple(named) for kind, named in found.items()}
 
 
-def _line(pieces: State, lies: Placement, me: int, like: Tensor) -> Tensor:
+def _line(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Tensor:
     """(n,): all that this rank has, one parameter after the other; zero where it remembers nothing of one."""
     parts = []
-    for name in lies.at(me):
-        n = lies.numel(me, name)
+    for name in lies.at(rank.id):
+        n = lies.numel(rank.id, name)
         parts.append(like.new_zeros(n) if like.is_meta or name not in pieces else pieces[name].to(like))
         if parts[-1].numel() != n:
-            raise Disagreement(f"of {name} {parts[-1].numel()} elements are remembered and {n} lie at place {me}")
+            raise Disagreement(f"rank {rank.number()} remembers {parts[-1].numel()} elements of {name} and holds {n}")
     return torch.cat(parts) if parts else like.new_zeros(0)
 
 
@@ -119,7 +120,7 @@ async def _meant(run: Changing, pieces: State, named: Named, like: Tensor,
     """Everyone's is the mean, in shares of as many as hold it then."""
     rank = run.rank
     lies, comes = (placed(named, way, rank.size) for way in ways)
-    line = _line(pieces, lies, rank.id, like)
+    line = _line(pieces, lies, rank, like)
     apart = 0
     if (size := rank.replicas.size) > 1:
         await rank.replicas.all_reduce(line, "sum", "own")
@@ -138,7 +139,7 @@ async def _dealt(run: Changing, pieces: State, named: Named, like: Tensor,
     me = run.rank.id
     lies, comes = (placed(named, way, run.rank.size) for way in ways)
     was, to = _shares(named, *ways, run.rank.size)
-    mine = {share: _line(pieces, lies, me, like) for share in was.at(me)}
+    mine = {share: _line(pieces, lies, run.rank, like) for share in was.at(me)}
     given, sent = await _moved(run, mine, was, to, like)
     total = like.new_zeros(comes.numel(me))
     if not total.is_meta:

@@ -137,7 +137,7 @@ class Regained:
         run.rank.lr = float(self.said["lr"])
         same = _stood(run, reader.read(self.said["data"]))
         if not same:
-            why = f"the data of rank {run.rank.id} yield other batches when they are read again"
+            why = f"the data of rank {run.rank.number()} yield other batches when they are read again"
             run.mark("data", may_come_again(why))
 
     def _take_over(self, run: Any, reader: Reader) -> None:
