@@ -18,11 +18,14 @@ seed, so that three calls can play side by side, each into a file of its own.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import errno
 import json
 import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +50,8 @@ STEPS, JOIN, WINDOW, NEAR = 120, 40, 12, 40
 REFERENCES = 10
 LIMIT = 120.0  # seconds for a run of about ten: a hang, not a busy machine, takes longer
 STOPPED = 1.5  # seconds for which a stopped process stands still
+GET_DESCRIPTOR = 438  # Linux's system call pidfd_getfd
+CUTTING = 3.0  # seconds for which a round looks for a connection to cut
 TOGETHER = 0.1  # seconds within which the second of two faults follows
 SETTINGS: tuple[tuple[str, Any], ...] = (
     ("DDP", Whole()), ("LocalSGD", Whole()), ("DiLoCo", Whole()), ("ZeRO1", Whole()), ("DDP", Pipeline()),
@@ -60,6 +65,14 @@ KINDS = {
     "all old": "all old ranks killed",
     "cut": "every connection between two ranks shut down",
     "two": "two of these, or a process stopped for 1.5 s, within 100 ms",
+}
+ENDINGS = {  # sentences with which a run may end in a join
+    "no rank that is left holds the trained state": "All ranks that had trained died.",
+    "and the run cannot go on without it": "A part of the model is lost, and there is no checkpoint to go back to.",
+}
+REFUSALS = {  # sentences that answer a request for ranks; the run goes on
+    "a rank or a connection was lost in the join; ask again": "The old ranks train on without the new ranks.",
+    "not there any more; ask again": "A new rank died before the old ranks invited it.",
 }
 
 Say = Callable[[str], None]
@@ -137,6 +150,30 @@ def find_outliers(reference: dict[str, list[float]], windows: list[tuple[int, fl
 # -- a round
 
 
+def list_connections(pid: int) -> list[Any]:
+    """The connections of a process over TCP; none if it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return [c for c in psutil.Process(pid).net_connections("tcp") if c.raddr]
+    return []
+
+
+def shut_in(pid: int, descriptor: int) -> bool:
+    """Shuts a socket of another process down. False if it is gone; PermissionError if the system forbids it."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        try:
+            copy = ctypes.CDLL(None, use_errno=True).syscall(GET_DESCRIPTOR, process, descriptor, 0)
+            if copy < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
+                raise PermissionError("this system does not let one process take a socket of another")
+        finally:
+            os.close(process)
+        if copy >= 0:
+            with suppress(OSError), socket.socket(fileno=copy) as wire:
+                wire.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
 class Join:
     """A run whose join is under way, and the processes that take part in it."""
 
@@ -161,6 +198,7 @@ class Join:
         self.old = self.old[:-1]
         os.kill(self.pids[victim], signal.SIGKILL)
         self.killed.add(victim)
+        until(lambda: not self.lab.live or any(row["rank"] > victim and row["state"] for row in self.lab.status), LIMIT)
 
     @property
     def new(self) -> list[int]:
@@ -222,11 +260,20 @@ class Join:
             self.log.append("no connection to cut")
             return
         one, other = self.rng.sample(there, 2)
-        theirs = [(tuple(c.raddr), tuple(c.laddr))
-                  for c in psutil.Process(self.pids[other]).net_connections("tcp") if c.raddr]  # fmt: skip
-        engine = next(e.id for e in self.lab.cluster.engines if e.rank == one)
-        ends = self.lab.cluster.call(engine, shut, theirs, timeout=LIMIT)
+        ends, end = 0, time.monotonic() + CUTTING
+        while not ends and time.monotonic() < end:  # between two generations there may be none for a moment
+            ends = self.shut(one, other)
         self.log.append(f"cut {ends} connections between ranks {one} and {other}")
+
+    def shut(self, one: int, other: int) -> int:
+        """Shuts the connections between two ranks down from outside: a call of a busy engine may take seconds."""
+        theirs = {(tuple(c.raddr), tuple(c.laddr)) for c in list_connections(self.pids[other])}
+        mine = [c for c in list_connections(self.pids[one]) if (tuple(c.laddr), tuple(c.raddr)) in theirs]
+        try:
+            return sum(shut_in(self.pids[one], c.fd) for c in mine)
+        except PermissionError:  # a container may forbid it
+            engine = next(e.id for e in self.lab.cluster.engines if e.rank == one)
+            return int(self.lab.cluster.call(engine, shut, list(theirs), timeout=LIMIT))
 
 
 def play(seed: int, reference: dict[str, Any], say: Say) -> dict[str, Any]:
@@ -301,15 +348,12 @@ def judge(run: Run, join: Join, error: RankError | None, windows: list[tuple[int
     cut = any("cut" in line for line in join.log)
     if whole and survivors and not cut:
         return {"outcome": "wrong", "why": f"the run ended, though ranks {survivors} held the full state: {text}"}
-    return {"outcome": "ended" if documented(error, join.lab.notes) else "wrong", "why": text[:400]}
+    return {"outcome": "ended" if is_documented(error, join.lab.notes) else "wrong", "why": text[:400]}
 
 
-DOCUMENTED = ("cannot go on without it", "nobody holds", "no rank that is left holds", "holds the full state")
-
-
-def documented(error: RankError | None, notes: list[str]) -> bool:
+def is_documented(error: RankError | None, notes: list[str]) -> bool:
     """Whether a run that ended said why, in a sentence that docs/reliability.md lists."""
-    return any(sentence in text for sentence in DOCUMENTED for text in (str(error), *map(str, notes[-6:])))
+    return any(sentence in text for sentence in ENDINGS for text in (str(error), *map(str, notes[-6:])))
 
 
 # -- references

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.joins import KINDS, LIMIT, REFERENCES, STEPS, WINDOW
+from tests.joins import ENDINGS, KINDS, LIMIT, REFERENCES, REFUSALS, STEPS, WINDOW
 
 ASKED = 300  # faults
 ABOUT = f"""Each round trains one run of {STEPS} steps. New ranks join it, and a fault falls at a random moment of it.
@@ -25,7 +25,7 @@ def describe(joins: dict[str, Any]) -> str:
     """The section's text."""
     rounds = joins.get("each", [])
     if not rounds:
-        return f"{ABOUT}\nNot measured yet.\n"
+        return f"{ABOUT}\n{list_sentences()}\nNot measured yet.\n"
     every = Counter(one["outcome"] for one in rounds)
     missing = f" **{ASKED - len(rounds)} of {ASKED} rounds are still to be played.**" if len(rounds) < ASKED else ""
     text = (f"{len(rounds)} rounds: in {every['went on']} the survivors trained on, {every['ended']} ended with a "
@@ -33,7 +33,16 @@ def describe(joins: dict[str, Any]) -> str:
     settings = {one["setting"]: one["setting"] for one in rounds}
     tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
               tabulate(rounds, settings, lambda one: one["setting"], "setting")]  # fmt: skip
-    return "\n".join([ABOUT, text, *tables, *describe_controls(joins.get("controls", {})), "", *list_wrong(rounds)])
+    controls = describe_controls(joins.get("controls", {}))
+    return "\n".join([ABOUT, list_sentences(), text, *tables, *controls, "", *list_wrong(rounds)])
+
+
+def list_sentences() -> str:
+    """The sentences with which a run may end, and those with which it refuses new ranks."""
+    ends = [f'- "{sentence}": {means}' for sentence, means in ENDINGS.items()]
+    refuses = [f'- "{sentence}": {means}' for sentence, means in REFUSALS.items()]
+    about = "A run that trains on answers a request that failed with one of these:"
+    return "\n".join(["A run may end in a join with one of these sentences:", "", *ends, "", about, "", *refuses, ""])
 
 
 def tabulate(rounds: list[dict[str, Any]], rows: dict[str, str], key: Any, head: str) -> str:

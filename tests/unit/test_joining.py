@@ -63,7 +63,7 @@ class Faults:
 
         def waits(wire: Wire, work: Any) -> None:
             every = self.crowd.every if self.crowd else ()
-            for session in [s for s in every if any(own is wire for own in s.wires)]:
+            for session in [s for s in every if any(each is wire for each in s.wires)]:
                 self._passes(session)
             wait(wire, work)
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import workbench
 from tests import joins
+from tests.bench import joins_page
 from tests.unit import synthetic
+from workbench.cluster.errors import none_holds
+from workbench.host.settling import say_why_not
 
 
 def test_a_plan_depends_on_its_seed_alone_and_half_of_the_rounds_are_busy() -> None:
@@ -25,3 +32,16 @@ def test_a_loss_outside_of_the_reference_is_found_and_one_inside_is_not() -> Non
     highest = max(high for _, high in reference.values())
     assert joins.find_outliers(reference, [(30, highest + 0.1)]) and joins.find_outliers(reference, [(30, -1e9)])
     assert len(list(joins.list_windows(run, after=1e9))) == 0
+
+
+def test_the_sentences_that_the_page_lists_are_those_of_the_code() -> None:
+    errors = {0: {"type": "EngineDied", "text": "killed"}}
+    none_holds(errors, [0], [2], "")
+    marks: list[dict[str, Any]] = []
+    say_why_not(lambda name, detail: marks.append(detail), "why")
+    engine = Path(workbench.__file__).parent / "engine"
+    code = "".join([errors[0]["text"], marks[0]["text"], *(path.read_text() for path in engine.glob("*.py"))])
+    page = joins_page.describe({})
+    for sentence in (*joins.ENDINGS, *joins.REFUSALS):
+        assert sentence in code and sentence in page
+    assert joins.is_documented(None, [marks[0]["text"]]) and not joins.is_documented(None, ["killed"])
