@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,3 +64,27 @@ def test_ranks_are_not_asked_for_without_end(
 
 def _replacing() -> bool:
     return any(thread.name == "run replacing" for thread in threading.enumerate())
+
+
+def test_one_request_for_new_ranks_is_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(monkeypatch, [LOST])
+    waits, fails = threading.Event(), threading.Event()
+    monkeypatch.setattr(PendingChange, "wait", _wait_for(waits, fails))
+    lab.evicting._begin_replacing(1)
+    assert until(waits.is_set)
+    lab.evicting._begin_replacing(2)  # two more ranks are lost while one joins
+    time.sleep(0.2)
+    assert lab.asked == [3]
+    fails.set()
+    assert until(lambda: lab.asked == [3, 5] and not _replacing()), "the rank that did not come is counted, too"
+
+
+def _wait_for(waits: threading.Event, fails: threading.Event) -> Any:
+    def wait(change: PendingChange, timeout: float | None = None) -> PendingChange:
+        waits.set()
+        if not fails.wait(timeout):
+            raise TimeoutError
+        return answered(change, timeout)
+
+    answered = PendingChange.wait
+    return wait

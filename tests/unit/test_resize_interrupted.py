@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import FrameType, SimpleNamespace
@@ -86,6 +87,7 @@ class Training:
         self.ending, self.evicting = Ending(range(2)), SimpleNamespace(preempted={})
         self.orders = Orders(self)  # type: ignore[arg-type]
         self.order, self.over = self.orders.put, SimpleNamespace(is_set=lambda: False)
+        self.inviting = nullcontext()
         self.job, self.blob, self.secret, self.spools = {}, b"", "", dict[int, str]()
         self.cluster.jobs |= {100: ("g", 0), 101: ("g", 1)}
         self.cluster.waits |= {100: True, 101: True}  # that is: busy
@@ -170,3 +172,21 @@ def test_engines_that_were_to_come_up_are_ranks_of_the_lab_or_ended_wherever_the
         if not broken:
             break
     assert not broken and up == {2, 3}
+
+
+def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Training(monkeypatch)
+    live.inviting = threading.RLock()
+    invite, threads = resizing._invite, []
+
+    def invites(run: Any, new: list[int]) -> None:
+        if not threads:  # a second request comes while the first one has chosen its engine
+            threads.append(threading.Thread(target=resizing.resize, args=(live, 3)))
+            threads[0].start()
+            threads[0].join(0.2)
+        invite(run, new)
+
+    monkeypatch.setattr(resizing, "_invite", invites)
+    resizing.resize(live, 3)  # type: ignore[arg-type]
+    threads[0].join(60)
+    assert sorted(live.carried()) == [[0, 1, 2], [0, 1, 3]]

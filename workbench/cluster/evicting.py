@@ -49,6 +49,7 @@ class Evicting:
         self._refused = ""
         self._refusals = 0  # in a row, of ranks that were to come in for others
         self._lock, self._counts = threading.Lock(), threading.Lock()
+        self._replacing = threading.Lock()  # of the thread that asks for new ranks, until the ranks have answered
         self._wanted = 0  # how many are to come in for others and nobody has seen to yet
 
     # -- what the ranks do
@@ -189,7 +190,15 @@ class Evicting:
         return not reason
 
     def _replace(self) -> None:
-        """Others come in, as many as are gone: idle engines, or new ones; or as many as there are."""
+        """Brings in as many new ranks as are lost, on idle or new engines, or as many as there are engines for.
+
+        One request at a time: each names the number of ranks that the run is to have. A second one would count neither
+        the new ranks of the first nor their engines.
+        """
+        with self._replacing:
+            self._replace_lost()
+
+    def _replace_lost(self) -> None:
         live = self.live
         while live.state == "starting":  # the word that they train may have been lost with who says it: who is first
             if live.over.wait(LOOK):  # now does so once they have gone on

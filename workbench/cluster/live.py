@@ -56,6 +56,7 @@ class Live(Asked):
         self.turn = 0  # the number of their generation, as far as it is known
         self.been = set(self.ranks)  # those who ever did
         self.returned: dict[int, int] = {}  # as which rank the engine of one who is not there any more comes again
+        self.inviting = threading.RLock()  # of whoever chooses engines for new ranks, until these have begun
         self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
         self.blob, self.secret = b"", ""
         self.state = "starting"

@@ -30,14 +30,14 @@ ASK = 1.0  # seconds in which an engine that is free again answers
 
 def resize(live: Live, ranks: int) -> PendingChange:
     """`ranks` of the run go on together before one of its next steps. Raises KnobError where so many cannot be had."""
-    here = list(live.members)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
     if live.changes.experiment.task.leads:
         name = type(live.changes.experiment.task).__name__
-        raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {len(here)} ranks that it began with")
-    with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"):
-        return _made(live, ranks, here)
+        here = len(live.members)
+        raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")
+    with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.inviting:
+        return _made(live, ranks, list(live.members))  # no other request takes the same engines in between
 
 
 def _made(live: Live, ranks: int, here: list[int]) -> PendingChange:
