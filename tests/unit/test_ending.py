@@ -363,3 +363,49 @@ def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pyt
         monkeypatch.setattr(tidy.time, "monotonic", lambda seconds=seconds: now + seconds)
         looking._turn()
         assert len(given) == times
+
+
+def died(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "step": 0, "op": "", "type": "EngineDied", "text": "killed"}
+
+
+def test_a_rank_that_dies_before_it_has_joined_does_not_end_the_run(clock: Clock) -> None:
+    it = ending(clock)
+    it.outlives = lambda: True
+    it.admit([2])
+    it.failed(2, died(2))
+    clock.now += 1000
+    assert it.due() == "" and it.inside == {0, 1}
+    for rank in (0, 1):
+        it.gone(rank, "done")
+    assert it.due() == "over" and it.outcome() == ("done", [])
+
+
+def test_a_rank_that_dies_before_the_kernel_hears_that_it_has_joined_ends_the_run(clock: Clock) -> None:
+    it = ending(clock)
+    it.admit([2])
+    it.failed(2, died(2))
+    it.joined([0, 1, 2])
+    clock.now += 0.1
+    assert it.due() == "abort" and [error["rank"] for error in it.outcome()[1]] == [2]
+
+
+def test_a_rank_that_waits_to_join_leaves_after_the_last_step(clock: Clock) -> None:
+    it = ending(clock)
+    it.admit([2])
+    for rank in (0, 1):
+        it.gone(rank, "done")
+    assert it.due() == ""
+    assert first(clock, it, "abort", 10) == pytest.approx(LEAVE, abs=0.11)
+    it.abort()
+    it.gone(2, "failed")  # so ends a session that is told to leave
+    assert it.due() == "over" and it.outcome() == ("done", [])
+
+
+def test_new_ranks_are_waited_for_if_the_old_ranks_only_left(clock: Clock) -> None:
+    it = ending(clock)
+    it.admit([2, 3])
+    for rank in (0, 1):
+        it.gone(rank, "stopped")  # the new ranks train without them; the kernel has not heard of it yet
+    clock.now += LEAVE + 1
+    assert it.due() == ""

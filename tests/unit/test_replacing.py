@@ -62,6 +62,21 @@ def test_ranks_are_not_asked_for_without_end(
     assert len(lab.asked) == asked
 
 
+def test_ranks_are_asked_for_again_if_one_dies_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, notes = Lab(monkeypatch, []), []
+    lab.evicting.live.note = notes.append  # type: ignore[method-assign]
+    begin = lab._resize
+
+    def fails_once(live: Any, ranks: int) -> PendingChange:
+        if not notes:
+            raise evicting.NotBegun("rank 2 did not join")
+        return begin(live, ranks)
+
+    monkeypatch.setattr(evicting, "resize", fails_once)
+    lab.evicting._begin_replacing(1)
+    assert until(lambda: lab.asked == [3] and not _replacing()) and len(notes) == 1
+
+
 def _replacing() -> bool:
     return any(thread.name == "run replacing" for thread in threading.enumerate())
 

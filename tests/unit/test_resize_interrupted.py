@@ -99,7 +99,7 @@ class Training:
 
     def admit(self, new: list[int]) -> None:
         self.been |= set(new)
-        self.ending.ranks |= set(new)
+        self.ending.admit(new)
 
     def begin(self, cluster: Any, job: Any, blob: bytes, new: list[int], secret: str) -> dict[int, str]:
         for process in (cluster.engines[rank].process for rank in new):
@@ -190,3 +190,14 @@ def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyP
     resizing.resize(live, 3)  # type: ignore[arg-type]
     threads[0].join(60)
     assert sorted(live.carried()) == [[0, 1, 2], [0, 1, 3]]
+
+
+def test_a_rank_that_dies_before_it_waits_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Training(monkeypatch)
+    live.cluster.death = lambda rank: "ended with signal SIGKILL" if rank == 2 else None  # type: ignore[method-assign]
+    monkeypatch.setattr(resizing, "idle", lambda live: [2, 3])
+    live.begin = lambda *rest, **more: {}  # type: ignore[method-assign]
+    monkeypatch.setattr(resizing, "begin", live.begin)
+    with pytest.raises(resizing.NotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"):
+        resizing.resize(live, 4)  # type: ignore[arg-type]
+    assert live.ending.ranks == {0, 1} and live.orders.dismissed == {2, 3}

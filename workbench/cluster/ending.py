@@ -30,10 +30,14 @@ Error = dict[str, Any]
 
 
 class Ending:
-    """The end of one run of `ranks`. Any thread may tell it something."""
+    """The end of one run of `ranks`. Any thread may tell it something.
+
+    coming: ranks that have not joined yet. The end of such a rank says nothing about the run: no rank counts on it.
+    """
 
     def __init__(self, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.ranks, self.clock = set(ranks), clock
+        self.coming: set[int] = set()
         self.left: dict[int, str] = {}  # ranks that are over, and the state they ended in
         self.errors: dict[int, Error] = {}
         self.lost: dict[int, Error | None] = {}  # ranks without whom the others went on, and how they ended
@@ -43,6 +47,7 @@ class Ending:
         self._told = False  # were the ranks told to leave?
         self._since = self._moved = 0.0  # when the stop was asked, and when a rank made a step last
         self._release = self._until = float("inf")
+        self._waiting: float | None = None  # since when only ranks that have not joined are in the run
         self._steps: dict[int, int] = {}
         self._lengths: dict[int, float] = {}  # the longest of each rank's last steps, in seconds
         self._lock = threading.Lock()
@@ -71,6 +76,9 @@ class Ending:
             if rank in self.errors:
                 return
             now = self.clock()
+            if rank in self.coming:
+                self.lost.setdefault(rank)
+                self.ranks.discard(rank)
             if rank in self.lost:
                 self.lost[rank] = self.lost[rank] or {"t": now, **error}
                 return
@@ -78,11 +86,28 @@ class Ending:
             wait = REUNION if self.outlives() else 0.0 if error["type"] == "EngineDied" else REPORT
             self._release = min(self._release, now + wait)
 
+    def admit(self, new: Iterable[int]) -> None:
+        """These ranks are to join the run."""
+        with self._lock:
+            self.ranks |= set(new)
+            self.coming |= set(new)
+
+    def joined(self, members: Iterable[int]) -> None:
+        """These ranks train now. One of them may have died before the kernel heard that it had joined."""
+        with self._lock:
+            new = self.coming & set(members)
+            self.coming -= new
+            self.ranks |= new
+            died = {rank: error for rank in new if (error := self.lost.pop(rank, None))}
+        for rank, error in died.items():
+            self.failed(rank, error)
+
     def outlived(self, gone: Iterable[int], step: int) -> None:
         """The others went on without these ranks, from `step`, before which they may have been already."""
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)
+            self.coming -= set(gone)
             self.lost |= {rank: self.errors.pop(rank, None) or self.lost.get(rank) for rank in gone}
             if not self.errors:
                 self._release = float("inf")
@@ -143,9 +168,16 @@ class Ending:
             return "over"
         if now > self._until:
             return "give up"
-        if not self._told and now > min(self._release, self._boundary()):
+        if not self._told and (now > min(self._release, self._boundary()) or self._only_coming(now)):
             return "abort"
         return ""
+
+    def _only_coming(self, now: float) -> bool:
+        """Has the run come to its last step without the ranks that wait to join?"""
+        if self.inside <= self.coming and "done" in self.left.values():
+            self._waiting = self._waiting if self._waiting is not None else now
+            return now - self._waiting > LEAVE  # the word that they have joined may still be on its way
+        return False
 
     def _boundary(self) -> float:
         """Until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
@@ -168,7 +200,7 @@ class Ending:
         if errors:
             preempted = any(error["type"] == "Preempted" for error in errors)
             return "preempted" if preempted else "failed", errors
-        states = {self.left.get(rank, "stopped") for rank in self.ranks}
+        states = {self.left.get(rank, "stopped") for rank in self.ranks - self.coming}
         if states == {"done"}:
             return "done", []
         return ("failed" if states == {"failed"} and not self.asked else "stopped"), []

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster import links
 from workbench.cluster.engines import spans_hosts
+from workbench.cluster.errors import RankError
 from workbench.cluster.meeting import cannot_start
 from workbench.cluster.place import ClusterError
-from workbench.cluster.resizing import LOOK, idle, resize, returned
+from workbench.cluster.resizing import LOOK, NotBegun, idle, resize, returned
 from workbench.cluster.silence import Verdict, named
 from workbench.record.run import FINAL
 from workbench.settings import KnobError
@@ -215,8 +216,17 @@ class Evicting:
                                    "none can be started")  # fmt: skip
             asked = resize(live, len(live.members) + count)
         except Exception as failure:  # the run goes on without
-            return live.note(failure)
+            live.note(failure)
+            if isinstance(failure, RankError | NotBegun) and not isinstance(failure, KnobError):
+                self._try_again(count)
+            return
         self._ask_again(asked)
+
+    def _try_again(self, count: int) -> None:
+        """Asks for so many ranks again, a few times in a row at most."""
+        self._refusals += 1
+        if count and self._refusals <= TRIES:
+            self._begin_replacing(count)
 
     def _ask_again(self, asked: PendingChange) -> None:
         """Asks for new ranks again if they were refused because a rank or a connection was lost while they joined.
@@ -231,9 +241,7 @@ class Evicting:
                 continue
             except KnobError as refusal:
                 alive = [rank for rank in asked.coming if not live.cluster.death(rank)]
-                self._refusals += 1
-                if alive and str(refusal).endswith(AGAIN) and self._refusals <= TRIES:
-                    self._begin_replacing(len(alive))
+                self._try_again(len(alive) if str(refusal).endswith(AGAIN) else 0)
                 return
             self._refusals = 0
             return

@@ -23,6 +23,7 @@ def went_on(live: Live, step: int, detail: dict[str, Any]) -> None:
     live.turn = detail.get("turn", live.turn)
     unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # whose end nobody heard of
     live.members, gone = tuple(detail["members"]), [*detail["gone"], *unheard]
+    live.ending.joined(live.members)
     live.ending.outlived(gone, step)
     live.step = min(live.step, step)
     live.changes.resized(step, detail)

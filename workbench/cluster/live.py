@@ -167,7 +167,7 @@ class Live(Asked):
         """These ranks are to come, and are listened to from now on."""
         self.been |= set(new)
         self.ranks = self.attention.ranks = range(max(self.been) + 1)
-        self.ending.ranks |= set(new)
+        self.ending.admit(new)
 
     def died(self, rank: int, error: dict[str, Any]) -> None:
         """A rank's engine is gone."""

@@ -15,6 +15,7 @@ from workbench.cluster.beginning import begin
 from workbench.cluster.changes import PendingChange
 from workbench.cluster.meeting import cannot_start, join, start_more
 from workbench.cluster.place import ClusterError
+from workbench.cluster.silence import named
 from workbench.cluster.whole import whole
 from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 WAIT = 60.0  # seconds that a rank which is to come has to say that it waits
 LOOK = 0.05  # seconds between two looks
 ASK = 1.0  # seconds in which an engine that is free again answers
+
+
+class NotBegun(ClusterError):
+    """A rank that was to come has not begun to wait for its invitation."""
 
 
 def resize(live: Live, ranks: int) -> PendingChange:
@@ -118,7 +123,7 @@ def _returned(live: Live) -> list[int]:
 
 
 def _invite(live: Live, new: list[int]) -> None:
-    """Their sessions begin and wait; raises RankError or ClusterError if one does not."""
+    """Begins the sessions of these ranks; they wait. Raises RankError or NotBegun if one does not."""
     live.admit(new)
     live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
     until = time.monotonic() + WAIT
@@ -127,7 +132,10 @@ def _invite(live: Live, new: list[int]) -> None:
         states = {rank: answer["state"] for rank, answer in said.items() if isinstance(answer, dict)}
         if set(states.values()) == {"waiting"} and len(states) == len(new):
             return
-        if time.monotonic() > until or live.over.is_set():
+        died = {rank: how for rank in new if (how := live.cluster.death(rank))}
+        if died or time.monotonic() > until or live.over.is_set():
             live.cluster.line.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
-            raise ClusterError(f"ranks {new} did not begin within {WAIT:.0f} s; the run goes on as it was")
+            why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
+            why = why or f"they did not begin within {WAIT:.0f} s"
+            raise NotBegun(f"{named(new)} did not join: {why}; the run goes on without, ask again")
         time.sleep(LOOK)
