@@ -11,9 +11,10 @@ ASKED = 300  # faults
 ABOUT = f"""Each round trains one run of {STEPS} steps. New ranks join it, and a fault falls at a random moment of it.
 `make joins` plays the rounds. Each seed is one round. Odd rounds run next to two processes that spin. In three of ten
 rounds a new rank replaces a killed one (`on_death="replace"`). In the others `lab.resize` asks for new ranks. A round
-passes if the run ends as planned and each mean of {WINDOW} losses after the fault lies within the range of {REFERENCES}
+passes if the run ends as planned and no mean of {WINDOW} losses after the fault lies above the range of {REFERENCES}
 undisturbed runs with other seeds. It also passes if the run ends with a documented error and no survivor held the full
-state. A round is wrong if anything else happens, or if the run takes over {LIMIT:g} s.
+state. A round is wrong if anything else happens, or if the run takes over {LIMIT:g} s. A round whose fault came after
+the last step does not count. Each round names the commit that it ran.
 """
 
 
@@ -26,10 +27,17 @@ def describe(joins: dict[str, Any]) -> str:
     rounds = joins.get("each", [])
     if not rounds:
         return f"{ABOUT}\n{list_sentences()}\nNot measured yet.\n"
+    late = [one for one in rounds if one["outcome"] == "too late"]
+    rounds = [one for one in rounds if one["outcome"] != "too late"]
     every = Counter(one["outcome"] for one in rounds)
+    below = sum(one.get("below", 0) > 0 for one in rounds)
+    empty = sum(any(line.startswith("cut 0") for line in one.get("faults", [])) for one in rounds)
     missing = f" **{ASKED - len(rounds)} of {ASKED} rounds are still to be played.**" if len(rounds) < ASKED else ""
     text = (f"{len(rounds)} rounds: in {every['went on']} the survivors trained on, {every['ended']} ended with a "
-            f"documented error, {every['wrong']} were wrong.{missing}\n")  # fmt: skip
+            f"documented error, {every['wrong']} were wrong.{missing} {len(late)} faults came too late. "
+            f"In {empty} rounds the ranks had no connection to cut. In {below} rounds some means lay below the range: with "
+            f'`on_death="replace"` four ranks train from the first step, in the undisturbed runs two until the join.\n'
+            )  # fmt: skip
     settings = {one["setting"]: one["setting"] for one in rounds}
     tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
               tabulate(rounds, settings, lambda one: one["setting"], "setting")]  # fmt: skip

@@ -28,9 +28,11 @@ def test_a_loss_outside_of_the_reference_is_found_and_one_inside_is_not() -> Non
     run = synthetic.run(ranks=2, steps=60, changes=())
     joins.widen(reference, run)
     windows = list(joins.list_windows(run))
-    assert len(windows) == 2 * (60 - joins.WINDOW + 1) and joins.find_outliers(reference, windows) == []
+    assert len(windows) == 2 * (60 - joins.WINDOW + 1) and joins.find_outliers(reference, windows) == ([], [])
     highest = max(high for _, high in reference.values())
-    assert joins.find_outliers(reference, [(30, highest + 0.1)]) and joins.find_outliers(reference, [(30, -1e9)])
+    for mean, sides in ((highest + 0.1, (1, 0)), (float("nan"), (1, 0)), (-1e9, (0, 1))):
+        above, below = joins.find_outliers(reference, [(30, mean)])
+        assert (len(above), len(below)) == sides
     assert len(list(joins.list_windows(run, after=1e9))) == 0
 
 
