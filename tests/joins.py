@@ -189,6 +189,7 @@ class Join:
         self.pids: dict[int, int] = {}
         self.killed: set[int] = set()
         self.log: list[str] = []
+        self.resumes: list[tuple[float, psutil.Process]] = []  # when a stopped process is to go on
         self.look()
 
     def look(self) -> None:
@@ -249,15 +250,14 @@ class Join:
             process = psutil.Process(self.pids[rank])
             process.suspend()
             self.log.append(f"stopped rank {rank}")
-            self.resumes = (time.monotonic() + STOPPED, process)
-
-    resumes: tuple[float, psutil.Process] | None = None
+            self.resumes.append((time.monotonic() + STOPPED, process))
 
     def let_go_on(self) -> None:
-        if self.resumes is not None:
-            time.sleep(max(0.0, self.resumes[0] - time.monotonic()))
+        """Lets the stopped processes go on, each after its time."""
+        for moment, process in self.resumes:
+            time.sleep(max(0.0, moment - time.monotonic()))
             with suppress(psutil.NoSuchProcess):
-                self.resumes[1].resume()
+                process.resume()
 
     def cut(self) -> None:
         """Shuts down every connection between two ranks, at one end."""
@@ -348,7 +348,7 @@ def judge(run: Run, join: Join, error: RankError | None, windows: list[tuple[int
         return {"outcome": "wrong", "why": f"{len(above)} of {len(windows)} windows: {above[0]}"}
     if error is None and run.state == "done":
         if not windows:
-            return {"outcome": "wrong", "why": "the run ended as planned, and no loss came after the fault"}
+            return {"outcome": "too late", "why": "the run had made its last step"}
         return {"outcome": "went on", "why": "", "below": len(below)}
     survivors = [rank for rank in join.old if rank not in join.killed]
     text = f"{run.state}: {error or join.lab.notes[-2:]}"

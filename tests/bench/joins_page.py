@@ -35,8 +35,8 @@ def describe(joins: dict[str, Any]) -> str:
     missing = f" **{ASKED - len(rounds)} of {ASKED} rounds are still to be played.**" if len(rounds) < ASKED else ""
     text = (f"{len(rounds)} rounds: in {every['went on']} the survivors trained on, {every['ended']} ended with a "
             f"documented error, {every['wrong']} were wrong.{missing} {len(late)} faults came too late. "
-            f"In {empty} rounds the ranks had no connection to cut. In {below} rounds some means lay below the range: with "
-            f'`on_death="replace"` four ranks train from the first step, in the undisturbed runs two until the join.\n'
+            f"In {empty} rounds the ranks had no connection to cut. In {below} rounds some means lay below the range. "
+            f'With `on_death="replace"` four ranks train from the start; the undisturbed runs begin with two.\n'
             )  # fmt: skip
     settings = {one["setting"]: one["setting"] for one in rounds}
     tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
@@ -71,12 +71,13 @@ def describe_controls(controls: dict[str, Any]) -> list[str]:
 
 
 def list_wrong(rounds: list[dict[str, Any]]) -> list[str]:
-    """A line for each wrong round; "mended" says what was mended since."""
+    """A line for each wrong round; "mended" says what was mended since, "again" how it ended when played again."""
     lines = []
     for one in rounds:
         if one["outcome"] == "wrong":
             faults = ", ".join(one.get("faults") or [one["how"]])
             since = f"Mended since: {one['mended']}" if "mended" in one else "Not mended yet."
             why = one["why"].splitlines()[0][:200]
-            lines.append(f"- seed {one['seed']}, {one['setting']}, {faults}: {why} {since}")
+            again = f" Played again at {one['again'][1]}: {one['again'][0]}." if "again" in one else ""
+            lines.append(f"- seed {one['seed']} at {one['commit']}, {one['setting']}, {faults}: {why}. {since}{again}")
     return lines
