@@ -112,9 +112,9 @@ def plan_round(seed: int) -> Plan:
 
 def make_experiment(strategy: str, partition: Any, seed: int, how: str = "resize") -> Experiment:
     """A run of two ranks that is long enough for a join; checkpoints are made every 20 steps."""
-    ranks = 4 if how == "replace" else 2
+    ranks, pace = (4, 8.0) if how == "replace" else (2, 25.0)  # a replacement takes some seconds to begin
     return Experiment(task=Digits(hidden=512), strategy=getattr(workbench, strategy)(), partition=partition,
-                      ranks=ranks, steps=STEPS, pace=25.0, eval_every=0, save_every=20, diverged=0, seed=seed,
+                      ranks=ranks, steps=STEPS, pace=pace, eval_every=0, save_every=20, diverged=0, seed=seed,
                       on_death="replace" if how == "replace" else "go on").checked()  # fmt: skip
 
 
