@@ -38,7 +38,7 @@ class Joint:
     experiment: Experiment
     rank: Rank
     stale = True  # may parameters have changed since all that have them were told?
-    _told = -1  # in which step they were
+    _told_at = -1  # in which step they were
     _passing: Callable[..., Pass]
     _next_full: Callable[..., Any]
     inner: Callable[..., Any]
@@ -55,8 +55,8 @@ class Joint:
         if body.fresh and self.rank.mesh.inside:
             await same_batch(self.rank.inside, batch, body.layout.order[0].param.device)
         body.fresh = False
-        if body.split is not None and (self.stale or self._told != self.rank.step):
-            self.stale, self._told = False, self.rank.step
+        if body.split is not None and (self.stale or self._told_at != self.rank.step):
+            self.stale, self._told_at = False, self.rank.step
             await refreshed(self.rank.group("tensor"), body.common)
 
     async def _joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
