@@ -43,7 +43,8 @@ def describe(joins: dict[str, Any]) -> str:
     tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
               tabulate(rounds, settings, lambda one: one["setting"], "setting")]  # fmt: skip
     controls = describe_controls(joins.get("controls", {}))
-    return "\n".join([ABOUT, list_sentences(), text, *tables, *controls, "", *list_wrong(rounds)])
+    after = [*controls, "", *joins.get("notes", []), "", *list_wrong(rounds), ""]
+    return "\n".join([ABOUT, list_sentences(), text, *tables, *after])
 
 
 def list_sentences() -> str:
