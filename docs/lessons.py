@@ -19,8 +19,8 @@ import numpy as np
 from sphinx.errors import ConfigError
 
 import workbench
-from widgets.board import PAGE_CSS, plotly_js
-from widgets.report import REPLAY_JS, kept
+from widgets.charts.board import PAGE_CSS, plotly_js
+from widgets.export.report import REPLAY_JS, kept
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -10,10 +10,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from workbench.cluster.keys import Keys
-from workbench.cluster.line import Line
-from workbench.cluster.place import host, this_process
-from workbench.cluster.worker import Bench
+from workbench.cluster.engines.worker import Bench
+from workbench.cluster.processes.place import host, this_process
+from workbench.cluster.transport.keys import Keys
+from workbench.cluster.transport.line import Line
 
 
 @contextmanager

@@ -22,9 +22,9 @@ import torch
 
 from tests.ranks import Rows
 from tests.waiting import until
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from tests.ranks import assemble, ended, experiment, live, mse, require_no_error, toy
 from tests.sim.virtual import samples
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.record.checkpoints import FOLDER, Checkpoint, found
 from workbench.run import Run

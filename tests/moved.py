@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.engine import changes as engine
-from workbench.host import changes, repartition
-from workbench.host.life import Life
-from workbench.host.saved import image
-from workbench.host.slices import Slice
-from workbench.sim import changes as sim
+from workbench.engine.rank import changes as engine
+from workbench.host.checkpoint import image
+from workbench.host.loop.life import Life
+from workbench.host.placement.slices import Slice
+from workbench.host.reconfigure import changes
+from workbench.host.transfer import repartition
+from workbench.sim.rank import changes as sim
 
 Pieces = dict[str, tuple[tuple[int, ...], Any, torch.Tensor]]  # by name its shape, where in it these elements lie
 

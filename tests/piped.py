@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tests.ranks import experiment, toy
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.piece import micro_batches
+from workbench.host.passes.piece import micro_batches
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.partitions.schedules import PipeDream, PipeDream2BW

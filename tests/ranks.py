@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 from workbench.compressors import Compressor
-from workbench.engine import membership
-from workbench.engine.session import Session
+from workbench.engine.control import membership
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host import absent
+from workbench.host.placement import absent
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, members
-from workbench.sim.laws import Net, batch, flat, mse
-from workbench.sim.laws import fitting as fitting
-from workbench.sim.laws import joined as joined
+from workbench.sim.teach.laws import Net, batch, flat, mse
+from workbench.sim.teach.laws import fitting as fitting
+from workbench.sim.teach.laws import joined as joined
 from workbench.tasks import Colwise, Plan, Rowwise, Task
 
 _CHANCE = threading.RLock()

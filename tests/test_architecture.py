@@ -62,7 +62,7 @@ LIBRARIES = [
     ("widgets", "ipyparallel", ""),
 ]
 NO_TORCH = [
-    "workbench", "workbench.run", "workbench.analysis", "workbench.analysis.export", "workbench.record.timeline",
+    "workbench", "workbench.run", "workbench.analysis", "workbench.analysis.export.export", "workbench.record.timeline",
     "workbench.record.store", "workbench.record.run", "workbench.cli",
 ]  # fmt: skip
 

@@ -247,8 +247,8 @@ def agree(lab: Lab) -> None:
 
 def parameters() -> int:
     """Runs on an engine, beside its training thread."""
-    from workbench.cluster import worker
-    from workbench.host.canonical import state_hash
+    from workbench.cluster.engines import worker
+    from workbench.host.placement.canonical import state_hash
 
     return state_hash(worker._bench.session.layout)  # type: ignore[union-attr]
 

@@ -3,7 +3,7 @@
 Knows labs, runs, analyses and knobs; never the engine, the cluster, a strategy or torch.
 """
 
-from widgets.board import Board as Board
-from widgets.dashboard import Dashboard as Dashboard
+from widgets.charts.board import Board as Board
+from widgets.page.dashboard import Dashboard as Dashboard
 
 __all__ = ["Board", "Dashboard"]

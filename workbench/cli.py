@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from workbench.cluster.errors import RankError
-from workbench.cluster.place import ClusterError
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run.errors import RankError
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
 

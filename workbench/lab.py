@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from workbench.cluster import launch
-from workbench.cluster.changes import BEFORE, Changes
-from workbench.cluster.changes import PendingChange as PendingChange
-from workbench.cluster.cluster import Cluster
-from workbench.cluster.errors import RankError as RankError
-from workbench.cluster.handles import Handles
-from workbench.cluster.live import Live
-from workbench.cluster.place import ClusterError as ClusterError
-from workbench.cluster.waiting import wait_for_stop
-from workbench.cluster.whole import whole
+from workbench.cluster.api import launch
+from workbench.cluster.api.handles import Handles
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.processes.place import ClusterError as ClusterError
+from workbench.cluster.processes.whole import whole
+from workbench.cluster.run.changes import BEFORE, Changes
+from workbench.cluster.run.changes import PendingChange as PendingChange
+from workbench.cluster.run.errors import RankError as RankError
+from workbench.cluster.run.live import Live
+from workbench.cluster.run.waiting import wait_for_stop
 from workbench.experiment import Experiment, given
 from workbench.record.display import dashboard, face, show
 from workbench.record.run import hearers
@@ -30,7 +30,7 @@ from workbench.run import Run, require_memory, resumed, tuning
 from workbench.settings import AND, Change, KnobError, each
 
 if TYPE_CHECKING:
-    from workbench.sim.tuning import Tuning
+    from workbench.sim.tune.tuning import Tuning
 
 _labs: dict[str, Lab] = {}
 
@@ -231,7 +231,7 @@ class Lab(Handles):
         """Searches live for settings with which a step is shortest, on a thread of its own: `wait()` for what it finds.
 
         The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for what may be asked, and
-        `workbench.sim.tuning` for what it does. Raises KnobError, and where another search goes on.
+        `workbench.sim.tune.tuning` for what it does. Raises KnobError, and where another search goes on.
         """
         if self.tuning is not None and self.tuning.live:
             raise KnobError("tune: a search goes on; lab.tuning.stop() ends it, lab.tuning.wait() waits for it")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench import analysis
-from workbench.analysis.frames import Frames
+from workbench.analysis.summary.frames import Frames
 from workbench.record import checkpoints as recorded
 from workbench.record import kineto
 from workbench.record import run as record
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     from workbench.experiment import Experiment
     from workbench.sim import Costs
-    from workbench.sim.advice import Advised
-    from workbench.sim.balancer import Balanced
-    from workbench.sim.on_ranks import Training
-    from workbench.sim.planner import Planned
-    from workbench.sim.resuming import Resumed
-    from workbench.sim.scaling import Scaling
-    from workbench.sim.space import Trying
-    from workbench.sim.trials import Tuned
-    from workbench.sim.tuning import Tuning
-    from workbench.sim.what_if import WhatIf
+    from workbench.sim.plan.advice import Advised
+    from workbench.sim.plan.balancer import Balanced
+    from workbench.sim.plan.planner import Planned
+    from workbench.sim.plan.scaling import Scaling
+    from workbench.sim.plan.space import Trying
+    from workbench.sim.plan.trials import Tuned
+    from workbench.sim.plan.what_if import WhatIf
+    from workbench.sim.run.resuming import Resumed
+    from workbench.sim.tune.on_ranks import Training
+    from workbench.sim.tune.tuning import Tuning
 
 
 class Checkpoint(recorded.Checkpoint):
@@ -53,7 +53,7 @@ class Checkpoint(recorded.Checkpoint):
         Each file's digest is verified before a value of it is used. Raises RunError if a file is damaged, and KnobError
         if the settings or the model are of another task.
         """
-        from workbench.sim.resuming import model_of
+        from workbench.sim.run.resuming import model_of
 
         return model_of(self, task, into)
 
@@ -62,8 +62,8 @@ def plan(
     experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
     partitions: Iterable[Any] = (),
 ) -> list[Planned]:  # fmt: skip
-    """Pairs of strategy and partition that fit, the fastest first. See `workbench.sim.planner`, which this is."""
-    from workbench.sim.planner import plan
+    """Pairs of strategy and partition that fit, the fastest first. See `workbench.sim.plan.planner`, which this is."""
+    from workbench.sim.plan.planner import plan
 
     return plan(experiment, costs=costs, strategies=strategies, partitions=partitions)
 
@@ -72,36 +72,36 @@ def balance(
     experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
     slow: Sequence[float] | record.Run | None = None, rounds: int = 9,
 ) -> Balanced:  # fmt: skip
-    """Cuts that make a pipeline's slowest stage fastest. See `workbench.sim.balancer`, which this is."""
-    from workbench.sim.balancer import balance
+    """Cuts that make a pipeline's slowest stage fastest. See `workbench.sim.plan.balancer`, which this is."""
+    from workbench.sim.plan.balancer import balance
 
     return balance(experiment, times=times, slow=slow, rounds=rounds)
 
 
 def tune(on: Experiment | Training, paths: Trying = None, **how: Any) -> Tuned:
-    """Settings with which a step is shortest, searched by trying. See `workbench.sim.tuner`, which this is."""
-    from workbench.sim.tuner import tune
+    """Settings with which a step is shortest, searched by trying. See `workbench.sim.tune.tuner`, which this is."""
+    from workbench.sim.tune.tuner import tune
 
     return tune(on, paths, **how)
 
 
 def tuning(on: Training, paths: Trying = None, **how: Any) -> Tuning:
-    """The same on ranks that train, begun and not waited for. See `workbench.sim.tuning`, which this is."""
-    from workbench.sim.tuning import Tuning
+    """The same on ranks that train, begun and not waited for. See `workbench.sim.tune.tuning`, which this is."""
+    from workbench.sim.tune.tuning import Tuning
 
     return Tuning(on, paths, **how).start()
 
 
 def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> Resumed:
-    """How a run goes on from the checkpoint at `path`. Raises KnobError and RunError. See `workbench.sim.resuming`."""
-    from workbench.sim.resuming import resumed
+    """How a run goes on from the checkpoint at `path`. Raises KnobError and RunError. See `workbench.sim.run.resuming`."""
+    from workbench.sim.run.resuming import resumed
 
     return resumed(Checkpoint.open(path), wanted, changes, most)
 
 
 def settings_of(path: Path | str) -> Experiment:
     """Under which the checkpoint at `path` was made. Raises KnobError and RunError."""
-    from workbench.sim.resuming import settings_of
+    from workbench.sim.run.resuming import settings_of
 
     return settings_of(Checkpoint.open(path))
 
@@ -109,21 +109,21 @@ def settings_of(path: Path | str) -> Experiment:
 def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
     """Raises KnobError if ranks of `experiment`, or a change of it, would need more than `memory_mb`; see sim.fits."""
     if experiment.memory_mb or (path and "memory_mb" in each(path, value)):
-        from workbench.sim.fits import require_memory
+        from workbench.sim.run.fits import require_memory
 
         require_memory(experiment, path, value)
 
 
 def outlined(task: Any) -> bool:
     """Is the model of this task known already, so that `refused_by_model` builds nothing?"""
-    if (suits := sys.modules.get("workbench.sim.suits")) is None:  # asked often, and where nothing may take long
+    if (suits := sys.modules.get("workbench.sim.run.suits")) is None:  # asked often, and where nothing may take long
         return False
     return bool(suits.outlined(task))
 
 
 def refused_by_model(experiment: Experiment) -> str:
     """Why the task's model cannot be trained so, in a sentence; "" where nothing is said. See sim.suits."""
-    from workbench.sim.suits import refused_by_model
+    from workbench.sim.run.suits import refused_by_model
 
     return refused_by_model(experiment)
 
@@ -148,7 +148,7 @@ class Run(Frames):
         """A run of traces that torch.profiler wrote of any job, a file per rank, .json or .json.gz.
 
         Its timeline has steps, kernels or operators, collectives and what of them was exposed, so that all that is
-        asked of timelines can be asked of it; see `workbench.analysis.taken`. `save` keeps it as a run directory.
+        asked of timelines can be asked of it; see `workbench.analysis.export.taken`. `save` keeps it as a run directory.
         Nothing in a trace is run. Raises RunError for what is none, or too large.
         """
         every = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -169,16 +169,16 @@ class Run(Frames):
         return analysis.summary(self)
 
     def what_if(self, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
-        """The simulator's word on other settings, calibrated from this run. See `workbench.sim.what_if`."""
-        from workbench.sim.what_if import what_if
+        """The simulator's word on other settings, calibrated from this run. See `workbench.sim.plan.what_if`."""
+        from workbench.sim.plan.what_if import what_if
 
         found = what_if(self, settings, network)
         return found._replace(run=type(self).of(found.run))
 
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
-        """The same over numbers of ranks, by itself 2 to 4,096, with what is assumed. See `workbench.sim.scaling`."""
-        from workbench.sim.what_if import RANKS, scaling
+        """The same over numbers of ranks, by itself 2 to 4,096, with what is assumed. See `workbench.sim.plan.scaling`."""
+        from workbench.sim.plan.what_if import RANKS, scaling
 
         return scaling(self, settings, network, RANKS if ranks is None else ranks)
 
@@ -196,7 +196,7 @@ class Run(Frames):
 
         Raises RunError where it was not kept, and says what is, TimeoutError, and KnobError of another task's settings.
         """
-        from workbench.sim.resuming import model_of
+        from workbench.sim.run.resuming import model_of
 
         return model_of(*self._kept(step, task, timeout), into)
 
@@ -213,7 +213,7 @@ class Run(Frames):
         `torch.load(path, weights_only=True)` reads the latter. Raises what `model` does, and RunError where it cannot
         be written.
         """
-        from workbench.sim.resuming import saved_state, written_to
+        from workbench.sim.run.resuming import saved_state, written_to
 
         return written_to(path, lambda: saved_state(*self._kept(step, task, timeout)))
 
@@ -233,7 +233,7 @@ class Run(Frames):
         )  # fmt: skip
 
     def compare(self, other: record.Run, tolerance: float = 0.0) -> pd.DataFrame:
-        """What `other` is beside this run, a row per metric, less of which is better: `workbench.analysis.comparison`.
+        """What `other` is beside this run, a row per metric, less of which is better: `workbench.analysis.compare.comparison`.
 
         Columns: unit, a (this run), b, difference (b - a), its 99 % interval low and high, verdict (of b: better,
         worse, alike, unknown) and why it is unknown. Of two segments of one run each is `run.segment(...)`.
@@ -248,28 +248,28 @@ class Run(Frames):
         return pd.DataFrame(analysis.compare(self, other, tolerance)).set_index("metric")
 
     def advice(self, last: int = 40) -> Advised:
-        """What cost a step most in the last so many steps, and what to try next. See `workbench.sim.advice`.
+        """What cost a step most in the last so many steps, and what to try next. See `workbench.sim.plan.advice`.
 
         >>> Run({"ranks": 2}, name="tour").advice().unjudged[:17]
         'Too few steps to '
         """
-        from workbench.sim.advice import advice
+        from workbench.sim.plan.advice import advice
 
         return advice(self, last)
 
     def export(self, to: str, out: Path | str | None = None) -> Path:
         """Writes the run for another tool, to "perfetto", "chrome", "parquet", "csv" or "tensorboard".
 
-        See `workbench.analysis.files` for what each is. out: file or folder; by default NAME-FORM where Python runs.
+        See `workbench.analysis.export.files` for what each is. out: file or folder; by default NAME-FORM where Python runs.
         Returns where it is. Raises RunError for another form, or where it cannot be written.
         """
-        from workbench.analysis.files import export
+        from workbench.analysis.export.files import export
 
         return export(self, to, out)
 
     def as_python(self) -> str:
         """Code that runs the same experiment with the same changes."""
-        from workbench.analysis.export import as_python
+        from workbench.analysis.export.export import as_python
 
         return as_python(self)
 
@@ -295,7 +295,7 @@ def simulate(
     replay: record.Run | None = None, alike: bool = False, resume: Checkpoint | None = None,
     checkpoints: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.simulate`, which this is."""
+    """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.run.simulate`, which this is."""
     from workbench.sim import simulate
 
     run = Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,

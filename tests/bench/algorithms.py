@@ -28,7 +28,7 @@ from tests.bench.netns import Ranks, awake, rank_main
 from tests.bench.page import table
 from tests.network import Network, why_not
 from tests.ranks import Rows
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.fabric.algorithms import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import Experiment, Lab
-from workbench.engine.shaping import Pace
+from workbench.engine.wire.shaping import Pace
 from workbench.fabric import traffic
 from workbench.run import Run
 from workbench.tasks import ByteGPT

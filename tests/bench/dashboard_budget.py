@@ -38,14 +38,14 @@ FLAGS = [
 ]
 CELL = """import os
 from tests.bench.dashboard_source import live_run
-from widgets.dashboard import Dashboard
+from widgets.page.dashboard import Dashboard
 run = live_run(ranks={ranks})
 print("pid", os.getpid())
 board = Dashboard(run)
 board"""
 REAL = """import os
 from workbench import Lab
-from widgets.dashboard import Dashboard
+from widgets.page.dashboard import Dashboard
 lab = Lab(ranks=4, name="budget")
 lab.set("fabric.link.bandwidth", 200)
 run = lab.run()

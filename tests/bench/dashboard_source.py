@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from workbench.cluster.keys import Keys
-from workbench.cluster.relay import Relay
-from workbench.cluster.wire import Batch, encode
+from workbench.cluster.transport.keys import Keys
+from workbench.cluster.transport.relay import Relay
+from workbench.cluster.transport.wire import Batch, encode
 from workbench.run import Run
 
 RANKS, RATE, BUCKETS, PUSHES = 8, 20.0, 4, 4.0

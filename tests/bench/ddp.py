@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from tests.gpu_ranks import share_a_gpu
-from workbench.engine.collectives import Wire, host_store
-from workbench.engine.session import Session
-from workbench.engine.units import units
+from workbench.engine.baselines.units import units
+from workbench.engine.rank.session import Session
+from workbench.engine.wire.collectives import Wire, host_store
 from workbench.experiment import Experiment
-from workbench.host.batches import to_device
+from workbench.host.memory.batches import to_device
 from workbench.tasks import ByteGPT, Task
 
 BLOCK, ON_GPU = 3, 20  # steps in a block
@@ -149,7 +149,7 @@ def rank_main(
     device = f"cuda:{rank % gpus}" if gpus else "cpu"
     if size > gpus > 0:
         share_a_gpu(rank)
-    from workbench.engine.collectives import Leaving, connect_store
+    from workbench.engine.wire.collectives import Leaving, connect_store
 
     store = connect_store(*where, "bench")
     leaving = Leaving()

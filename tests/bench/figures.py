@@ -19,8 +19,8 @@ import torch
 from tests.bench.methods import Method, found, methods
 from tests.bench.svg import TEXT, fitting, line, rect, text, ticks, width, wrapped
 from tests.sim.virtual import Stack
-from widgets import theme
-from widgets.boxes import BROWN, KINDS
+from widgets.charts import theme
+from widgets.charts.boxes import BROWN, KINDS
 from workbench import simulate
 from workbench.compressors import Dense
 from workbench.experiment import Experiment

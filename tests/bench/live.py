@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import Experiment, Lab
-from workbench.engine.recorder import Recorder
+from workbench.engine.record.recorder import Recorder
 from workbench.run import Run
 from workbench.tasks import ByteGPT
 

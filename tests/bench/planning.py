@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import Experiment
-from workbench.sim.planner import plan
+from workbench.sim.plan.planner import plan
 from workbench.tasks import ByteGPT
 
 RANKS, ASKED, ROUNDS = 4096, 10.0, 5

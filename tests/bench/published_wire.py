@@ -24,7 +24,7 @@ from workbench import Costs
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.fabric.algorithms import DoubleTree
-from workbench.sim.quick import Quick
+from workbench.sim.plan.quick import Quick
 from workbench.strategies import DDP, DiLoCo, Strategy, StreamingDiLoCo
 from workbench.tasks import Task
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tests.unit import synthetic
-from workbench.engine.recorder import Recorder
+from workbench.engine.record.recorder import Recorder
 from workbench.record.store import Writer
 from workbench.record.timeline import Rows
 from workbench.run import Run

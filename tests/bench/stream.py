@@ -17,8 +17,8 @@ from typing import NamedTuple
 from unittest import mock
 
 from tests.bench.dashboard_source import PUSHES, Rank
-from widgets.feed import Feed
-from workbench.cluster.wire import batches
+from widgets.charts.feed import Feed
+from workbench.cluster.transport.wire import batches
 from workbench.run import Run
 
 LOOKS = 6.0  # per second

@@ -18,9 +18,9 @@ from typing import Any
 from tests.waiting import until
 from workbench import Experiment, Lab
 from workbench.fabric import Fabric, Link
-from workbench.sim.on_ranks import Asked, OnRanks
-from workbench.sim.space import candidates, space_of
-from workbench.sim.trials import Trial
+from workbench.sim.plan.space import candidates, space_of
+from workbench.sim.plan.trials import Trial
+from workbench.sim.tune.on_ranks import Asked, OnRanks
 from workbench.tasks import ByteGPT
 
 PACE, WORSE, LR = 60.0, 0.5, 1e-6  # ms; share by which the loss may be worse; so slow that nothing is learned

@@ -14,8 +14,8 @@ import pytest
 
 from tests.browser.conftest import ARTEFACTS, CHROMIUM, FLAGS, PATIENT, patient
 from tests.unit.synthetic import run as recorded
-from widgets.board import PAGE_CSS, PAGE_JS, Board
-from widgets.report import write_report
+from widgets.charts.board import PAGE_CSS, PAGE_JS, Board
+from widgets.export.report import write_report
 from workbench.run import Run
 
 pytestmark = pytest.mark.browser

@@ -12,7 +12,7 @@ from tests.browser.test_board import Bridge
 from tests.browser.test_board import browser as browser
 from tests.sim.virtual import paced, stack
 from tests.unit.synthetic import run as recorded
-from widgets.report import write_report
+from widgets.export.report import write_report
 from workbench import simulate
 from workbench.fabric import Slow
 

@@ -11,7 +11,7 @@ from tests.browser.conftest import ARTEFACTS, patient
 from tests.browser.test_board import Bridge, part
 from tests.browser.test_board import browser as browser
 from tests.unit.encoded import DENSE, SLOW, TOPK, WHOLE, Author
-from widgets.report import write_report
+from widgets.export.report import write_report
 from workbench import ByteGPT, Experiment, TopK, simulate
 from workbench.fabric import Fabric, Link
 from workbench.run import Run

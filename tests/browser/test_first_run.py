@@ -14,7 +14,7 @@ import pytest
 
 from tests.browser.conftest import PATIENT, Sheet
 from tests.browser.legible import hard_to_read, texts
-from widgets.marks import change_marks
+from widgets.charts.marks import change_marks
 from workbench.run import Run
 
 pytestmark = pytest.mark.browser

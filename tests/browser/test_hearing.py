@@ -13,10 +13,10 @@ pytestmark = pytest.mark.browser
 LATE = 3.0  # seconds that the page's code takes to come where it comes late; anywidget waits for 2
 CELLS = (
     "from tests.browser.still import still\nfrom widgets import Dashboard\nlab = still()",
-    f"""from widgets.board import Board
-from widgets.controls import Controls
-from widgets.requests import Requests
-from widgets.transport import Transport
+    f"""from widgets.charts.board import Board
+from widgets.controls.controls import Controls
+from widgets.controls.requests import Requests
+from widgets.controls.transport import Transport
 for kind in (Board, Controls, Requests, Transport):
     kind._esm = "await new Promise((done) => setTimeout(done, {1000 * LATE:.0f}));\\n" + kind._esm""",
     "shown = Dashboard(lab)",

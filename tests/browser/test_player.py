@@ -10,7 +10,7 @@ import pytest
 from tests.browser.conftest import patient
 from tests.browser.test_board import browser as browser
 from tests.unit.synthetic import run as recorded
-from widgets.report import write_report
+from widgets.export.report import write_report
 
 pytestmark = pytest.mark.browser
 AT = """(t) => {

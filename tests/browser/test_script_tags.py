@@ -12,8 +12,8 @@ from tests.browser.conftest import patient
 from tests.browser.test_board import Bridge
 from tests.browser.test_board import browser as browser
 from tests.unit.synthetic import run as recorded
-from widgets.report import write_report
-from widgets.transport import Transport
+from widgets.controls.transport import Transport
+from widgets.export.report import write_report
 from workbench.record.marks import FIELDS, MUST
 from workbench.record.timeline import Mark, Sample, Span
 from workbench.run import Run

@@ -57,7 +57,7 @@ def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
 
 
 DEAF = """
-from widgets.board import Board
+from widgets.charts.board import Board
 hear, asked = Board._hear, []
 def once_deaf(self, widget, said, buffers):
     asked.append(said.get("kind"))

@@ -10,7 +10,7 @@ import pytest
 from tests.deaths import kill
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.engine.spool import EVERY
+from workbench.engine.record.spool import EVERY
 from workbench.lab import Lab
 
 pytestmark = pytest.mark.engine
@@ -22,7 +22,7 @@ def members(lab: Lab) -> tuple[int, ...]:
 
 def late(seconds: float) -> None:
     """On an engine: its disk gets rows so many seconds after they were sent."""
-    from workbench.engine import spool
+    from workbench.engine.record import spool
 
     spool.EVERY = seconds
 

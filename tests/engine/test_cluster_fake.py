@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.cluster import spool, wire
-from workbench.cluster.changes import Changes
-from workbench.cluster.gaps import Gaps
-from workbench.cluster.live import Live
-from workbench.cluster.watch import Watch
-from workbench.engine.recorder import Recorder
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.live import Live
+from workbench.cluster.run.watch import Watch
+from workbench.cluster.transport import spool, wire
+from workbench.cluster.transport.gaps import Gaps
+from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
 from workbench.run import Run
@@ -195,7 +195,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.now, self.asked, self.at, self.passed = 0.0, 0, at, []
-        monkeypatch.setattr("workbench.cluster.gaps.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("workbench.cluster.transport.gaps.time", SimpleNamespace(monotonic=lambda: self.now))
         self.gaps = Gaps({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
 
     def missed(self, kind: str, rank: int, start: int) -> list[Any]:

@@ -20,11 +20,11 @@ import pytest
 
 from tests.labs import apart
 from tests.waiting import until
-from workbench.cluster import launch
-from workbench.cluster.live import Live
-from workbench.cluster.place import ClusterError, Place, alive
-from workbench.cluster.waiting import wait_for_stop
-from workbench.cluster.wire import Batch
+from workbench.cluster.api import launch
+from workbench.cluster.processes.place import ClusterError, Place, alive
+from workbench.cluster.run.live import Live
+from workbench.cluster.run.waiting import wait_for_stop
+from workbench.cluster.transport.wire import Batch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
@@ -322,7 +322,7 @@ def test_listening_costs_next_to_nothing(lab: Lab) -> None:
 def test_nobody_else_hears_or_commands_the_engines(lab: Lab) -> None:
     import zmq
 
-    from workbench.cluster.keys import Keys
+    from workbench.cluster.transport.keys import Keys
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0

@@ -20,11 +20,11 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster import cluster as cluster_module
-from workbench.cluster import launch
-from workbench.cluster.fork_server import usable
-from workbench.cluster.place import ClusterError, alive, places
-from workbench.cluster.processes import end
+from workbench.cluster.api import launch
+from workbench.cluster.engines import cluster as cluster_module
+from workbench.cluster.processes.fork_server import usable
+from workbench.cluster.processes.place import ClusterError, alive, places
+from workbench.cluster.processes.processes import end
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run
@@ -38,7 +38,7 @@ ROOT = HERE.parents[1]
 BEGIN = f"""
 import json, os, psutil, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
-from workbench.cluster import launch
+from workbench.cluster.api import launch
 launch.SESSION = "test_cluster_fake:FakeSession"
 from workbench.lab import Lab
 from workbench.experiment import Experiment

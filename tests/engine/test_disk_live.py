@@ -55,7 +55,7 @@ def experiment() -> Experiment:
 
 def hinder(disk: str) -> None:
     """From now on a write of this process's spool hangs while the file `disk` is there, and all are slow."""
-    from workbench.engine import spool
+    from workbench.engine.record import spool
 
     write = os.write
 
@@ -76,7 +76,7 @@ def hinder(disk: str) -> None:
 
 def freed() -> None:
     """The disk is as fast as it is."""
-    from workbench.engine import spool
+    from workbench.engine.record import spool
 
     sys.modules[spool.Writer.__module__].os = os
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.labs import apart, endless, reached
 from tests.waiting import until
-from workbench.cluster.fork_server import usable
+from workbench.cluster.processes.fork_server import usable
 from workbench.lab import Lab
 from workbench.strategies import DDP
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.ranks import experiment, live, toy
-from workbench.engine.session import Session
-from workbench.host.canonical import state_hash
+from workbench.engine.rank.session import Session
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change
 from workbench.tasks import Task
 

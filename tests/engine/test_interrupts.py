@@ -21,13 +21,13 @@ from tests import interrupts
 from tests.labs import apart
 from tests.waiting import until
 from workbench import lab as lab_module
-from workbench.cluster import cluster as cluster_module
-from workbench.cluster import launch
-from workbench.cluster.cluster import Cluster
-from workbench.cluster.keys import Keys
-from workbench.cluster.line import Line
-from workbench.cluster.place import alive, places
-from workbench.cluster.whole import whole
+from workbench.cluster.api import launch
+from workbench.cluster.engines import cluster as cluster_module
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.processes.place import alive, places
+from workbench.cluster.processes.whole import whole
+from workbench.cluster.transport.keys import Keys
+from workbench.cluster.transport.line import Line
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 

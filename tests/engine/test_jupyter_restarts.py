@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster.place import alive, places
-from workbench.cluster.processes import end
+from workbench.cluster.processes.place import alive, places
+from workbench.cluster.processes.processes import end
 from workbench.record.run import Run
 
 pytestmark = pytest.mark.engine
@@ -33,7 +33,7 @@ ROOT = HERE.parents[1]
 BEGIN = f"""
 import json, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
-from workbench.cluster import launch
+from workbench.cluster.api import launch
 launch.SESSION = "test_cluster_fake:FakeSession"
 from workbench.experiment import Experiment
 from workbench.lab import Lab

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.labs import apart
 from tests.waiting import until
-from workbench.cluster import ending, watch
+from workbench.cluster.run import ending, watch
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.lab import Lab, RankError

@@ -16,7 +16,7 @@ import pytest
 
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.cluster.place import ClusterError
+from workbench.cluster.processes.place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import Experiment, Lab
-from workbench.engine import cost
+from workbench.engine.compute import cost
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.tasks import ByteGPT, Digits, Task

@@ -12,8 +12,8 @@ import pytest
 
 from tests.labs import BOUND, apart, endless, reached, rows
 from tests.waiting import until
-from workbench.cluster import evicting, resizing
-from workbench.cluster.place import ClusterError
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run import evicting, resizing
 from workbench.lab import Lab
 from workbench.strategies import LocalSGD
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.labs import apart
 from tests.waiting import until
-from widgets.controls import Controls
-from widgets.marks import change_marks
-from widgets.requests import items
+from widgets.charts.marks import change_marks
+from widgets.controls.controls import Controls
+from widgets.controls.requests import items
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe
 from workbench.lab import Lab

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench.cluster.place import ClusterError, Place
-from workbench.cluster.ports import listened, ports
-from workbench.cluster.processes import CONTROLLERS, Processes, end, wait_for
+from workbench.cluster.processes.place import ClusterError, Place
+from workbench.cluster.processes.ports import listened, ports
+from workbench.cluster.processes.processes import CONTROLLERS, Processes, end, wait_for
 
 pytestmark = pytest.mark.engine
 REGISTRATION, HEARTBEAT, SCHEDULER = 0, 6, 8  # which port it is that is taken, in the order in which it chooses them

@@ -9,7 +9,7 @@ from tests.sim.virtual import paced, stack
 from widgets.views.drift import Drift
 from widgets.views.timeline import Timeline
 from workbench.analysis import straggler
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
 from workbench.record.timeline import Mark, Sample, Span
 from workbench.run import Run

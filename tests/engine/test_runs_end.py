@@ -23,7 +23,7 @@ from tests import runs_end
 from tests.labs import apart
 from tests.ranks import mse, toy
 from tests.waiting import until
-from workbench.cluster import ending
+from workbench.cluster.run import ending
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.settings import KnobError
@@ -128,7 +128,7 @@ def test_a_rank_whose_line_is_dead_does_not_keep_a_run_from_ending(lab: Lab) -> 
 
 def deafen(rank: int | None) -> None:
     """Runs on an engine: the line of `rank` takes in what it is asked and answers nothing; None: it answers again."""
-    from workbench.cluster import worker
+    from workbench.cluster.engines import worker
 
     bench = worker._bench
     vars(bench).pop("_reply", None)

@@ -23,8 +23,9 @@ from torch import nn
 from tests.labs import apart
 from tests.waiting import until
 from workbench import lab as lab_module
-from workbench.cluster import launch, silence
-from workbench.cluster.place import ClusterError
+from workbench.cluster.api import launch
+from workbench.cluster.observe import silence
+from workbench.cluster.processes.place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 from workbench.run import Run

@@ -36,7 +36,7 @@ def spare(lab: Lab) -> list[int]:
 
 def loaded(lab: Lab, rank: int) -> list[str]:
     """Which of what a rank needs first its engine has loaded."""
-    names = ("torch", "workbench.engine.session")
+    names = ("torch", "workbench.engine.rank.session")
     found: list[str] = lab.cluster.call(lab.cluster.engines[rank].id, lambda: [n for n in names if n in sys.modules])
     return found
 
@@ -44,7 +44,7 @@ def loaded(lab: Lab, rank: int) -> list[str]:
 def test_a_spare_engine_is_taken_first_and_another_comes_behind_it(lab: Lab) -> None:
     assert lab.ranks == 2 and lab.experiment.ranks == 2, "a spare one is no rank"
     assert until(lambda: spare(lab) == [2], BOUND), lab.notes
-    assert loaded(lab, 2) == ["torch", "workbench.engine.session"]
+    assert loaded(lab, 2) == ["torch", "workbench.engine.rank.session"]
     e = Experiment(task=Digits(), strategy=DDP(), steps=0, eval_every=25, pace=10.0, on_death="replace").checked()
     run = lab.run(e)
     assert until(lambda: lab._live is not None and lab._live.step >= 10, BOUND), lab.notes

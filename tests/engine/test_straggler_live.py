@@ -10,8 +10,8 @@ import pytest
 
 from workbench import Experiment, Lab
 from workbench.analysis import straggler
-from workbench.analysis.window import Window
-from workbench.engine.shaping import Pace
+from workbench.analysis.steps.window import Window
+from workbench.engine.wire.shaping import Pace
 from workbench.fabric import Fabric, Link, Slow
 from workbench.run import Run
 from workbench.tasks import ByteGPT

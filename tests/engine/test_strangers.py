@@ -18,8 +18,8 @@ import pytest
 
 from tests.engine.stranger import NOBODY
 from tests.waiting import until
-from workbench.cluster import launch
-from workbench.cluster.processes import alive
+from workbench.cluster.api import launch
+from workbench.cluster.processes.processes import alive
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run

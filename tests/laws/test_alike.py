@@ -21,7 +21,7 @@ from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import Interleaved, ZeroBubble
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change
-from workbench.sim.durations import Duration
+from workbench.sim.costs.durations import Duration
 from workbench.strategies import DDP, HSDP, Gossip, HpZ, LocalSGD, Strategy, ZeRO1, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 

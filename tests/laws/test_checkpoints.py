@@ -11,11 +11,11 @@ import torch
 from tests.kept import losses, simulated
 from tests.ranks import fitting, shipped, toy
 from workbench.compressors import Compressor
-from workbench.host.saved.regain import regained
+from workbench.host.checkpoint.regain import regained
 from workbench.optimizers import Optimizer
 from workbench.record.checkpoints import Bytes, Checkpoint, found
 from workbench.settings import Change
-from workbench.sim.resuming import settings_of, together
+from workbench.sim.run.resuming import settings_of, together
 from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks

@@ -14,12 +14,12 @@ from tests.ranks import exchange, experiment, placed, run, shipped, together
 from tests.thinned import thinned
 from tests.unbiased import assert_unbiased
 from workbench import simulate
-from workbench.analysis.settings import EXACT as SILENT
+from workbench.analysis.steps.settings import EXACT as SILENT
 from workbench.compressors import Codec, Compressor, Dense, ErrorFeedback, TopK
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import Change, KnobError, knobs
 

@@ -19,7 +19,7 @@ from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
 from workbench.rank import COMPLEX, FLOATS, Memory, as_real
 from workbench.settings import Change, KnobError
-from workbench.sim.laws import batch
+from workbench.sim.teach.laws import batch
 from workbench.strategies import Strategy
 from workbench.tasks import Colwise, Rowwise
 

@@ -24,10 +24,10 @@ from tests.ranks import assemble, experiment, fitting, run, shipped, toy
 from tests.sim.insides import simulated
 from tests.thinned import thinned
 from workbench.experiment import Experiment
-from workbench.host import repartition
-from workbench.host.canonical import Disagreement
-from workbench.host.refusing import refuses_model
-from workbench.host.slots import slots
+from workbench.host.placement.canonical import Disagreement
+from workbench.host.placement.slots import slots
+from workbench.host.reconfigure.refusing import refuses_model
+from workbench.host.transfer import repartition
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, PipeDream, PipeDream2BW, ZeroBubble

@@ -21,7 +21,7 @@ from workbench.compressors import Compressor, inside
 from workbench.optimizers import Optimizer
 from workbench.rank import Rank
 from workbench.settings import knobs
-from workbench.sim import laws
+from workbench.sim.teach import laws
 from workbench.strategies import DDP, Strategy
 
 STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has

@@ -16,10 +16,10 @@ from tests.ranks import experiment, fitting, joined, run, shipped, weights
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.compressors import Compressor
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change, KnobError, knobs
 from workbench.strategies import Strategy
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.recorded.make import HERE
-from widgets import picture
+from widgets.charts import picture
 from widgets.views import all_views
 from widgets.views._base import drawn
 from workbench import Costs, simulate

@@ -11,7 +11,7 @@ from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.settings import Change
-from workbench.sim.session import Session
+from workbench.sim.rank.session import Session
 
 
 def simulated(e: Experiment, *changes: Change, real: bool = True) -> tuple[Run, list[Session]]:

@@ -11,12 +11,12 @@ from tests.sim.virtual import paced, stack
 from tests.unit import synthetic
 from workbench import Change, simulate
 from workbench.analysis import step_times
-from workbench.analysis.causes import Cause, causes
+from workbench.analysis.stragglers.causes import Cause, causes
 from workbench.fabric import Freeze, Noisy, Slow, TransientStraggler
 from workbench.record.timeline import Span, Timeline
 from workbench.run import Run
 from workbench.settings import KnobError
-from workbench.sim import advice as advising
+from workbench.sim.plan import advice as advising
 from workbench.strategies import DDP, Gossip, LocalSGD, ZeRO3
 
 pytestmark = pytest.mark.ranks

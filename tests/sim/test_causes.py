@@ -8,7 +8,7 @@ import pytest
 from tests.unit import synthetic
 from workbench import Experiment, simulate
 from workbench.analysis import causes
-from workbench.analysis.collectives import of_others
+from workbench.analysis.steps.collectives import of_others
 from workbench.fabric import Fabric, Link, Noisy, Slow
 from workbench.partitions import Pipeline
 

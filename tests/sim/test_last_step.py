@@ -12,7 +12,7 @@ from tests.ranks import batch, experiment, fitting, mse, net, shipped, toy
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.record.checkpoints import Checkpoint, found
-from workbench.sim.resuming import model_of
+from workbench.sim.run.resuming import model_of
 from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks

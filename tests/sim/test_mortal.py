@@ -17,13 +17,13 @@ from tests.unit.test_parts_lost import layers
 from workbench import Run, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Crash, Fabric
-from workbench.host.salvage import in_parts
+from workbench.host.elastic.salvage import in_parts
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import GPipe
 from workbench.settings import Change, KnobError
-from workbench.sim.generations import REPLACED, VOTED
-from workbench.sim.laws import flat
-from workbench.sim.world import NOTICED
+from workbench.sim.clock.world import NOTICED
+from workbench.sim.rank.generations import REPLACED, VOTED
+from workbench.sim.teach.laws import flat
 from workbench.strategies import DDP, HSDP, AsyncServer, DiLoCo, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import Digits
 

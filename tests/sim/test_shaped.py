@@ -19,8 +19,8 @@ from workbench.fabric import Fabric, Link, Noisy
 from workbench.optimizers import SGD
 from workbench.rank import Rank
 from workbench.settings import Change
-from workbench.sim import shaped
-from workbench.sim.kinds import Shaped
+from workbench.sim.fake import shaped
+from workbench.sim.fake.kinds import Shaped
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import ByteGPT
 

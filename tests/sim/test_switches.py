@@ -16,10 +16,10 @@ from workbench import simulate
 from workbench.analysis import before_after, memory
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.partitions import Pipeline, Whole
 from workbench.settings import Change
-from workbench.sim.session import Session
+from workbench.sim.rank.session import Session
 from workbench.strategies import DDP, AsyncModelAverage, AsyncServer, LocalSGD, Strategy
 from workbench.tasks import Digits, Task
 

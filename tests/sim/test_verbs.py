@@ -15,7 +15,8 @@ from workbench import Deadlock, simulate
 from workbench.fabric import Slow
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change
-from workbench.sim import Mismatch, fiber, world
+from workbench.sim import Mismatch
+from workbench.sim.clock import fiber, world
 from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks

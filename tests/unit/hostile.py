@@ -23,7 +23,7 @@ from pyarrow import ipc
 
 from tests.unit import synthetic
 from workbench import analysis, public_names
-from workbench.analysis.export import to_perfetto
+from workbench.analysis.export.export import to_perfetto
 from workbench.record.stream import schema
 from workbench.record.timeline import KINDS
 from workbench.run import Run, RunError

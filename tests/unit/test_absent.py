@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from workbench.host import absent
+from workbench.host.placement import absent
 
 
 class Away:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit import synthetic
 from workbench import analysis
-from workbench.analysis.cover import Cover
+from workbench.analysis.steps.cover import Cover
 from workbench.record.timeline import Span, Timeline
 
 

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ranks import batch, experiment, mse, net, run, toy
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.host.canonical import state_hash
-from workbench.host.hidden import units_of
-from workbench.host.part import place, restore, smaller
+from workbench.host.passes.hidden import units_of
+from workbench.host.passes.part import place, restore, smaller
+from workbench.host.placement.canonical import state_hash
 from workbench.rank import Bucket, Cut, Entries, Part, Units
 from workbench.run import Run
 from workbench.settings import Change, KnobError

@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import Heap, over, until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
 from workbench.fabric import Freeze, Noisy, Slow
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncModelAverage, LocalSGD
 

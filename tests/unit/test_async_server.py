@@ -15,8 +15,8 @@ from tests.ranks import batch, ended, experiment, live, mse, placed, run, togeth
 from tests.sim.insides import simulated
 from tests.unit.test_engine_apart import SLOW, over, until
 from workbench.compressors import TopK
-from workbench.engine.session import Session
-from workbench.host.canonical import state_hash
+from workbench.engine.rank.session import Session
+from workbench.host.placement.canonical import state_hash
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD, SyncServer

@@ -17,7 +17,7 @@ from workbench import simulate
 from workbench.fabric import Noisy, Slow
 from workbench.run import Run
 from workbench.settings import Change
-from workbench.sim.session import Session
+from workbench.sim.rank.session import Session
 from workbench.strategies import DDP, AsyncServer, SyncServer
 
 pytestmark = pytest.mark.ranks

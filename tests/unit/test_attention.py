@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.attention import Attention
-from workbench.cluster.errors import RankError, brought_up
+from workbench.cluster.observe.attention import Attention
+from workbench.cluster.run.errors import RankError, brought_up
 from workbench.experiment import Experiment
 from workbench.record.store import Writer
 from workbench.record.timeline import columns_of

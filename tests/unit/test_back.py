@@ -16,12 +16,12 @@ from tests.kept import held
 from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, toy
 from tests.waiting import until
-from workbench.cluster.alarm import Alarm
+from workbench.cluster.run.alarm import Alarm
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.saved.back import TIMES
-from workbench.host.saved.regain import Regained
+from workbench.host.checkpoint.back import TIMES
+from workbench.host.checkpoint.regain import Regained
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.settings import Change

@@ -20,11 +20,11 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Fault, Noisy, Slow
-from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import optimizer_tensors, state_hash
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
 from workbench.sim import Costs, Duration
-from workbench.sim.session import Session
+from workbench.sim.rank.session import Session
 from workbench.strategies import DDP, BackupWorkers, Strategy
 
 pytestmark = pytest.mark.ranks

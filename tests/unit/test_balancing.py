@@ -15,16 +15,16 @@ from torch import nn
 
 from tests.piped import WIDTH, alone, batches, deep, loss, piped, same, seen
 from tests.ranks import experiment, run, toy
-from widgets.rows import Now, rows
+from widgets.controls.rows import Now, rows
 from workbench import KnobError, balance, simulate
 from workbench.analysis import bubble, step_times
 from workbench.fabric import Fabric, Link, Slow
-from workbench.host.balancing import balanced, front
+from workbench.host.placement.balancing import balanced, front
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, PipeDream
 from workbench.settings import Change
 from workbench.sim import Costs
-from workbench.sim.balancer import Balanced
+from workbench.sim.plan.balancer import Balanced
 
 pytestmark = pytest.mark.ranks
 

@@ -18,10 +18,10 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Noisy, Slow
-from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import optimizer_tensors, state_hash
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
-from workbench.sim.session import Session
+from workbench.sim.rank.session import Session
 from workbench.strategies import DDP, AsyncServer, BoundedStaleness, Strategy
 
 pytestmark = pytest.mark.ranks

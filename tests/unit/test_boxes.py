@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from workbench.host.saved.boxes import MOST, boxes
-from workbench.host.slices import Slice
+from workbench.host.checkpoint.boxes import MOST, boxes
+from workbench.host.placement.slices import Slice
 
 
 def elements(s: Slice) -> list[int]:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tests.unit.encoded import DENSE, HIDDEN, NBYTES, QUICK, SLOW, TOPK, WHOLE, Author, compressed
-from widgets.progress import Progress
+from widgets.controls.progress import Progress
 from widgets.views.ranks import PARTS, Ranks
 from workbench import analysis
 from workbench.analysis import BreakEven, break_even, compression
-from workbench.analysis.settings import with_value
-from workbench.analysis.window import Window
+from workbench.analysis.steps.settings import with_value
+from workbench.analysis.steps.window import Window
 from workbench.run import Run
 
 

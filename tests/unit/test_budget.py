@@ -15,7 +15,7 @@ from tests.unit.test_zero_3 import many, seen
 from workbench import KnobError, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.budget import OutOfMemory
+from workbench.host.memory.budget import OutOfMemory
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.run import require_memory

@@ -19,7 +19,7 @@ from workbench.fabric import Fabric, Link, Slow
 from workbench.partitions import Pipeline
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change
-from workbench.sim.laws import trained
+from workbench.sim.teach.laws import trained
 from workbench.strategies import DDP, ByteScheduler, Strategy
 
 pytestmark = pytest.mark.ranks

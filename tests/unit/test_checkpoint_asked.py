@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.changes import Changes
-from workbench.cluster.live import Live
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.live import Live
 from workbench.experiment import Experiment
 from workbench.record import kept
 from workbench.record.kept import PendingCheckpoint

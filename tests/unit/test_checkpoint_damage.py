@@ -19,7 +19,7 @@ from workbench.record.checkpoints import FOLDER, MANIFEST, found, name, prune
 from workbench.record.drafts import Draft
 from workbench.record.folders import make_private_folder
 from workbench.record.store import RunError
-from workbench.sim.resuming import model_of
+from workbench.sim.run.resuming import model_of
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from tests.ranks import experiment, fitting, mse, shipped, toy
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.saved.pieces import read_whole_model
+from workbench.host.checkpoint.pieces import read_whole_model
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found
 from workbench.settings import KnobError
-from workbench.sim import resuming
-from workbench.sim.resuming import model_of, settings_of, together
+from workbench.sim.run import resuming
+from workbench.sim.run.resuming import model_of, settings_of, together
 from workbench.strategies import DDP, HSDP, HpZ, LocalSGD, Strategy, ZeRO3, ZeROInfinity
 
 AGREEING = {n: cls for n, cls in shipped(Strategy).items() if not (cls.opaque or cls.periodic)}

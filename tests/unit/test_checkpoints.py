@@ -19,21 +19,21 @@ from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, net, toy, weights
 from tests.waiting import until
 from workbench.compressors import TopK
-from workbench.engine.keeping import Keeper
-from workbench.engine.session import Session
+from workbench.engine.rank.keeping import Keeper
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
-from workbench.host.saved import filing
-from workbench.host.saved.alone import _digest
-from workbench.host.saved.image import Image
-from workbench.host.saved.tree import Reader, written
+from workbench.host.checkpoint import filing
+from workbench.host.checkpoint.alone import _digest
+from workbench.host.checkpoint.image import Image
+from workbench.host.checkpoint.tree import Reader, written
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream
 from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, found, name, prune, sealed
 from workbench.record.drafts import Draft
 from workbench.settings import Change, KnobError
-from workbench.sim.resuming import resumed, together
+from workbench.sim.run.resuming import resumed, together
 from workbench.strategies import DDP, DiLoCo, LocalSGD, ShadowSync, TorchDDP, TorchFSDP, ZeRO3, ZeROInfinity
 from workbench.tasks import ClickThrough
 

@@ -23,7 +23,7 @@ from workbench.compressors import TopK
 from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found, sealed
 from workbench.record.store import RunError
 from workbench.settings import KnobError
-from workbench.sim.resuming import resumed, settings_of
+from workbench.sim.run.resuming import resumed, settings_of
 from workbench.strategies import KFAC
 
 pytestmark = pytest.mark.ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.spread import RANKS, local, reference, walk
-from workbench.host.checksum import MASK, checksum
-from workbench.host.placement import Placement
-from workbench.host.slices import Slice, refine
+from workbench.host.placement.checksum import MASK, checksum
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slices import Slice, refine
 
 
 def once(placement: Placement, rank: int) -> dict[str, tuple[Slice, ...]]:

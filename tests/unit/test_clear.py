@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.analysis.clear import WORTH, compared, drawn, estimated, lacking, likeness
-from workbench.analysis.trend import Trend, sloped
+from workbench.analysis.compare.clear import WORTH, compared, drawn, estimated, lacking, likeness
+from workbench.analysis.compare.trend import Trend, sloped
 
 
 def series(rng: np.random.Generator, n: int, alike: float, hiccups: float = 0.05) -> np.ndarray:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from workbench.engine import clocks
-from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
-from workbench.engine.shaping import Clock
+from workbench.engine.wire import clocks
+from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.shaping import Clock
 
 pytestmark = pytest.mark.ranks
 LATE = 0.3  # seconds: three times as long as a wait over gloo lasts at a time

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit import synthetic
 from tests.unit.test_cli import refused, say
-from widgets.feed import Feed
-from workbench.analysis.comparison import judged
+from widgets.charts.feed import Feed
+from workbench.analysis.compare.comparison import judged
 from workbench.experiment import Experiment
 from workbench.run import Run, RunError, simulate
 from workbench.settings import KnobError

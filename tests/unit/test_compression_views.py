@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.unit.encoded import DENSE, QUICK, SLOW, TOPK, WHOLE, Author, compressed
-from widgets.boxes import KINDS
-from widgets.feed import Feed
+from widgets.charts.boxes import KINDS
+from widgets.charts.feed import Feed
 from widgets.views._base import View, drawn
 from widgets.views.compression import Compressed
 from widgets.views.pays import Pays

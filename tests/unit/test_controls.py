@@ -12,12 +12,12 @@ from weakref import ref
 import pytest
 import torch
 
-from widgets.controls import Controls, cell_ended
-from widgets.options import chosen, options
-from widgets.requests import items
-from widgets.rows import FIRST, Now, rows
-from widgets.stops import nearest, stops
-from workbench.cluster.changes import PendingChange
+from widgets.controls.controls import Controls, cell_ended
+from widgets.controls.options import chosen, options
+from widgets.controls.requests import items
+from widgets.controls.rows import FIRST, Now, rows
+from widgets.controls.stops import nearest, stops
+from workbench.cluster.run.changes import PendingChange
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Slow

@@ -13,7 +13,7 @@ from workbench.compressors import Cast, Dense
 from workbench.experiment import Experiment
 from workbench.settings import Change
 from workbench.sim import Line
-from workbench.sim.measure_codecs import codecs, slows
+from workbench.sim.costs.measure_codecs import codecs, slows
 from workbench.strategies import DDP, LocalSGD
 
 pytestmark = pytest.mark.ranks

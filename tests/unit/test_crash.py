@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tests.ranks import ended, experiment, live
-from workbench.engine import crashing, training
-from workbench.engine.session import Session
+from workbench.engine.rank import crashing, training
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Crash, Fabric, Slow, load
 from workbench.fabric.algorithms import Ring

@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks import batch, experiment, net, run, toy
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host import curvature
+from workbench.host.observe import curvature
 from workbench.rank import Factors, Rank, StrategyError
 from workbench.strategies import Strategy
 from workbench.tasks import ByteGPT

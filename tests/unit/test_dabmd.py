@@ -7,9 +7,9 @@ import pytest
 from tests.ranks import experiment, run
 from tests.sim.virtual import samples, seconds
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change
 from workbench.strategies import DABMD
 

@@ -11,11 +11,12 @@ import pytest
 
 from tests.unit.synthetic import run as recorded
 from tests.waiting import until
-from widgets import Dashboard, display
-from widgets.marks import all_marks
-from widgets.members import Members
-from widgets.progress import Progress, line, trouble
-from widgets.transport import Transport
+from widgets import Dashboard
+from widgets.charts.marks import all_marks
+from widgets.controls.members import Members
+from widgets.controls.progress import Progress, line, trouble
+from widgets.controls.transport import Transport
+from widgets.page import display
 from widgets.views.log import Log
 from widgets.views.loss import Loss
 from workbench.experiment import Experiment
@@ -88,7 +89,7 @@ def noted(run: Run, *marks: tuple[int, int, str, dict[str, Any]]) -> Run:
 @pytest.fixture
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dashboards of this test refresh when told to."""
-    monkeypatch.setattr("widgets.refresh.Refresh.start", lambda self: None)
+    monkeypatch.setattr("widgets.charts.refresh.Refresh.start", lambda self: None)
 
 
 def test_showing_a_lab_twice_is_two_views_of_one_dashboard(no_thread: None) -> None:
@@ -166,7 +167,7 @@ def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypa
     lab.run()
     held = "rank 2 has been in forward of step 30 for 4 s; 0, 1, 3 wait in all_reduce bucket 3"
     lab.run_now._control = SimpleNamespace(holdup=held, standing=[])
-    monkeypatch.setattr("widgets.progress.PATIENCE", -1.0)
+    monkeypatch.setattr("widgets.controls.progress.PATIENCE", -1.0)
     transport.refresh()
     assert transport.line.endswith(f" · {held}") and repr(lab.run_now).endswith(f"; {held}")
 
@@ -281,5 +282,5 @@ def test_a_lab_is_watched_while_a_page_shows_its_dashboard_and_for_some_minutes_
     assert watches()
     board._hear(None, {"kind": "away", "page": "p"}, [])
     assert watches() and not board.shown
-    monkeypatch.setattr("widgets.board._ELSEWHERE", -1.0)
+    monkeypatch.setattr("widgets.charts.board._ELSEWHERE", -1.0)
     assert not watches()

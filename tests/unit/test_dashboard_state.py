@@ -11,17 +11,18 @@ from tests.unit import synthetic
 from tests.unit.synthetic import run as recorded
 from tests.unit.test_dashboard import StillLab
 from tests.waiting import until
-from widgets import Dashboard, display
-from widgets.feed import Feed
+from widgets import Dashboard
+from widgets.charts.feed import Feed
+from widgets.page import display
 from widgets.views.causes import Causes
 from workbench.settings import KnobError
-from workbench.sim.advice import Advice, Advised, Suggestion
+from workbench.sim.plan.advice import Advice, Advised, Suggestion
 
 
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dashboards of this file refresh when told to."""
-    monkeypatch.setattr("widgets.refresh.Refresh.start", lambda self: None)
+    monkeypatch.setattr("widgets.charts.refresh.Refresh.start", lambda self: None)
 
 
 class Steered(StillLab):
@@ -105,8 +106,8 @@ def test_who_watches_has_nothing_to_steer_by_and_whatever_a_page_says_changes_no
 
 
 def test_docking_without_sidecar_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("widgets.side.there", lambda: False)
-    monkeypatch.setattr("widgets.dashboard.there", lambda: False)
+    monkeypatch.setattr("widgets.page.side.there", lambda: False)
+    monkeypatch.setattr("widgets.page.dashboard.there", lambda: False)
     dashboard = Dashboard(training())
     assert not dashboard.handles[0].docks
     with pytest.raises(KnobError, match=r"training-workbench\[dock\]"):

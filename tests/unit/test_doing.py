@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.synthetic import run as recorded
 from tests.unit.test_dashboard import StillLab, noted
-from widgets.progress import Progress, line, works
-from widgets.transport import Transport
+from widgets.controls.progress import Progress, line, works
+from widgets.controls.transport import Transport
 from workbench.analysis import saving
-from workbench.cluster import usual
+from workbench.cluster.processes import usual
 from workbench.experiment import Experiment
 from workbench.record.timeline import Sample
 from workbench.run import plan, simulate

@@ -50,7 +50,7 @@ def test_an_empty_answer_shows_why(name: str) -> None:
 
 
 def test_every_question_of_a_run_is_in_the_table() -> None:
-    from workbench.analysis.frames import Frames
+    from workbench.analysis.summary.frames import Frames
 
     public = {name for name in vars(Frames) if not name.startswith("_")}
     assert public <= set(QUESTIONS)

@@ -14,15 +14,15 @@ import pytest
 
 from tests.unit import synthetic
 from tests.waiting import until
-from workbench.cluster import evicting
-from workbench.cluster.changes import Changes
-from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
-from workbench.cluster.errors import RankError
-from workbench.cluster.live import Live
-from workbench.cluster.place import host
-from workbench.cluster.steady import Steady
-from workbench.cluster.watch import Watch
-from workbench.cluster.wire import Batch
+from workbench.cluster.processes.place import host
+from workbench.cluster.processes.steady import Steady
+from workbench.cluster.run import evicting
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.ending import FIRST, LEAVE, MOST, Ending
+from workbench.cluster.run.errors import RankError
+from workbench.cluster.run.live import Live
+from workbench.cluster.run.watch import Watch
+from workbench.cluster.transport.wire import Batch
 from workbench.experiment import Experiment
 from workbench.record import tidy
 from workbench.record.timeline import columns_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.piped import batches, deep, held_out, loss, piped
 from tests.ranks import run, toy
-from workbench.engine import peers
+from workbench.engine.control import peers
 from workbench.engine.device import gloo
 from workbench.partitions import Partition, Pipeline, Whole
 from workbench.strategies import HierarchicalLocalSGD, LocalSGD, Strategy

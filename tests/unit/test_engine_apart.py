@@ -21,11 +21,11 @@ from tests.ranks import batch, ended, experiment, fingerprint, live, mse, poison
 from tests.sim.virtual import seconds
 from tests.thinned import thinned
 from workbench import simulate
-from workbench.engine.background import Background
-from workbench.engine.mailbox import Mailbox
-from workbench.engine.session import Session
+from workbench.engine.control.background import Background
+from workbench.engine.p2p.mailbox import Mailbox
+from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import optimizer_tensors, state_hash
 from workbench.rank import Rank
 from workbench.settings import Change, to_plain
 from workbench.strategies import (

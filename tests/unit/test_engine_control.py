@@ -15,9 +15,9 @@ import torch
 from tests.ranks import batch as examples
 from tests.ranks import ended, experiment, fingerprint, live, mse, run, toy
 from workbench.compressors import TopK
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import Freeze, Slow
-from workbench.host.canonical import optimizer_tensors
+from workbench.host.placement.canonical import optimizer_tensors
 from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Net, batch, ended, experiment, live, mse, net, run, toy, weights
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workbench.engine.collectives import Aborted, Leaving, connect_store, host_store
-from workbench.engine.lane import StrategyError
-from workbench.engine.mailbox import BACKGROUND, HOST, Mailbox
-from workbench.engine.shaping import Clock, Naps, Port
+from workbench.engine.p2p.mailbox import BACKGROUND, HOST, Mailbox
+from workbench.engine.wire.collectives import Aborted, Leaving, connect_store, host_store
+from workbench.engine.wire.lane import StrategyError
+from workbench.engine.wire.shaping import Clock, Naps, Port
 from workbench.fabric import Fabric, Link, Slow
 from workbench.rank import Rank
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from tests.waiting import until
-from workbench.engine import door, greeting, sockets
-from workbench.engine.collectives import Leaving, connect_store, host_store
-from workbench.engine.lane import StrategyError
-from workbench.engine.mailbox import Mailbox
-from workbench.engine.shaping import Clock, Naps, Port
-from workbench.engine.sockets import HEAD
+from workbench.engine.p2p import door, greeting, sockets
+from workbench.engine.p2p.mailbox import Mailbox
+from workbench.engine.p2p.sockets import HEAD
+from workbench.engine.wire.collectives import Leaving, connect_store, host_store
+from workbench.engine.wire.lane import StrategyError
+from workbench.engine.wire.shaping import Clock, Naps, Port
 from workbench.rank import Rank
 
 pytestmark = pytest.mark.ranks

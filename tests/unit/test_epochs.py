@@ -18,13 +18,13 @@ from tests.ranks import ended, live, run
 from tests.unit.test_membership import lost
 from tests.unit.test_resizing import Crowd
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.batches import Batches
+from workbench.host.memory.batches import Batches
 from workbench.rank import Rank
 from workbench.record.checkpoints import Checkpoint, found
 from workbench.settings import Change, KnobError
-from workbench.sim.resuming import resumed
+from workbench.sim.run.resuming import resumed
 from workbench.strategies import (
     BMUF,
     DDP,

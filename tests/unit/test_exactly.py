@@ -11,7 +11,7 @@ from tests.unit import synthetic
 from widgets.views import all_views
 from workbench import Experiment, simulate
 from workbench.analysis import by_collective, critical_path, last_steps, overlap
-from workbench.analysis.path import said, shares
+from workbench.analysis.stragglers.path import said, shares
 from workbench.fabric import Fabric, Link, Slow
 from workbench.record.timeline import Span, Timeline
 from workbench.run import Run

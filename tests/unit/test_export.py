@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit import synthetic
-from workbench.analysis.export import as_python, to_perfetto
+from workbench.analysis.export.export import as_python, to_perfetto
 from workbench.record.timeline import Mark, Sample, Span
 from workbench.run import Run, RunError
 from workbench.settings import KnobError, knob

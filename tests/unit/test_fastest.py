@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from widgets import worksheet as sheets
 from widgets.lesson import Fastest, what_it_takes, worksheet
+from widgets.teach import worksheet as sheets
 from workbench import Experiment, analysis, simulate
 from workbench.fabric import Fabric, Link
 from workbench.tasks import ByteGPT

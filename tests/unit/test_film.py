@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit import synthetic
-from widgets.dashboard import Dashboard
-from widgets.feed import Feed
-from widgets.film import POINTS, film
+from widgets.charts.feed import Feed
+from widgets.charts.film import POINTS, film
+from widgets.page.dashboard import Dashboard
 from widgets.views.timeline import Timeline
 from workbench.experiment import Experiment
 from workbench.run import Run, simulate

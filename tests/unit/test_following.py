@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.ranks import toy
-from workbench.host.following import Following
-from workbench.host.meta import outline
-from workbench.sim.evaluation import computed
+from workbench.host.core.meta import outline
+from workbench.host.memory.following import Following
+from workbench.sim.model.evaluation import computed
 
 WIDTH, BATCH = 256, 32
 

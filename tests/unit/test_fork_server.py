@@ -14,16 +14,16 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster import fork_server, processes
-from workbench.cluster.fork_server import Forked, ForkServer
-from workbench.cluster.place import Place
-from workbench.cluster.processes import Processes, end
+from workbench.cluster.processes import fork_server, processes
+from workbench.cluster.processes.fork_server import Forked, ForkServer
+from workbench.cluster.processes.place import Place
+from workbench.cluster.processes.processes import Processes, end
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
 SERVER = """
 import os, sys, threading, time
-from workbench.cluster import fork_server
+from workbench.cluster.processes import fork_server
 
 def live():
     print(sys.argv[1:], *map(os.environ.get, ("COLOUR", "GONE", "FORCED")), os.getcwd(), os.getsid(0) == os.getpid(),

@@ -13,8 +13,8 @@ import typer.testing
 from tests.unit import synthetic
 from workbench import simulate
 from workbench.cli import app
-from workbench.cluster import launch
-from workbench.cluster.place import ClusterError, check_connection
+from workbench.cluster.api import launch
+from workbench.cluster.processes.place import ClusterError, check_connection
 from workbench.experiment import Experiment, given
 from workbench.experiment.recipes import recipe
 from workbench.fabric import Fabric, Link

@@ -19,17 +19,19 @@ from tests.gpu_order import Gpu, gpu_here, look_up
 from tests.ranks import Rows, assemble, ended, experiment, live, mse, run, toy, weights
 from tests.waiting import until
 from workbench.compressors import PowerSGD, TopK
-from workbench.engine import collectives, device, peers
-from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine import device
+from workbench.engine.compute.host import Host
+from workbench.engine.control import peers
 from workbench.engine.device.cuda import Cuda
 from workbench.engine.device.gloo import SLICE
 from workbench.engine.device.nccl import Nccl
-from workbench.engine.host import Host
-from workbench.engine.lane import Lane
-from workbench.engine.session import Session
-from workbench.engine.shaping import Clock, Naps, Port, Shaper
-from workbench.engine.watch import watch
-from workbench.engine.wires import Line
+from workbench.engine.rank.session import Session
+from workbench.engine.wire import collectives
+from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Clock, Naps, Port, Shaper
+from workbench.engine.wire.watch import watch
+from workbench.engine.wire.wires import Line
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change

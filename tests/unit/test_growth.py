@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.engine.growth import FIRST, LEAST_MB, MOST, Growth, find_growth, read_host_mb
+from workbench.engine.record.growth import FIRST, LEAST_MB, MOST, Growth, find_growth, read_host_mb
 
 
 class Memory:

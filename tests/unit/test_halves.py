@@ -16,8 +16,8 @@ from tests.piped import deep
 from tests.ranks import run
 from tests.split import Block
 from workbench.experiment import Experiment
-from workbench.host.halves import Halves
-from workbench.host.piece import Piece
+from workbench.host.passes.halves import Halves
+from workbench.host.passes.piece import Piece
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import ZeroBubble
 from workbench.rank import StrategyError

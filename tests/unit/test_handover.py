@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.ranks import Net, ended, experiment, live, net, run, toy
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host import handover
+from workbench.host.transfer import handover
 from workbench.settings import Change
 from workbench.strategies import AsyncServer
 

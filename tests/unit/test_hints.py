@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from widgets.exercises import Exercise
-from widgets.worksheet import worksheet
+from widgets.teach.exercises import Exercise
+from widgets.teach.worksheet import worksheet
 from workbench.cli import app
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.experiment import Experiment, given

@@ -27,11 +27,11 @@ from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
-from workbench.engine import clocks
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
+from workbench.engine.wire import clocks
 from workbench.fabric import Freeze, Slow
-from workbench.host.canonical import optimizer_tensors, state_hash
-from workbench.host.layout import Layout
+from workbench.host.placement.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.layout import Layout
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Hogwild
 

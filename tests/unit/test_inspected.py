@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from widgets.feed import Feed
+from widgets.charts.feed import Feed
 from widgets.views import all_views
 from workbench.analysis import clocks, entered, gpus, recording
-from workbench.analysis.upkeep import said
+from workbench.analysis.resources.upkeep import said
 from workbench.engine.device import gauge as gauges
-from workbench.engine.profile import Profiler
+from workbench.engine.record.profile import Profiler
 from workbench.record.run import RunError, Standing
 from workbench.record.timeline import Mark, Sample
 from workbench.run import Run

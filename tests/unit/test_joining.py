@@ -16,15 +16,17 @@ import torch
 
 from tests.thinned import thinned
 from tests.unit.test_resizing import Crowd, setting
-from workbench.engine import membership, resizing
-from workbench.engine.collectives import Aborted, Wire
-from workbench.engine.peers import Peers
-from workbench.engine.session import Session
-from workbench.host import outliving, own
-from workbench.host.canonical import Disagreement, check_same
-from workbench.host.placement import Placement
-from workbench.host.slices import Slice
-from workbench.host.slots import slots
+from workbench.engine.control import membership
+from workbench.engine.control.peers import Peers
+from workbench.engine.rank import resizing
+from workbench.engine.rank.session import Session
+from workbench.engine.wire.collectives import Aborted, Wire
+from workbench.host.loop import outliving
+from workbench.host.placement.canonical import Disagreement, check_same
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import slots
+from workbench.host.transfer import own
 from workbench.partitions import Pipeline, Tensor
 from workbench.rank import Rank
 from workbench.strategies import DDP, DiLoCo, LocalSGD, Strategy, TorchDDP, ZeRO1, ZeRO3

@@ -9,8 +9,8 @@ import workbench
 from tests import joins
 from tests.bench import joins_page
 from tests.unit import synthetic
-from workbench.cluster.errors import none_holds
-from workbench.host.settling import say_why_not
+from workbench.cluster.run.errors import none_holds
+from workbench.host.elastic.settling import say_why_not
 
 
 def test_a_plan_depends_on_its_seed_alone_and_half_of_the_rounds_are_busy() -> None:

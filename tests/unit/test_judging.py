@@ -16,12 +16,12 @@ from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.run import simulate
 from workbench.sim import Costs
-from workbench.sim import advice as advising
-from workbench.sim.durations import Duration
-from workbench.sim.judging import Evidence, in_order, is_usable
-from workbench.sim.trials import Interval
-from workbench.sim.tuning import Tuning
-from workbench.sim.what_if import Asked
+from workbench.sim.costs.durations import Duration
+from workbench.sim.plan import advice as advising
+from workbench.sim.plan.judging import Evidence, in_order, is_usable
+from workbench.sim.plan.trials import Interval
+from workbench.sim.plan.what_if import Asked
+from workbench.sim.tune.tuning import Tuning
 from workbench.strategies import DDP, LocalSGD
 
 PATIENT = 600.0  # seconds, on a machine that is busy with other things
@@ -34,7 +34,7 @@ SPACE: list[dict[str, Any]] = [{"bucket_mb": 0.02}, {"bucket_mb": 0.04}, {"compr
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.sim.on_ranks.LOOK", 0.0)
+    monkeypatch.setattr("workbench.sim.tune.on_ranks.LOOK", 0.0)
 
 
 def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[dict[str, Any]]:

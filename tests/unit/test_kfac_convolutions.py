@@ -15,7 +15,7 @@ from tests.agree import crosses_alike, sampled
 from tests.ranks import experiment, net, run, toy, weights
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.factored import fed, layers
+from workbench.host.observe.factored import fed, layers
 from workbench.strategies import KFAC
 from workbench.tasks import Digits
 

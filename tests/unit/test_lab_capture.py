@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from workbench.cluster import capture
-from workbench.cluster.capture import Capture
+from workbench.cluster.transport import capture
+from workbench.cluster.transport.capture import Capture
 
 
 def run_as(name: str, what: Callable[[], object]) -> None:

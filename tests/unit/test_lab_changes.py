@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.changes import BEFORE, Changes, PendingChange, classes
+from workbench.cluster.run.changes import BEFORE, Changes, PendingChange, classes
 from workbench.experiment import Experiment, given
 from workbench.lab import Lab
 from workbench.settings import NEXT, Change, KnobError, to_plain

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench import lab as lab_module
-from workbench.cluster.cluster import Cluster
+from workbench.cluster.engines.cluster import Cluster
 
 
 def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cluster:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.cluster.errors import RankError, none_holds
+from workbench.cluster.run.errors import RankError, none_holds
 from workbench.settings import KnobError
 
 

@@ -14,12 +14,22 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster import engines as engines_module
-from workbench.cluster import place as place_module
-from workbench.cluster.engines import Engine, check_versions, devices, here
-from workbench.cluster.launch import find, fitted, open_run
-from workbench.cluster.place import ClusterError, Place, alive, host, over, places, root, runs_dir, this_process
-from workbench.engine.spool import Spool
+from workbench.cluster.api.launch import find, fitted, open_run
+from workbench.cluster.engines import engines as engines_module
+from workbench.cluster.engines.engines import Engine, check_versions, devices, here
+from workbench.cluster.processes import place as place_module
+from workbench.cluster.processes.place import (
+    ClusterError,
+    Place,
+    alive,
+    host,
+    over,
+    places,
+    root,
+    runs_dir,
+    this_process,
+)
+from workbench.engine.record.spool import Spool
 from workbench.experiment import Experiment
 from workbench.record import owners
 from workbench.run import Run, RunError

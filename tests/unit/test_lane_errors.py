@@ -13,10 +13,10 @@ import pytest
 
 from tests.ranks import Rows
 from workbench.engine.device import Chip
-from workbench.engine.lane import Lane
-from workbench.engine.shaping import Clock, Naps, Port, Shaper
-from workbench.engine.watch import Watch
-from workbench.engine.wires import Line
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Clock, Naps, Port, Shaper
+from workbench.engine.wire.watch import Watch
+from workbench.engine.wire.wires import Line
 
 
 class Broken(Chip):

@@ -10,8 +10,8 @@ import pytest
 
 from tests.sim.virtual import paced
 from tests.unit import synthetic
-from widgets.feed import Feed
-from widgets.report import write_report
+from widgets.charts.feed import Feed
+from widgets.export.report import write_report
 from widgets.views._base import drawn
 from widgets.views.causes import Causes
 from widgets.views.late import Late

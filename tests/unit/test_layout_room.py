@@ -9,8 +9,8 @@ import torch
 
 from tests.ranks import experiment, run, toy
 from workbench import simulate
-from workbench.host.layout import Layout
-from workbench.host.memory import gradients, nbytes
+from workbench.host.memory.memory import gradients, nbytes
+from workbench.host.placement.layout import Layout
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy

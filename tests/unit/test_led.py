@@ -22,7 +22,7 @@ from workbench.experiment import Experiment, given
 from workbench.partitions import Pipeline
 from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.settings import Change, KnobError
-from workbench.sim.resuming import resumed, saved_state
+from workbench.sim.run.resuming import resumed, saved_state
 from workbench.strategies import BMUF, DDP, EASGD, DiLoCo, LocalSGD, PostLocalSGD, SlowMo, Strategy, TorchDDP, ZeRO3
 from workbench.tasks import Loop, Script, Task
 

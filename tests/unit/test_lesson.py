@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.sim.virtual import paced
-from widgets.controls import Controls
-from widgets.dashboard import Dashboard
-from widgets.feed import Feed
+from widgets.charts.feed import Feed
+from widgets.controls.controls import Controls
+from widgets.controls.transport import Transport
 from widgets.lesson import FACTOR, Prediction, Riddle, priced
-from widgets.said import Said
-from widgets.transport import Transport
+from widgets.page.dashboard import Dashboard
+from widgets.teach.said import Said
 from widgets.views import all_views
 from workbench import recipe, simulate
 from workbench.fabric import Link

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tests.piped import piped
 from tests.ranks import experiment as lived
 from tests.ranks import run
-from workbench.host import versions
-from workbench.host.layout import Layout
-from workbench.host.reading import Reading
-from workbench.host.trial import Listening
-from workbench.host.versions import Version
+from workbench.host.passes import versions
+from workbench.host.passes.versions import Version
+from workbench.host.placement.layout import Layout
+from workbench.host.sharding.reading import Reading
+from workbench.host.sharding.trial import Listening
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import PipeDream, PipeDream2BW
 from workbench.settings import Change

@@ -15,11 +15,11 @@ import pytest
 from tests.benched import begin, benched
 from tests.ranks import experiment
 from tests.waiting import until
-from workbench.cluster.health import Health
-from workbench.cluster.line import Line, Silence
-from workbench.cluster.place import host
-from workbench.cluster.worker import Bench
-from workbench.engine.session import Session
+from workbench.cluster.engines.health import Health
+from workbench.cluster.engines.worker import Bench
+from workbench.cluster.processes.place import host
+from workbench.cluster.transport.line import Line, Silence
+from workbench.engine.rank.session import Session
 
 HOLD = threading.Event()  # while it is clear, a session's start is on its way
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.harm import deaf
 from tests.waiting import until
-from workbench.cluster.links import dead, named, unheard, wires
-from workbench.cluster.silence import Verdict
+from workbench.cluster.observe.links import dead, named, unheard, wires
+from workbench.cluster.observe.silence import Verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was acknowledged")
 

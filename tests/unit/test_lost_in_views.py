@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.synthetic import Host, Slow
 from tests.unit.synthetic import run as recorded
-from widgets.progress import Progress
+from widgets.controls.progress import Progress
 from workbench import analysis
-from workbench.analysis.window import Window
+from workbench.analysis.steps.window import Window
 from workbench.record.timeline import Mark, Timeline
 from workbench.run import Run
 

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import ended, live, shipped
-from workbench.engine import membership
-from workbench.engine.membership import Late, here, vote
-from workbench.engine.session import Session
+from workbench.engine.control import membership
+from workbench.engine.control.membership import Late, here, vote
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
-from workbench.host.canonical import state_hash
-from workbench.host.reentry import fitting
-from workbench.host.salvage import in_parts
-from workbench.host.voting import Heard, Said
+from workbench.host.elastic.reentry import fitting
+from workbench.host.elastic.salvage import in_parts
+from workbench.host.elastic.voting import Heard, Said
+from workbench.host.placement.canonical import state_hash
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ClickThrough, Digits, Task

@@ -20,9 +20,9 @@ from workbench.engine import device
 from workbench.engine.device import Chip
 from workbench.experiment import Experiment
 from workbench.fabric import Crash
-from workbench.host.buffers import Buffers
-from workbench.host.ledger import CATEGORIES
-from workbench.host.memory import nbytes, saved, storages
+from workbench.host.memory.buffers import Buffers
+from workbench.host.memory.ledger import CATEGORIES
+from workbench.host.memory.memory import nbytes, saved, storages
 from workbench.optimizers import SGD, AdamW
 from workbench.rank import Op, Rank
 from workbench.record.timeline import Sample, Timeline

@@ -16,10 +16,10 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from tests.bench.ddp import tasks
 from tests.ranks import Rows
-from workbench.engine.collectives import host_store
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
+from workbench.engine.wire.collectives import host_store
 from workbench.experiment import Experiment
-from workbench.host.memory import rooms
+from workbench.host.memory.memory import rooms
 
 pytestmark = pytest.mark.ranks
 

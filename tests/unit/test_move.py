@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.ranks import together
-from workbench.host.move import State, move
-from workbench.host.placement import Placement
-from workbench.host.slices import Slice
+from workbench.host.placement.move import State, move
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slices import Slice
 from workbench.rank import Op, Rank
 
 SHAPES = {"a": (4, 6), "b": (5, 3)}

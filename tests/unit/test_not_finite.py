@@ -17,13 +17,13 @@ from tests.ranks import batch, experiment, fitting, live, mse, net, run, shipped
 from tests.sim.insides import simulated
 from tests.waiting import until
 from workbench import Change, simulate
-from workbench.cluster.changes import Changes
-from workbench.cluster.live import Live
-from workbench.cluster.wire import Batch
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.live import Live
+from workbench.cluster.transport.wire import Batch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
-from workbench.host import finite
-from workbench.host.origin import in_backward, in_forward, in_gradients, in_parameters
+from workbench.host.observe import finite
+from workbench.host.observe.origin import in_backward, in_forward, in_gradients, in_parameters
 from workbench.partitions import Pipeline
 from workbench.record.timeline import columns_of
 from workbench.run import Run

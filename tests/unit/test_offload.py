@@ -18,9 +18,9 @@ from tests.ranks import ended, experiment, live, run, toy, weights
 from tests.unit import test_zero_3
 from tests.unit.test_zero_3 import batches, seen
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import Fabric, Link
-from workbench.host.scratch import Scratch
+from workbench.host.memory.scratch import Scratch
 from workbench.optimizers import SGD, AdamW
 from workbench.rank import Bucket, Rank, StrategyError
 from workbench.settings import Change

@@ -16,11 +16,11 @@ from tests.piped import piped
 from tests.ranks import experiment, run
 from tests.sim.insides import simulated
 from workbench import Change, Fabric, Link, Pipeline, Whole
-from workbench.engine.training import Training as Real
+from workbench.engine.rank.training import Training as Real
 from workbench.fabric import Slow
-from workbench.host import changes
-from workbench.host.life import Life
-from workbench.sim.session import Session as Virtual
+from workbench.host.loop.life import Life
+from workbench.host.reconfigure import changes
+from workbench.sim.rank.session import Session as Virtual
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "one_step.md"
@@ -48,22 +48,22 @@ def test_both_hosts_live_by_the_same_rules(rule: str) -> None:
 
 # A rule of a rank's life, and where it stands once: the file, and the functions that both hosts run.
 RULES = {
-    "a life": ("host/life.py", "lay_out live boundary step evaluate mark_buckets"),
-    "a change": ("host/changes.py", "obey apply _switch take_role arrange note_idle"),
-    "who waits for a meeting": ("host/meeting.py", "idle"),
-    "a hand-over": ("host/handover.py", "consolidate spread check"),
-    "may it be switched": ("host/refusing.py", "able"),
-    "a switch of partition": ("host/repartition.py", "repartition"),
-    "what is moved": ("host/move.py", "move"),
-    "what compression left unsent": ("host/residual.py", "change"),
-    "the learning rate": ("host/rate.py", "due change"),
-    "clipping": ("host/canonical.py", "clipped"),
-    "a loss that is no number": ("host/finite.py", "passed told"),
-    "evaluation": ("host/evaluating.py", "numbers distance"),
-    "memory": ("host/ledger.py", "begin forward backward close"),
-    "a pipeline's messages": ("host/pipelining.py", "one_batch"),
-    "a pipeline's evaluation": ("host/pipelining.py", "evaluated _answer _answered"),
-    "measuring": ("host/measuring.py", "step"),
+    "a life": ("host/loop/life.py", "lay_out live boundary step evaluate mark_buckets"),
+    "a change": ("host/reconfigure/changes.py", "obey apply _switch take_role arrange note_idle"),
+    "who waits for a meeting": ("host/loop/meeting.py", "idle"),
+    "a hand-over": ("host/transfer/handover.py", "consolidate spread check"),
+    "may it be switched": ("host/reconfigure/refusing.py", "able"),
+    "a switch of partition": ("host/transfer/repartition.py", "repartition"),
+    "what is moved": ("host/placement/move.py", "move"),
+    "what compression left unsent": ("host/transfer/residual.py", "change"),
+    "the learning rate": ("host/core/rate.py", "due change"),
+    "clipping": ("host/placement/canonical.py", "clipped"),
+    "a loss that is no number": ("host/observe/finite.py", "passed told"),
+    "evaluation": ("host/observe/evaluating.py", "numbers distance"),
+    "memory": ("host/memory/ledger.py", "begin forward backward close"),
+    "a pipeline's messages": ("host/passes/pipelining.py", "one_batch"),
+    "a pipeline's evaluation": ("host/passes/pipelining.py", "evaluated _answer _answered"),
+    "measuring": ("host/observe/measuring.py", "step"),
     "a pace": ("fabric/pace.py", "lasts"),
     "faults": ("fabric/load.py", "stretch choke"),
     "a port": ("fabric/load.py", "port_seconds"),
@@ -115,4 +115,4 @@ def test_both_hosts_make_a_change_by_the_same_function(monkeypatch: pytest.Monke
     e, change = experiment(1, 3, pace=1.0), Change(1, "lr", 0.5)
     run(e, change)
     simulated(e, change)
-    assert seen == [("workbench.engine.training", "lr"), ("workbench.sim.session", "lr")]
+    assert seen == [("workbench.engine.rank.training", "lr"), ("workbench.sim.rank.session", "lr")]

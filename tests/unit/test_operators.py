@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-import workbench.host.following  # noqa: F401  what the test is about: each dispatch mode of ours imports the lock
-from workbench.host.operators import make_operators_once
+import workbench.host.memory.following  # noqa: F401  what the test is about: each dispatch mode of ours imports the lock
+from workbench.host.core.operators import make_operators_once
 
 THREADS = 4
 

@@ -18,14 +18,14 @@ from torch import nn
 
 from tests.ranks import Net, batch, experiment, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import paced, samples
-from widgets.rows import Now, rows
-from widgets.stops import stops
+from widgets.controls.rows import Now, rows
+from widgets.controls.stops import stops
 from widgets.views.log import Log
 from workbench import simulate
-from workbench.analysis.export import as_python
+from workbench.analysis.export.export import as_python
 from workbench.cli import setting
 from workbench.experiment import Experiment
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn, carry
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain, walk

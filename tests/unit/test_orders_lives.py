@@ -11,9 +11,9 @@ import pytest
 
 from tests.benched import begin, benched
 from tests.waiting import until
-from workbench.cluster.line import Line
-from workbench.cluster.orders import Orders
-from workbench.cluster.worker import Bench
+from workbench.cluster.engines.worker import Bench
+from workbench.cluster.run.orders import Orders
+from workbench.cluster.transport.line import Line
 
 
 class Brief:

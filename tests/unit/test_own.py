@@ -23,9 +23,9 @@ from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.compressors import DGC, Compressor, ErrorFeedback, PowerSGD, RandomK, ScaleCom, SignSGD, TopK, WarmUp
 from workbench.experiment import Experiment
-from workbench.host import own
-from workbench.host.placement import Placement
-from workbench.host.spread import placed, spread_of
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.spread import placed, spread_of
+from workbench.host.transfer import own
 from workbench.optimizers import SGD
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.rank import MOMENTUM

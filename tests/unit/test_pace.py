@@ -15,7 +15,7 @@ from tests.sim.virtual import paced, rows, seconds
 from widgets.views.asked import Asked
 from workbench import Costs, simulate
 from workbench.analysis import unheeded
-from workbench.engine.shaping import Pace
+from workbench.engine.wire.shaping import Pace
 from workbench.fabric import Fault, Freeze, Link, Noisy, Slow, TransientStraggler
 from workbench.fabric.pace import AGAIN, Kept, lasts
 from workbench.settings import Change

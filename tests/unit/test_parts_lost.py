@@ -17,15 +17,16 @@ from torch import nn
 
 from tests.ranks import ended, gone_before_it_meets, live, net, run, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host import outliving, regathering
-from workbench.host.boundary import pieces_at, stood
-from workbench.host.move import seen
-from workbench.host.reentry import Came
-from workbench.host.salvage import in_parts
-from workbench.host.slices import Slice
-from workbench.host.slots import slots
+from workbench.host.elastic import regathering
+from workbench.host.elastic.reentry import Came
+from workbench.host.elastic.salvage import in_parts
+from workbench.host.loop import outliving
+from workbench.host.placement.move import seen
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import slots
+from workbench.host.transfer.boundary import pieces_at, stood
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, PipeDream2BW
 from workbench.record.checkpoints import FOLDER, found
@@ -275,7 +276,7 @@ def test_a_replica_that_is_alone_goes_on_in_fewer_stages(tmp_path: Path) -> None
 
 def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 is lost while the model comes to lie in stages: the switch is made by those who are left."""
-    from workbench.host import changes
+    from workbench.host.reconfigure import changes
 
     spread, broken = changes.repartition, list[int]()
 

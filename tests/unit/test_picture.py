@@ -15,8 +15,9 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from tests.unit.synthetic import run as recorded
-from widgets import keep, picture, theme
-from widgets.paint import colour
+from widgets.charts import picture, theme
+from widgets.charts.paint import colour
+from widgets.export import keep
 from widgets.views._base import drawn
 from widgets.views.loss import Loss
 from widgets.views.timeline import Timeline

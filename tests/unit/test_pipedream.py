@@ -16,9 +16,9 @@ from tests.piped import assembled, batches, deep, dream, held_out, loss, piped, 
 from tests.ranks import fitting, run, shipped, toy
 from workbench import simulate
 from workbench.experiment import Experiment, partitioned
-from workbench.host.cutting import cut
-from workbench.host.piece import micro_batches
-from workbench.host.versions import Version
+from workbench.host.passes.piece import micro_batches
+from workbench.host.passes.versions import Version
+from workbench.host.placement.cutting import cut
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import OneFOneB

@@ -18,9 +18,9 @@ from tests.ranks import ended, live, run, toy
 from workbench import simulate
 from workbench.compressors import PowerSGD
 from workbench.experiment import Experiment
-from workbench.host import refusing
-from workbench.host.cutting import instead
-from workbench.host.piece import micro_batches
+from workbench.host.passes.piece import micro_batches
+from workbench.host.placement.cutting import instead
+from workbench.host.reconfigure import refusing
 from workbench.optimizers import SGD
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import Interleaved, OneFOneB, Schedule

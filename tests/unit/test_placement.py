@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.spread import order
-from workbench.host.placement import Placement
-from workbench.host.slices import Slice
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slices import Slice
 from workbench.rank import Bucket, Part
 
 SIZES = {"b": 10, "a": 6, "c": 1}  # in order of use

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.spread import RANKS, SIZES, WIDTHS, Step, demands, elements, has, held, least, placement, walk
-from workbench.host.placement import Placement
-from workbench.host.plan import levelled, plan
-from workbench.host.slices import Slice
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.plan import levelled, plan
+from workbench.host.placement.slices import Slice
 
 STEPS = [step for seed in range(2) for step in walk(seed, 40) if not step.lost]
 

@@ -18,7 +18,7 @@ import torch
 from tests.piped import piped
 from tests.ranks import Rows, batch, experiment, mse, placed, run, together, weights
 from workbench import Costs, Run, plan, simulate
-from workbench.analysis.export import as_python
+from workbench.analysis.export.export import as_python
 from workbench.compressors import DGC, ErrorFeedback, TopK, Wangni
 from workbench.compressors._gain import Gain
 from workbench.experiment import Experiment

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cluster import processes as module
-from workbench.cluster.place import ClusterError, Place
-from workbench.cluster.processes import Processes
+from workbench.cluster.processes import processes as module
+from workbench.cluster.processes.place import ClusterError, Place
+from workbench.cluster.processes.processes import Processes
 
 
 class Child:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.engine.pulse import BEAT, LEAST, Clocks, Pulse, stood_still
+from workbench.engine.record.pulse import BEAT, LEAST, Clocks, Pulse, stood_still
 
 BEFORE = Clocks(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
 import sys
-from workbench.engine.pulse import Pulse
+from workbench.engine.record.pulse import Pulse
 Pulse(lambda found: print(found["seconds"], found["machine"], found["text"], flush=True), "pulse")
 print("ready", flush=True)
 sys.stdin.read()

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster import relay
-from workbench.engine import recorder as module
-from workbench.engine import spool
-from workbench.engine.recorder import Recorder
+from workbench.cluster.transport import relay
+from workbench.engine.record import recorder as module
+from workbench.engine.record import spool
+from workbench.engine.record.recorder import Recorder
 from workbench.record import store
 from workbench.record.store import Writer
 
@@ -249,9 +249,9 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from workbench.cluster import relay
-from workbench.engine import recorder as module
-from workbench.engine import spool
+from workbench.cluster.transport import relay
+from workbench.engine.record import recorder as module
+from workbench.engine.record import spool
 spool.RETRY_EVERY = 0.2
 r = module.Recorder(0, Path(sys.argv[1]))
 def fill(n, first=0):

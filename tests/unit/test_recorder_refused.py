@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.unit.test_recorder import Page, fill, until
-from workbench.engine import recorder as module
-from workbench.engine import spool
-from workbench.engine.recorder import Recorder
+from workbench.engine.record import recorder as module
+from workbench.engine.record import spool
+from workbench.engine.record.recorder import Recorder
 from workbench.record import store
 
 BAD = "a\ud800"  # half of a pair: a str, but no text that a file can hold

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.cluster import evicting
-from workbench.cluster.changes import PendingChange
+from workbench.cluster.run import evicting
+from workbench.cluster.run.changes import PendingChange
 from workbench.settings import Change
 
 LOST = "ranks=3: a rank or a connection was lost in the join; ask again"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.analysis.blame import blame, relief
-from workbench.analysis.collectives import lined_up
-from workbench.analysis.replay import replay
-from workbench.analysis.window import Window
+from workbench.analysis.steps.collectives import lined_up
+from workbench.analysis.steps.window import Window
+from workbench.analysis.stragglers.blame import blame, relief
+from workbench.analysis.stragglers.replay import replay
 from workbench.record.timeline import Span, Timeline
 
 GATHERED = 3.0  # seconds of own time between the end of the gradients' exchange and what is asked for then

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from tests.unit.synthetic import run as recorded
-from widgets.report import write_report
+from widgets.export.report import write_report
 from workbench.run import Run
 
 

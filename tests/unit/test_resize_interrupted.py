@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster import meeting, orders, resizing, whole
-from workbench.cluster.changes import Changes
-from workbench.cluster.ending import Ending
-from workbench.cluster.orders import Orders
+from workbench.cluster.engines import meeting
+from workbench.cluster.processes import whole
+from workbench.cluster.run import orders, resizing
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.ending import Ending
+from workbench.cluster.run.orders import Orders
 from workbench.experiment import Experiment
 
 TRACED = {module.__file__ for module in (meeting, orders, resizing, whole)}

@@ -12,12 +12,13 @@ import torch
 
 from tests.ranks import Rows, gone_before_it_meets, live, mse, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.engine import membership, resizing
-from workbench.engine.session import Session
+from workbench.engine.control import membership
+from workbench.engine.rank import resizing
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host import outliving
-from workbench.host.canonical import state_hash
-from workbench.host.slots import slots
+from workbench.host.loop import outliving
+from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.slots import slots
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import ByteGPT, ClickThrough, Digits
@@ -299,7 +300,7 @@ def test_who_has_come_together_does_not_go_without_one_whose_wire_broke(
         return used
 
     monkeypatch.setattr(resizing, "used_up", breaks)
-    monkeypatch.setattr("workbench.engine.outliving.PATIENCE", 10 * LIMIT)  # who was waited for in vain would be missed
+    monkeypatch.setattr("workbench.engine.rank.outliving.PATIENCE", 10 * LIMIT)  # who was waited for in vain would be missed
     with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
         crowd.reach(4)
         crowd.resize(0, 1)

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.ranks import live, shipped
 from workbench.experiment import Experiment
-from workbench.host.rollback import Rollback, updates_last
-from workbench.host.salvage import in_parts
-from workbench.host.slots import slots
+from workbench.host.elastic.rollback import Rollback, updates_last
+from workbench.host.elastic.salvage import in_parts
+from workbench.host.placement.slots import slots
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Digits
 
@@ -23,7 +23,7 @@ class Held:
     """As much of a rank under way as a Rollback reads."""
 
     def __init__(self, strategy: Strategy, on_death: str = "go on") -> None:
-        from workbench.host.layout import Layout
+        from workbench.host.placement.layout import Layout
         from workbench.rank import Rank
 
         self.experiment = Experiment(task=Digits(), strategy=strategy, ranks=2, on_death=on_death).checked()
@@ -144,7 +144,7 @@ LAST = [name for name, cls in sorted(shipped(Strategy).items()) if updates_last(
 @pytest.mark.parametrize("name", LAST)
 def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No parameter changes before the update of everything, and nothing is exchanged after it."""
-    from workbench.engine.host import Host
+    from workbench.engine.compute.host import Host
 
     strategy = shipped(Strategy)[name]()
     e = Experiment(task=Digits(), strategy=strategy, ranks=2, steps=6, eval_every=0, on_death="go on").checked()

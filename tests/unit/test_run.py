@@ -12,7 +12,7 @@ import pytest
 
 import workbench
 from tests.unit import synthetic
-from workbench.engine.recorder import Recorder
+from workbench.engine.record.recorder import Recorder
 from workbench.record.store import RunError
 from workbench.record.timeline import KINDS
 from workbench.run import Run
@@ -197,7 +197,7 @@ def imports_at_the_top(name: str) -> set[str]:
 
 
 def test_opening_a_run_imports_no_torch() -> None:
-    todo, seen = ["workbench.run", "workbench.analysis", "workbench.analysis.export"], set()
+    todo, seen = ["workbench.run", "workbench.analysis", "workbench.analysis.export.export"], set()
     while todo:
         name = todo.pop()
         if name in seen:

@@ -14,15 +14,16 @@ from torch import nn
 
 from tests.ranks import ended, experiment, live, mse, toy
 from tests.waiting import until
-from workbench.cluster import launch, worker
-from workbench.cluster.capture import Capture
-from workbench.cluster.changes import Changes
-from workbench.cluster.errors import RankError
-from workbench.cluster.live import Live
-from workbench.cluster.place import ClusterError
-from workbench.cluster.relay import Relay
-from workbench.cluster.steady import Steady
-from workbench.cluster.worker import Bench
+from workbench.cluster.api import launch
+from workbench.cluster.engines import worker
+from workbench.cluster.engines.worker import Bench
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.steady import Steady
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.errors import RankError
+from workbench.cluster.run.live import Live
+from workbench.cluster.transport.capture import Capture
+from workbench.cluster.transport.relay import Relay
 from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.settings import KnobError

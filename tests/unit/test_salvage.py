@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.experiment import Experiment
-from workbench.host.outliving import Outliving
-from workbench.host.reentry import fitting
-from workbench.host.salvage import copies, first_to_stay, found, pieces
-from workbench.host.steering import Steering
+from workbench.host.elastic.reentry import fitting
+from workbench.host.elastic.salvage import copies, first_to_stay, found, pieces
+from workbench.host.loop.outliving import Outliving
+from workbench.host.reconfigure.steering import Steering
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.rank import Rank
 from workbench.settings import Change

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster import boot
-from workbench.cluster.scarcity import MACHINE, Scarcity
-from workbench.engine.mapped import mapped
+from workbench.cluster.processes import boot
+from workbench.cluster.processes.scarcity import MACHINE, Scarcity
+from workbench.engine.wire.mapped import mapped
 
 KILLED = -signal.SIGKILL
 V1, V2 = "4:memory:/lab\n0::/\n", "0::/lab.slice\n"
@@ -172,7 +172,7 @@ FULL = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from workbench.engine.mapped import mapped
+from workbench.engine.wire.mapped import mapped
 try:
     block = mapped(Path(sys.argv[2]) / "arrivals", 1 << 20)
 except OSError as error:
@@ -194,7 +194,7 @@ def test_on_a_real_disk_that_is_full_a_rank_hears_it_in_words_and_is_not_ended(t
 LIMITS = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
-from workbench.cluster import boot
+from workbench.cluster.processes import boot
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))
 boot.more_descriptors()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

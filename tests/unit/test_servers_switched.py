@@ -16,9 +16,9 @@ from tests.sim.test_replay import Asked, engines
 from tests.sim.virtual import samples
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import optimizer_tensors, state_hash
 from workbench.settings import Change, to_plain
 from workbench.strategies import (
     DDP,

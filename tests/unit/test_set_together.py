@@ -11,10 +11,10 @@ import pytest
 from tests.sim.insides import simulated
 from tests.split import small, spread
 from tests.unit.test_tensor import parts
-from widgets.marks import change_marks
+from widgets.charts.marks import change_marks
 from workbench.analysis import stretches
-from workbench.analysis.export import as_python
-from workbench.cluster.changes import Changes, PendingChange
+from workbench.analysis.export.export import as_python
+from workbench.cluster.run.changes import Changes, PendingChange
 from workbench.experiment import Experiment, given
 from workbench.partitions import Pipeline
 from workbench.policies import Policy

@@ -19,8 +19,8 @@ from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.experiment import Experiment
-from workbench.host.budget import OutOfMemory
-from workbench.host.slots import slots
+from workbench.host.memory.budget import OutOfMemory
+from workbench.host.placement.slots import slots
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.run import require_memory

@@ -13,7 +13,7 @@ from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
 from workbench.compressors import SIDCo
 from workbench.compressors.sidco import _gamma_quantile
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError, knobs
 

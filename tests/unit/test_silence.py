@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from workbench.cluster.silence import FIRST, LEAST, Seen, patience, verdict
+from workbench.cluster.observe.silence import FIRST, LEAST, Seen, patience, verdict
 
 REDUCE = "all_reduce bucket 0"
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster import last_rows, wire
-from workbench.cluster import watch as watch_module
-from workbench.cluster.changes import Changes
-from workbench.cluster.live import Live
-from workbench.cluster.watch import Watch
-from workbench.engine.recorder import Recorder
+from workbench.cluster.run import last_rows
+from workbench.cluster.run import watch as watch_module
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.live import Live
+from workbench.cluster.run.watch import Watch
+from workbench.cluster.transport import wire
+from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
 from workbench.run import Run

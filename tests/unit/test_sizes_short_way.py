@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.sim.shapes import Shapes
+from workbench.sim.fake.shapes import Shapes
 
 
 def test_shapes_dtypes_and_errors_are_torchs() -> None:
@@ -63,7 +63,7 @@ def test_what_is_known_of_an_operation_is_told_of_no_other() -> None:
 def test_tensors_that_say_they_lie_on_a_cpu_are_made_as_torch_makes_them() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from workbench.sim.faked import Faked
+    from workbench.sim.fake.faked import Faked
 
     with FakeTensorMode():
         a, count = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.int64)

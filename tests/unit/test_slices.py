@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.spread import elements, local
-from workbench.host.slices import Slice, deal, refine
+from workbench.host.placement.slices import Slice, deal, refine
 
 
 def drawn(rng: random.Random, size: int) -> Slice:

@@ -12,7 +12,7 @@ from tests.ranks import batch, experiment, mse, net, run, toy, weights
 from tests.sim.virtual import samples
 from tests.unit.plain_outer import MOMENTUM, SGD, Plain
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import traffic
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, LocalSGD, SlowMo

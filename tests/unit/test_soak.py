@@ -17,7 +17,7 @@ from tests.looking import Page, Texts, disk, grown, process, record
 from tests.soak import TURNED, drawn, written
 from tests.unit import synthetic
 from tests.waiting import until
-from widgets.board import Board
+from widgets.charts.board import Board
 
 
 def looks(minutes: int, leak: float = 0.0) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster import spares as module
-from workbench.cluster.place import ClusterError
-from workbench.cluster.spares import QUIET, TRIES, Spares
+from workbench.cluster.engines import spares as module
+from workbench.cluster.engines.spares import QUIET, TRIES, Spares
+from workbench.cluster.processes.place import ClusterError
 from workbench.lab import Lab
 from workbench.settings import KnobError
 

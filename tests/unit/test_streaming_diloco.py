@@ -17,10 +17,10 @@ from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.plain_outer import MOMENTUM, SGD, Plain, outer_sgd
 from workbench import simulate
 from workbench.compressors import TopK
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.fabric import traffic
-from workbench.host.canonical import state_hash
-from workbench.host.layout import Layout
+from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.layout import Layout
 from workbench.rank import Part, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, StreamingDiLoCo

@@ -16,7 +16,7 @@ from workbench.compressors import ErrorFeedback
 from workbench.fabric import Slow
 from workbench.settings import KnobError, knobs
 from workbench.settings.told import source, told
-from workbench.sim.beside import beside, places
+from workbench.sim.teach.beside import beside, places
 from workbench.strategies import LocalSGD, TorchDDP
 
 EVERY = {m.__name__: m for place in places() for m in reference.shipped(place.family)}

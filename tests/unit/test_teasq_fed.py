@@ -7,8 +7,8 @@ import torch
 
 from tests.ranks import batch, experiment, run
 from workbench.fabric import Slow
-from workbench.host.batches import Batches
-from workbench.host.canonical import state_hash
+from workbench.host.memory.batches import Batches
+from workbench.host.placement.canonical import state_hash
 from workbench.rank import StrategyError
 from workbench.settings import Change
 from workbench.strategies import TEASQFed

@@ -21,9 +21,9 @@ from tests.split import PLAN, Block, Small, alone, entropy, near, small, spread,
 from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.crew import together as in_one_process
-from workbench.host.splitting import split
-from workbench.host.together import computing, slice_of
+from workbench.host.passes.crew import together as in_one_process
+from workbench.host.passes.together import computing, slice_of
+from workbench.host.placement.splitting import split
 from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP

@@ -17,7 +17,7 @@ from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.compressors import DGC
 from workbench.experiment import Experiment
-from workbench.host.splitting import split
+from workbench.host.placement.splitting import split
 from workbench.optimizers import LAMB, SGD
 from workbench.partitions import Pipeline, Tensor
 from workbench.settings import Change, KnobError

@@ -8,7 +8,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench import simulate
 from workbench.compressors import Dense, ErrorFeedback, Threshold
-from workbench.host.canonical import state_hash
+from workbench.host.placement.canonical import state_hash
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError
 

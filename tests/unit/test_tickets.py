@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from workbench.engine.ticket import Flag, Tickets
-from workbench.engine.training import Training
+from workbench.engine.control.ticket import Flag, Tickets
+from workbench.engine.rank.training import Training
 from workbench.strategies import ZeRO1
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests import ranks
 from tests.unit import synthetic
-from widgets.board import Board
+from widgets.charts.board import Board
 from workbench.record import tidy
 
 THREAD = """
@@ -63,7 +63,7 @@ def test_a_board_gives_back_what_its_charts_took_on_the_thread_that_drew_them(mo
     given: list[tuple[str, int]] = []
     for name in ("give_back", "give_back_own"):
         monkeypatch.setattr(tidy, name, lambda name=name: given.append((name, threading.get_ident())))
-    monkeypatch.setattr("widgets.board.OFTEN", 0.0)
+    monkeypatch.setattr("widgets.charts.board.OFTEN", 0.0)
     board = Board(synthetic.run("DDP", 2, 10))
     board._hear(None, {"kind": "hello", "page": "p"}, [])
     assert given == [(name, threading.get_ident()) for name in ("give_back", "give_back_own")]

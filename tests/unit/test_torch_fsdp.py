@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.ranks import Net, experiment, joined, mse, net, run, toy, weights
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.optimizers import SGD, AdamW
 from workbench.settings import Change, KnobError
 from workbench.sim import simulate

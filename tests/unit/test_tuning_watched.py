@@ -16,11 +16,11 @@ from workbench.fabric import Fabric, Link
 from workbench.run import RunError
 from workbench.settings import KnobError
 from workbench.sim import Costs
-from workbench.sim.durations import Duration
-from workbench.sim.on_ranks import Asked, OnRanks
-from workbench.sim.space import candidates, space_of
-from workbench.sim.trials import Trial, above_trend, interval
-from workbench.sim.tuning import Tuning
+from workbench.sim.costs.durations import Duration
+from workbench.sim.plan.space import candidates, space_of
+from workbench.sim.plan.trials import Trial, above_trend, interval
+from workbench.sim.tune.on_ranks import Asked, OnRanks
+from workbench.sim.tune.tuning import Tuning
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT
 
@@ -40,7 +40,7 @@ FABRICS = {
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.sim.on_ranks.LOOK", 0.0)
+    monkeypatch.setattr("workbench.sim.tune.on_ranks.LOOK", 0.0)
 
 
 def swept(e: Experiment) -> dict[str, Trial]:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.test_ending import came
-from workbench.analysis.effect import _made
-from workbench.cluster.changes import Changes
-from workbench.cluster.live import Live
+from workbench.analysis.compare.effect import _made
+from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.live import Live
 from workbench.experiment import Experiment
-from workbench.host.answers import ANSWERS, NAMES, Answer, remember
+from workbench.host.core.answers import ANSWERS, NAMES, Answer, remember
 from workbench.run import Run
 from workbench.strategies import DDP
 

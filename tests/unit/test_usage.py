@@ -11,8 +11,8 @@ import torch
 from tests.laws.dynamic_models import CASES, Dynamic, freeze_b, pull, reference, two
 from tests.ranks import ended, experiment, live, run
 from workbench.compressors import TopK
-from workbench.engine.hands import Hands
-from workbench.host.usage import only
+from workbench.engine.control.hands import Hands
+from workbench.host.sharding.usage import only
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, TorchFSDP, ZeRO1
 

@@ -15,13 +15,13 @@ from tests.sim.virtual import paced, stack
 from tests.unit import synthetic
 from tests.unit.encoded import DENSE, SLOW, TOPK, Author
 from tests.unit.synthetic import run as recorded
-from widgets import theme
-from widgets.boxes import KINDS
-from widgets.feed import Feed
-from widgets.marks import change_marks
+from widgets.charts import theme
+from widgets.charts.boxes import KINDS
+from widgets.charts.feed import Feed
+from widgets.charts.marks import change_marks
+from widgets.charts.wire import Packing
 from widgets.views import all_views
 from widgets.views._base import Patch, View, drawn, thin
-from widgets.wire import Packing
 from workbench import simulate
 from workbench.analysis import arrivals, bytes_per_step, since_met
 from workbench.fabric import Slow

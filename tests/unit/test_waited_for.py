@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from workbench.cluster import waiting
+from workbench.cluster.run import waiting
 from workbench.experiment import Experiment
 
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from widgets.asking import mbits, slide
-from widgets.what_if import WhatIf
+from widgets.controls.asking import mbits, slide
+from widgets.controls.what_if import WhatIf
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link

@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import ended, live, run, shipped
 from tests.unit.test_parts_lost import PARTS, Seen, alike, same, setting
 from tests.waiting import until
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.strategies import DDP, LocalSGD, Strategy

@@ -12,8 +12,8 @@ import pytest
 from IPython.lib.pretty import pretty
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from widgets import worksheet as sheets
 from widgets.lesson import Exercise, Goal, Hidden, Prediction, handed_in, worksheet
+from widgets.teach import worksheet as sheets
 from workbench import ByteGPT, Change, Digits, Experiment, KnobError, recipe, simulate
 
 

@@ -16,15 +16,15 @@ from tests.sim.insides import simulated
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.compressors import DGC, QSGD, Compressor, OneBit, PowerSGD, ScaleCom, TopK
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host import handover
-from workbench.host.memory import nbytes, optimizer_state
-from workbench.host.slots import slots
+from workbench.host.memory.memory import nbytes, optimizer_state
+from workbench.host.placement.slots import slots
+from workbench.host.transfer import handover
 from workbench.optimizers import LARS, SGD, Adam, AdamW
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change, KnobError
-from workbench.sim.laws import trained
+from workbench.sim.teach.laws import trained
 from workbench.strategies import DDP, Strategy, ZeRO1, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 

@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import ended, experiment, live, run, toy, weights
 from tests.sim.virtual import comm
 from workbench import simulate
-from workbench.engine.session import Session
+from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.absent import Absent
-from workbench.host.foreseen import foreseen
-from workbench.host.layout import Layout
-from workbench.host.reading import Reading
+from workbench.host.placement.absent import Absent
+from workbench.host.placement.layout import Layout
+from workbench.host.sharding.foreseen import foreseen
+from workbench.host.sharding.reading import Reading
 from workbench.optimizers import SGD, AdamW
 from workbench.settings import Change
-from workbench.sim.laws import trained
+from workbench.sim.teach.laws import trained
 from workbench.strategies import DDP, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 
 
 def stacked(ranks: int, height: int, axis: dict[str, Any], right: int) -> go.Figure:

@@ -8,7 +8,7 @@ from html import escape
 from itertools import zip_longest
 from typing import Any, ClassVar
 
-from widgets.marks import ChangeMark, change_marks
+from widgets.charts.marks import ChangeMark, change_marks
 from widgets.views._base import Patch, View
 from workbench.analysis import Card, Effect, Estimate, before_after, last_steps
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch
 from widgets.views._paced import Paced
 from workbench.analysis import Cause, causes
-from workbench.analysis.words import duration
+from workbench.analysis.steps.words import duration
 from workbench.settings import KnobError
 from workbench.settings.said import said
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from widgets.views._paced import Paced
 from workbench.analysis import ByCollective, by_collective, last_steps, readable
-from workbench.analysis.words import duration
+from workbench.analysis.steps.words import duration
 
 STEPS = 20  # the last so many
 MOST = 16  # rows; of more the costliest

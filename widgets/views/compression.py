@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin
 from workbench.analysis import last_steps, ratios, stretches
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, ranks_of, thin
 from workbench.analysis import since_met
 

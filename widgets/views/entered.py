@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
 from workbench.analysis import entered
-from workbench.analysis.entered import Entered
+from workbench.analysis.communication.entered import Entered
 
 LONG = 1.5  # seconds of waiting that are shown: ranks are asked once a second
 STACKS = "The button Stacks, above, shows what every thread of every rank is in."

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
 from workbench.analysis import gpus, readable
-from workbench.analysis.gpus import RankGpu
+from workbench.analysis.resources.gpus import RankGpu
 
 
 class Gpu(View):

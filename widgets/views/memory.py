@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 from widgets.views._bars import add_parts, stacked
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, last_steps, memory, readable
-from workbench.analysis.memory import AWAY, PASSING
+from workbench.analysis.resources.memory import AWAY, PASSING
 
 STEPS = 20  # the most in the last so many
 PARTS = (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from widgets.views._base import Grid
 from widgets.views._paced import Paced
 from workbench.analysis import critical_path, last_steps
-from workbench.analysis.path import said, shares
+from workbench.analysis.stragglers.path import said, shares
 
 STEPS = 20  # the last so many
 

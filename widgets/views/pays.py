@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View, ranks_of
 from workbench.analysis import BreakEven, Compression, break_even, compression, last_steps, stretches
-from workbench.analysis.words import duration
+from workbench.analysis.steps.words import duration
 
 LOOKED = 200  # steps, at most, in which measurements are looked for
 OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin
 from workbench.analysis import readable
-from workbench.analysis.memory import PEAK, PREFIX
+from workbench.analysis.resources.memory import PEAK, PREFIX
 
 NAMED = 8  # ranks that are listed one by one
 PERIOD = 1.0  # seconds between two looks at a live run

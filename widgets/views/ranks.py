@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 from widgets.views._bars import add_parts, stacked
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
-from workbench.analysis.steps import breakdown
+from workbench.analysis.steps.steps import breakdown
 
 STEPS = 20  # the last so many are averaged
 PARTS = (

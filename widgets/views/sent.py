@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 
-from widgets import theme
+from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin
 from workbench.analysis import bytes_per_step, last_steps, sendings
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from widgets import theme
-from widgets.boxes import KINDS, Boxes, add_path, boxes_of
+from widgets.charts import theme
+from widgets.charts.boxes import KINDS, Boxes, add_path, boxes_of
 from widgets.views._base import Grid, Patch, View, ranks_of
 from workbench.analysis import critical_path, stretches
-from workbench.analysis.collectives import last_arrivals, rates
+from workbench.analysis.steps.collectives import last_arrivals, rates
 from workbench.record.timeline import Rows
 
 BOXES = 3000  # at most so many are drawn at once

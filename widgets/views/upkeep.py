@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import clocks, recording
-from workbench.analysis.upkeep import said
-from workbench.analysis.words import duration
+from workbench.analysis.resources.upkeep import said
+from workbench.analysis.steps.words import duration
 
 
 class Upkeep(View):

@@ -1,5 +1,5 @@
 """A member on the simulator beside what it is held against, for pages that import no simulator."""
 
-from workbench.sim.beside import Beside as Beside
-from workbench.sim.beside import beside as beside
-from workbench.sim.beside import named as named
+from workbench.sim.teach.beside import Beside as Beside
+from workbench.sim.teach.beside import beside as beside
+from workbench.sim.teach.beside import named as named

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from workbench import analysis
-from workbench.analysis.comparison import ALIKE, BETTER, UNKNOWN, WORSE, Compared
+from workbench.analysis.compare.comparison import ALIKE, BETTER, UNKNOWN, WORSE, Compared
 from workbench.doors.report import write_page
 from workbench.record.run import Run, RunError
 

@@ -1,10 +1,10 @@
 """Laws that a strategy of yours can be held to, for pages that import no simulator."""
 
-from workbench.sim.laws import RATE as RATE
-from workbench.sim.laws import Laws as Laws
-from workbench.sim.laws import Net as Net
-from workbench.sim.laws import batch as batch
-from workbench.sim.laws import flat as flat
-from workbench.sim.laws import laws as laws
-from workbench.sim.laws import mse as mse
-from workbench.sim.laws import trained as trained
+from workbench.sim.teach.laws import RATE as RATE
+from workbench.sim.teach.laws import Laws as Laws
+from workbench.sim.teach.laws import Net as Net
+from workbench.sim.teach.laws import batch as batch
+from workbench.sim.teach.laws import flat as flat
+from workbench.sim.teach.laws import laws as laws
+from workbench.sim.teach.laws import mse as mse
+from workbench.sim.teach.laws import trained as trained

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from workbench.analysis.settings import worded
-from workbench.analysis.window import Window, last_steps
+from workbench.analysis.steps.settings import worded
+from workbench.analysis.steps.window import Window, last_steps
 from workbench.record.run import Run, RunError
 
 PERIOD = 2.0  # seconds between two looks at a live run

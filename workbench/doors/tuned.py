@@ -11,7 +11,7 @@ import typer
 from workbench.analysis import last_steps
 from workbench.experiment import Experiment
 from workbench.lab import Lab
-from workbench.sim.space import space_of
+from workbench.sim.plan.space import space_of
 
 SETTLED = 20  # steps before anything is tried: compute is at speed, and the loss has a trend
 LOOK = 0.2  # seconds between two looks at the trials

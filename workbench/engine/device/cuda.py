@@ -3,7 +3,7 @@
 [Note: Order on a GPU] A call returns when its work is queued. The training thread, and autograd's own thread, queue on
 the compute stream; a lane's thread queues on the lane's. Where a child begins, an event of the compute stream stands
 before it; where it is waited for, the compute stream waits for an event of the lane's, and the host does not. So the
-host runs ahead, two steps at most (engine/watch.py), and learns times, losses and failures that much later.
+host runs ahead, two steps at most (engine/wire/watch.py), and learns times, losses and failures that much later.
 
 [Note: Memory that crosses] torch gives freed memory to whoever asks next *on the stream that it was made on*, however
 far other streams are. What a child is given is therefore kept until the lane's event is reached (`held`), and what it

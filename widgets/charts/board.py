@@ -1,0 +1,200 @@
+"""Board: the one widget that shows all charts of a run, live or recorded, and is fed only what is new.
+
+    board = Board(run)                 # or Board() and board.show(run) later
+    refresh = Refresh(board); refresh.start()
+
+The page greets when it shows the board and acknowledges what it drew; nothing is sent while no page
+shows it, and at most one message is under way, so a slow browser never builds up a backlog. A page that greets
+(the first time, or after a reload) gets the run from its first step. plotly.js is no part of the widget's state:
+a page that lacks it asks once. Charts are found in `widgets/views`; nothing here knows what any of them shows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.resources
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from widgets.charts.feed import Feed, Message
+from widgets.views._base import Setter, View
+from workbench.record.tidy import OFTEN, Tidy
+
+_HERE = Path(__file__).parent
+_ELSEWHERE = 600.0  # seconds that a person may look at something else and still be said to watch
+_SILENCE = 6.0  # seconds after which a page that said nothing counts as gone
+_PATIENCE = 3.0  # seconds after which an unacknowledged message no longer holds up the next
+_PARTS = ("static/hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
+PAGE_JS = "".join((_HERE / name).read_text() for name in _PARTS)
+PAGE_CSS = (_HERE / "board.css").read_text()
+
+
+@cache
+def plotly_js() -> bytes:
+    """plotly.js as plotly ships it, gzip-compressed."""
+    source = importlib.resources.files("plotly").joinpath("package_data/plotly.min.js")
+    return gzip.compress(source.read_bytes(), 6)
+
+
+class Board(anywidget.AnyWidget):
+    """All charts of one run as a DOM widget: place it in any ipywidgets layout, it takes the whole width.
+
+    run:    the Run to show (live or recorded), or None until `show` is called
+    views:  the View classes to show; None takes every view found in `widgets/views`
+    setter: sets a knob of the lab whose run it is (path, value), for views that offer it; None: nothing can be set
+
+    `looks` is what a person has opened and chosen on a page: `tables` (names of views), `rank` (whose curves are set
+    off), `pin` (a box of the timeline), `theme` ("light", "dark"; none: the page's own).
+
+    A live run needs a `Refresh`, which calls `tick`. Without one the board only answers its page's messages,
+    which is enough for a recorded run.
+    """
+
+    _esm = PAGE_JS
+    _css = PAGE_CSS
+    looks = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, run: Any = None, *, views: tuple[type[View], ...] | None = None,
+                 setter: Setter | None = None, **more: Any) -> None:  # fmt: skip
+        self._lock = threading.RLock()
+        self._kinds = views
+        self._setter = setter
+        self._run = run
+        self.window: dict[str, Any] = {}  # which steps a person asked for: {"at": the first, "steps": how many}
+        self._feed: Feed | None = None  # None: the pages do not know this run's charts yet
+        self._pages: dict[str, float] = {}  # page -> when it was last heard of
+        self._waiting: set[str] = set()  # pages that have not acknowledged the last message
+        self._heard = float("-inf")  # when a page was heard of last
+        self._number, self._sent_at = 0, 0.0
+        self._tables: dict[str, float] = {}  # tables shown -> when last sent
+        self.woken = threading.Event()  # set when a page was heard: a Refresh may send earlier
+        self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the thread that ticks
+        self.refreshing = False
+        super().__init__(**more)
+        self.on_msg(self._hear)
+
+    @property
+    def run(self) -> Any:
+        """The run that is shown, or None."""
+        return self._run
+
+    def show(self, run: Any) -> None:
+        """Shows another run from its first step (None: what is shown stays); the same run again changes nothing."""
+        with self._lock:
+            if run is self._run:
+                return
+            self._run, self._feed = run, None
+            self.window.pop("at", None)
+            self._waiting.clear()
+        if self.looks.get("pin"):
+            self.looks = {**self.looks, "pin": None}  # a box of the run before
+        self._answer()
+
+    def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
+        """Shows what `looks` and `window` say, from the first step on."""
+        with self._lock:
+            self.looks, self.window, self._feed = looks, window, None
+            self._waiting.clear()
+        self._answer()
+
+    def renew(self) -> None:
+        """Draws the run anew, from its first step: what is set beside it is another."""
+        with self._lock:
+            self._feed = None
+            self._waiting.clear()
+        self._answer()
+
+    @property
+    def shown(self) -> bool:
+        """True while some page shows this board."""
+        limit = time.monotonic() - _SILENCE
+        with self._lock:
+            self._pages = {page: at for page, at in self._pages.items() if at > limit}
+            return bool(self._pages)
+
+    @property
+    def watched(self) -> bool:
+        """True while a page shows this board, and for some minutes after: a person looks elsewhere now and then."""
+        return self.shown or time.monotonic() - self._heard < _ELSEWHERE
+
+    def tick(self) -> bool:
+        """Sends what is new, if a page shows the board and has drawn what it was sent; True if it sent."""
+        self._tidy.due()
+        with self._lock:
+            if not self.shown or self._run is None or self._busy:
+                return False
+            if self._feed is None:
+                self._feed = Feed(self._run, self._kinds, self._setter)
+                if self.window and (timeline := self._feed.view("timeline")):
+                    timeline.ask(self.window)
+                news: Message | None = self._feed.everything()
+            else:
+                news = self._feed.news()
+            if news is None:
+                return False
+            self._number += 1
+            self._waiting, self._sent_at = set(self._pages), time.monotonic()
+            self.send({**news[0], "number": self._number, "tables": self._due_tables()}, news[1])
+        return True
+
+    def complain(self, text: str) -> None:
+        """Tells the pages that a chart cannot be drawn; training is not touched by it."""
+        self.send({"kind": "trouble", "trouble": text})
+
+    @property
+    def _busy(self) -> bool:
+        """A page still draws what it was sent last."""
+        return bool(self._waiting & set(self._pages)) and time.monotonic() - self._sent_at < _PATIENCE
+
+    def _due_tables(self) -> dict[str, Any]:
+        now, out = time.monotonic(), {}
+        for name in [name for name, at in self._tables.items() if now - at >= 1.0]:
+            self._tables[name] = now
+            out[name] = self._feed.table(name) if self._feed else {}
+        return out
+
+    def _hear(self, _: Any, said: dict[str, Any], __: list[bytes]) -> None:
+        page = str(said.get("page", ""))
+        with self._lock:
+            self._pages[page] = self._heard = time.monotonic()
+            if said.get("kind") in ("hello", "here"):
+                self.send({"kind": "alive"})  # its silence would tell that the kernel is gone
+            match said.get("kind"):
+                case "hello":
+                    self._feed = None
+                    self._waiting.clear()
+                    self._tables.clear()
+                case "plotly":
+                    self.send({"kind": "plotly"}, [plotly_js()])
+                case "ack":
+                    if said.get("number") == self._number:
+                        self._waiting.discard(page)
+                case "away":
+                    self._pages.pop(page, None)
+                    self._waiting.discard(page)
+                case "ask":
+                    if self._feed and (view := self._feed.view(said["view"])):
+                        view.ask(said["request"])
+                        if view.tools:
+                            self.window |= said["request"]
+                case "table":
+                    self._show_table(said["view"], said["open"])
+        self._answer()
+
+    def _show_table(self, name: str, opened: bool) -> None:
+        self._tables.pop(name, None)
+        if opened and self._feed:
+            self._tables[name] = time.monotonic()
+            self.send({"kind": "tables", "tables": {name: self._feed.table(name)}})
+
+    def _answer(self) -> None:
+        """Lets the Refresh send at once; without one, sends here."""
+        self.woken.set()
+        if not self.refreshing:
+            self.tick()

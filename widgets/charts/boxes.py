@@ -1,0 +1,173 @@
+"""Spans as boxes on the timeline: which kind each is, which lane it lies in, how it looks.
+
+All boxes of a kind are one closed outline with gaps (one plotly trace), so a thousand cost little more than one.
+A collective becomes two boxes: waiting for the last rank to arrive, then transferring.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets.charts import theme
+from widgets.views._base import Columns
+from workbench.analysis import Piece
+from workbench.analysis.steps.collectives import moving, rates
+from workbench.record.timeline import Rows
+
+BROWN = "#8A5A00"
+
+
+class Kind(NamedTuple):
+    """A kind of box: its place in a rank's row (rows are 1 apart, downwards) and its looks."""
+
+    key: str
+    legend: str
+    top: float
+    bottom: float
+    fill: str
+    pattern: str = ""
+    text: str = ""  # colour of the names written into boxes; none are if empty
+    listed: bool = True
+    edge: str = theme.PAPER  # of a solid box; darker than a light fill, so that it stands out on white
+
+    def trace(self) -> go.Scatter:
+        """An empty trace; the page makes outlines of its boxes (`meta.lane`)."""
+        pattern = {"shape": self.pattern, "fgcolor": self.fill, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.45}
+        return go.Scatter(
+            x=[], y=[], mode="lines", fill="toself", fillcolor=self.fill, fillpattern=pattern if self.pattern else None,
+            line={"width": 1, "color": self.fill if self.pattern else self.edge}, hoverinfo="skip",
+            name=self.legend, showlegend=self.listed, meta={"lane": [self.top, self.bottom], "text": self.text},
+        )  # fmt: skip
+
+
+KINDS = (
+    Kind("exposed", "exposed: the step is stalled", -0.42, -0.10, theme.VERMILLION, "/"),
+    Kind("bubble", "bubble: waiting for another stage", -0.42, -0.10, BROWN, "\\"),
+    Kind("forward", "forward", -0.46, -0.06, theme.SKY, text="#000000", edge=theme.BLUE),
+    Kind("backward", "backward", -0.46, -0.06, theme.BLUE, text="#ffffff"),
+    Kind("update", "update", -0.38, -0.06, theme.GREEN, text="#000000"),
+    Kind("eval", "evaluation", -0.46, -0.06, theme.GREY, "x"),
+    Kind("switch", "state transfer", -0.46, 0.30, theme.PURPLE, "-"),
+    Kind("waiting", "waiting for others", 0.10, 0.20, theme.GREY, "|"),
+    Kind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
+    Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
+    Kind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
+    Kind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
+    Kind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
+    Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
+    Kind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
+    Kind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
+    Kind("path", "critical path", -0.06, 0.0, theme.INK, edge=theme.INK),
+)
+STAGES = " in stage "  # how a message between stages of a pipeline is called
+SENDING = ("transfer", "odd", "measuring", "port", "offload")  # the kinds of boxes that bytes belong to
+_NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
+_LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
+          "measuring": "measuring", "offload": "offload"}  # fmt: skip
+
+
+class Boxes(NamedTuple):
+    """Columns per trace and the names that `code` counts.
+
+    x0, x1, rank, row, code, step, asked and, of what sends, nbytes and mbit (Mbit/s, as the table has it; 0: nothing)
+    """
+
+    traces: dict[int, Columns]
+    names: list[str]
+
+
+def boxes_of(
+    rows: Rows, index: np.ndarray, last_arrival: np.ndarray, limit: int, dense: np.ndarray | None = None
+) -> Boxes:
+    """The boxes of `rows`, at most `limit`; `index` is each row's number in the table of spans.
+
+    last_arrival: (n,) when the last rank arrived at the collective a row belongs to; NaN for other rows
+    dense: (n,) mask, the rows of steps in which nothing is compressed; what a codec's lane does there is no compressing
+    """
+    kinds, names = _kinds(rows), _Names(rows)
+    if dense is not None:
+        kinds[(kinds == _NUMBER["codec"]) & dense] = _NUMBER["preparing"]
+    begun, mbit = moving(rows, last_arrival), np.nan_to_num(rates(rows, last_arrival))
+    found: dict[int, Columns] = {}
+    for number, kind in enumerate(KINDS):
+        at = np.flatnonzero(kinds == number)[:limit]
+        x0 = begun[at] if kind.key in ("transfer", "odd") else rows.t0[at]
+        found[number] = _columns(rows, index, at, x0, rows.t1[at], names.codes(at))
+        if kind.key in SENDING:
+            found[number] |= {"nbytes": rows.nbytes[at], "mbit": mbit[at]}
+    at = np.flatnonzero(rows.equal("lane", "comm") & (last_arrival > rows.t0 + 1e-5))[:limit]
+    end = np.fmin(last_arrival[at], rows.t1[at])
+    found[_NUMBER["waiting"]] = _columns(rows, index, at, rows.t0[at], end, names.codes(at, "waiting for others: "))
+    return Boxes(found, names.all)
+
+
+def add_path(found: Boxes, path: list[Piece], rank: np.ndarray, row: int) -> None:
+    """Marks the critical path between the lanes; `rank` says in whose row each piece lies, `row` is one that is drawn.
+
+    >>> boxes = Boxes({}, ["forward"])
+    >>> add_path(boxes, [Piece(3, -1, "network", 1.0, 2.0)], np.array([1]), 7)
+    >>> boxes.names, boxes.traces[len(KINDS) - 1]["rank"].tolist()
+    (['forward', 'critical path: network'], [1])
+    """
+    texts = [f"critical path: {p.cause}" for p in path]
+    found.names.extend(dict.fromkeys(texts))
+    code = np.array([found.names.index(t) for t in texts], np.int64)
+    step, begin, end = (np.array([p[i] for p in path]) for i in (0, 3, 4))
+    found.traces[_NUMBER["path"]] = {"x0": begin, "x1": end, "row": np.full(len(path), row), "code": code,
+                                     "rank": rank, "step": step, "asked": begin}  # fmt: skip
+
+
+def _columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray, x1: np.ndarray, code: Any) -> Columns:
+    rest: dict[str, np.ndarray] = {"rank": rows.rank[at], "step": rows.step[at], "asked": rows.asked[at]}
+    return {"x0": x0, "x1": x1, "row": index[at], "code": code, **rest}
+
+
+def _kinds(rows: Rows) -> np.ndarray:
+    """The number of each row's kind; -1 for rows that are not drawn."""
+    out = np.full(len(rows), -1)
+    for lane, key in _LANES.items():
+        out[rows.equal("lane", lane)] = _NUMBER[key]
+    out[(out == _NUMBER["exposed"]) & _between_stages(rows)] = _NUMBER["bubble"]
+    compute, comm = rows.equal("lane", "compute"), rows.equal("lane", "comm")
+    out[compute] = _NUMBER["forward"]
+    for name in ("backward", "update"):
+        out[compute & rows.phase(name)] = _NUMBER[name]
+    out[(out == _NUMBER["offload"]) & rows.phase("update")] = _NUMBER["stepped"]
+    names = rows.coded("name")
+    odd = np.array([_odd(text) for text in names.words.texts], bool)
+    out[comm] = np.where(odd[names.codes[comm]], _NUMBER["odd"], _NUMBER["transfer"])
+    return out
+
+
+def _between_stages(rows: Rows) -> np.ndarray:
+    """Which rows are called after a message from one stage of a pipeline to another."""
+    names = rows.coded("name")
+    found = np.array([STAGES in text for text in names.words.texts], bool)
+    return found[names.codes]
+
+
+def _odd(name: str) -> bool:
+    number = re.search(r"(\d+)\D*$", name)
+    return bool(number and int(number[1]) % 2)
+
+
+class _Names:
+    """The names on show, numbered in order of appearance."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._coded = rows.coded("name")
+        self._number: dict[str, int] = {}
+
+    def codes(self, at: np.ndarray, prefix: str = "") -> np.ndarray:
+        words, back = np.unique(self._coded.codes[at], return_inverse=True)
+        texts = [prefix + str(self._coded.words.texts[w]) for w in words]
+        mine = np.array([self._number.setdefault(t, len(self._number)) for t in texts], "i8")
+        return mine[back]
+
+    @property
+    def all(self) -> list[str]:
+        return list(self._number)

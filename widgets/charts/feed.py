@@ -1,0 +1,123 @@
+"""Feed: a run as messages for the page that draws it: the charts' specs once, then only what is new.
+
+The live board and the self-contained report say the same words to the same page. Knows no widget and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from html import escape
+from typing import Any
+
+from widgets.charts.film import film
+from widgets.charts.marks import ChangeMark, all_marks
+from widgets.charts.wire import Packing
+from widgets.views import all_views
+from widgets.views._base import Patch, Setter, View
+from workbench.settings.said import said
+
+Message = tuple[dict[str, Any], list[bytes]]  # what is said, and its binary buffers
+
+
+class Feed:
+    """One run as messages, from its first row on. Views keep their place in the record here."""
+
+    def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None, setter: Setter | None = None) -> None:
+        self.run = run
+        self._plays = kinds is None  # a board of some charts only is part of something else
+        self.key = uuid.uuid4().hex  # a page that knows another key has to greet again
+        self._setter = setter
+        self.views = [self._made(kind) for kind in (all_views().values() if kinds is None else kinds)]
+        self.troubles: list[str] = []  # what went wrong, once each
+        self._marks: list[ChangeMark] = []
+        self._hushed: dict[str, str] = {}  # views that are silent now, and what stands in their place
+
+    def everything(self) -> Message:
+        """The charts' specs and the run so far."""
+        specs = [_spec(view, self.run) for view in self.views]
+        content, buffers = self.news() or ({"views": {}}, [])
+        return {**content, "kind": "open", "run": self.key, "specs": specs, "film": self._film()}, buffers
+
+    def _film(self) -> dict[str, Any] | None:
+        """What the page plays the run from; None while it is live, or a riddle, whose settings tell."""
+        try:
+            return None if self.run.secret or not self._plays else film(self.run)
+        except Exception as error:  # a record that cannot be played is still to be seen
+            self.troubles.append(f"The run cannot be played: {said(error)}")
+            return None
+
+    def news(self) -> Message | None:
+        """What is new in each view since it was last asked; None if nothing is."""
+        patches, trouble = self._patches()
+        marks = all_marks(self.run)
+        if not patches and not trouble and marks == self._marks:
+            return None
+        content, buffers = self.message(patches)
+        if trouble:
+            content["trouble"] = trouble
+        if marks != self._marks:
+            self._marks, content["marks"] = marks, [mark._asdict() for mark in marks]
+        return content, buffers
+
+    def _patches(self) -> tuple[dict[str, Patch], str]:
+        """What is new in each view, and what failed: one bad chart must not take the others with it."""
+        patches, trouble = {}, []
+        for view in self.views:
+            try:
+                if patch := self._hush(view) if view.tells and self.run.secret else self._told(view).update(self.run):
+                    patches[view.name] = patch
+            except Exception as error:
+                text = f"{view.title} could not be brought up to date: {said(error)}"
+                if text not in self.troubles:
+                    self.troubles.append(text)
+                    trouble.append(text)
+        return patches, "; ".join(trouble)
+
+    def _made(self, kind: type[View]) -> View:
+        view = kind()
+        view.setter = self._setter
+        return view
+
+    def _hush(self, view: View) -> Patch:
+        """In place of what a view would tell of a riddle: its sentence, once."""
+        said = self._hushed.get(view.name)
+        self._hushed[view.name] = self.run.secret
+        return Patch() if said == self.run.secret else Patch(html=f'<p class="wb-empty">{escape(self.run.secret)}</p>')
+
+    def _told(self, view: View) -> View:
+        """The view itself; one that was silent begins anew, so that it tells all."""
+        if self._hushed.pop(view.name, None) is None:
+            return view
+        at = self.views.index(view)
+        self.views[at] = self._made(type(view))
+        return self.views[at]
+
+    def message(self, patches: dict[str, Patch]) -> Message:
+        """Patches by view name as one message."""
+        packing = Packing()
+        views = {name: packing.patch(patch) for name, patch in patches.items()}
+        content = {"kind": "tick", "run": self.key, "views": views, "epoch": self.run.epoch}
+        return content, [packing.buffer]
+
+    def view(self, name: str) -> View | None:
+        return next((view for view in self.views if view.name == name), None)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A view's data table; empty if it has none, or would tell of a riddle."""
+        view = self.view(name)
+        if view and view.tells and self.run.secret:
+            return {}
+        grid = view.table(self.run) if view else None
+        return {} if grid is None else {"head": grid.head, "rows": grid.rows, "note": grid.note}
+
+
+def _spec(view: View, run: Any) -> dict[str, Any]:
+    """What the page must know of a view before any row of it."""
+    figure = view.figure(run)
+    said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken", "quiet")
+    return {
+        **{k: getattr(view, k) for k in said},
+        "figure": None if figure is None else json.loads(figure.to_json()),
+        "table": type(view).table is not View.table,  # not by making one: of a long run that takes as long as the chart
+    }

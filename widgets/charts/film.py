@@ -1,0 +1,75 @@
+"""What the page must know to play a recorded run: when each step ended, and which settings were in force when.
+
+The page lets time pass by itself (player.js): curves grow, marks appear, the timeline shows the step of that moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from workbench.analysis import stretches
+from workbench.analysis.steps.settings import with_value
+from workbench.settings import in_words
+
+POINTS = 600  # steps whose ends are told; others lie between
+ELSE = "something else"  # what no setting is
+ALWAYS = ("strategy", "compressor", "partition", "optimizer", "policy", "lr", "batch", "bucket_mb")
+
+
+def film(run: Any) -> dict[str, Any] | None:
+    """`steps`: [seconds, step] when steps ended everywhere; `settings`: [seconds, step, [[name, words, since], ...]].
+
+    `since` is the step from which a setting has been what it is, null where it was so from the beginning. None for a
+    run that is live, or has no two steps.
+    """
+    rows = run.timeline.spans.rows()
+    rows = rows[rows.equal("lane", "step")] if len(rows) else rows
+    if run.live or not len(rows) or (first := int(rows.step.min())) == (last := int(rows.step.max())):
+        return None
+    ended = np.full(last - first + 1, -np.inf)
+    np.maximum.at(ended, rows.step - first, rows.t1)
+    made = np.flatnonzero(np.isfinite(ended))
+    kept = made[np.unique(np.linspace(0, len(made) - 1, POINTS).astype(int))]
+    ends = np.maximum.accumulate(ended[kept])
+    steps = [[round(float(t), 6), int(s)] for t, s in zip(ends, kept + first, strict=True)]
+    return {"begin": float(rows.t0.min()), "steps": steps, "settings": history(run)}
+
+
+def history(run: Any) -> list[list[Any]]:
+    """The settings that a person looks at first, and those that were ever changed, stretch by stretch."""
+    at = {step: t for step, t, _ in reversed(run.details("change"))}
+    every = stretches(run)
+    settings = [_opened(s.settings) for s in every]
+    shown = [name for name in settings[0] if name in ALWAYS or any(
+        s.get(name) != settings[0][name] for s in settings)]  # fmt: skip
+    since: dict[str, int | None] = dict.fromkeys(shown)
+    inner: dict[str, list[Any]] = {}  # of members whose knobs are not in the record
+    out: list[list[Any]] = []
+    for number, stretch in enumerate(every):
+        for name in shown if number else ():
+            if settings[number].get(name) != settings[number - 1].get(name):
+                since[name] = stretch.first
+        if number and stretch.settings == every[number - 1].settings:
+            made = [c for c in run.changes if c.at_step == stretch.first]
+            inner |= {path: [path, in_words(v), stretch.first] for c in made for path, v in c.settings.items()
+                      if with_value(stretch.settings, path, ELSE) == stretch.settings}  # fmt: skip
+        told = [[name, in_words(settings[number].get(name)), since[name]] for name in shown]
+        out.append([at.get(stretch.first, 0.0) if number else 0.0, stretch.first, told + list(inner.values())])
+    return out
+
+
+def _opened(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the fabric's knobs one by one, by the paths that they are set by: as a whole it fills a phone."""
+    out = {name: value for name, value in settings.items() if name != "fabric"}
+    for name, value in _knobs(settings.get("fabric")).items():
+        link = {f"link.{inner}": v for inner, v in _knobs(value).items()} if name == "link" else {}
+        out |= link or {name: value}
+    return out
+
+
+def _knobs(plain: Any) -> dict[str, Any]:
+    """The knobs of a member that is written as {name: knobs}; none of what is written otherwise."""
+    (knobs,) = plain.values() if isinstance(plain, dict) and len(plain) == 1 else ({},)
+    return knobs if isinstance(knobs, dict) else {}

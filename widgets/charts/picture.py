@@ -1,0 +1,130 @@
+"""A run as one still picture (PNG): what stays in a saved notebook, on GitHub and under nbconvert.
+
+Drawn in the kernel from the same views that the live charts show; needs no browser. A reader without a kernel sees what
+the last steps looked like, how the loss went, and which changes were made when.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import Any
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from widgets.charts import theme
+from widgets.charts.marks import ChangeMark, change_marks
+from widgets.charts.paint import colour, paint
+from widgets.views._base import View, drawn, ranks_of
+from widgets.views.loss import Loss
+from widgets.views.ranks import Ranks
+from widgets.views.sent import Sent
+from widgets.views.timeline import Timeline
+from workbench.analysis import last_steps, stands_for
+
+WIDTH = 10.0  # inches
+DPI = (100, 72, 50, 36)  # the first at which the file is small enough
+LARGEST = 300_000  # bytes
+LISTED = 12  # changes that are named below the charts
+MOST = 32  # ranks that the charts show: more would be too fine to read, and take a minute to draw
+ROOM = 0.06  # of an axis that a number takes
+_one = threading.Lock()  # matplotlib's text is not safe on two threads at once
+
+
+def png(run: Any) -> bytes:
+    """The picture of a run, under 300 kB; width 1000 px."""
+    with _one, matplotlib.style.context("default"):  # a dark style, or TeX, would be drawn onto our white page
+        figure = painted(run)
+        for dpi in DPI:
+            file = io.BytesIO()
+            figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None}, pil_kwargs={"optimize": True})
+            if file.tell() < LARGEST:
+                break
+    return file.getvalue()
+
+
+def about(run: Any) -> str:
+    """What the picture shows, for those who cannot see it."""
+    changes = "; ".join(_named(mark) for mark in change_marks(run)[-LISTED:])
+    shown = "its last steps on each rank, its loss, where its time goes, its bytes per step"
+    return f"{_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
+
+
+def painted(run: Any) -> Figure:
+    """The picture, not yet of pixels: what `png` saves."""
+    ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
+    tall = 0.75 + min(0.4 * ranks, 6.0)
+    below = [_named(mark) for mark in marks[-LISTED:]]
+    if len(marks) > LISTED:
+        below.insert(0, f"the last {LISTED} of {len(marks)} changes:")
+    heights = [tall, 2.4, max(1.9, 0.2 * ranks)]
+    foot = 0.12 + 0.2 * len(below)
+    high = sum(heights) + 2.9 + foot
+    room = ConstrainedLayoutEngine(rect=(0.005, foot / high, 0.99, 1 - foot / high))
+    figure = Figure(figsize=(WIDTH, high), facecolor="white", layout=room)
+    FigureCanvasAgg(figure)
+    figure.suptitle(_title(run), fontsize=13, x=0.01, ha="left", fontweight="bold")
+    rows = figure.subfigures(3, 1, squeeze=False, height_ratios=[h + 0.75 for h in heights])[:, 0]
+    _row(rows[0], run, marks, [(Timeline(), ("x",))])
+    _row(rows[1], run, marks, [(Loss(), ("x", "x2"))])
+    _row(rows[2], run, marks, [(Ranks(), ("x",)), (Sent(), ("x",))])
+    figure.text(0.01, 0.06 / figure.get_figheight(), "\n".join(below), fontsize=10, va="bottom", linespacing=1.35)
+    return figure
+
+
+def _row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, tuple[str, ...]]]) -> None:
+    """Views side by side, each with its title and legend; one with several panels shares its y axis."""
+    parts = place.subfigures(1, len(views)) if len(views) > 1 else [place]
+    for part, (view, panels) in zip(parts, views, strict=True):
+        view.most = MOST
+        chart = drawn(view, run)
+        every = part.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        listed = []
+        for axes, panel in zip(every, panels, strict=True):
+            axes.tick_params(labelsize=9.5, color=colour(theme.MUTED))
+            listed += paint(axes, chart, panel)
+            _mark(axes, marks, view.axes.get(panel))
+        part.suptitle(view.title, fontsize=11, x=0.01, ha="left")
+        if listed:
+            columns = 5 if len(views) == 1 else 2
+            part.legend(
+                handles=listed, loc="outside lower left", ncols=columns, fontsize=9, frameon=False, handlelength=1.6
+            )
+
+
+def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
+    """A dotted line with its number at each change; numbers that would lie on each other are one range."""
+    if column is None:
+        return
+    low, high = sorted(axes.get_xlim())
+    groups: list[tuple[float, list[int | str]]] = []
+    for mark in marks:
+        at = getattr(mark, column)
+        if not low <= at <= high:
+            continue
+        axes.axvline(at, color=colour(theme.INK), linestyle=(0, (1, 2)), linewidth=1.2)
+        if groups and at - groups[-1][0] < ROOM * (high - low):
+            groups[-1][1].append(mark.number)
+        else:
+            groups.append((at, [mark.number]))
+    for at, numbers in groups:
+        text = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        axes.annotate(text, (at, 1), xycoords=("data", "axes fraction"), xytext=(2, -1), textcoords="offset points",
+                      fontsize=9.5, va="bottom")  # fmt: skip
+
+
+def _title(run: Any) -> str:
+    began = next(iter(run.settings.get("strategy") or {"?": None}))
+    ranks, steps = ranks_of(run), last_steps(run.timeline)[1]
+    there = ranks // stands_for(run.timeline)
+    some = f" (the charts show ranks 0 to {MOST - 1})" if there > MOST else ""
+    some = f" (of which {there} stand{'s' * (there == 1)} for all)" if there < ranks else some
+    return f"Run {run.name}: {ranks} rank{'s' * (ranks != 1)}{some}, {steps} steps, began with {began}, {run.state}"
+
+
+def _named(mark: ChangeMark) -> str:
+    return f"{mark.number}  {mark.label}, from step {mark.step}"

@@ -1,0 +1,68 @@
+"""Refresh: the one timer of a dashboard. It sends; it never prints, displays or computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from widgets.charts.board import Board
+from workbench.settings.said import said
+
+
+class Refresh:
+    """Ticks a board at most `hz` times a second on a thread of its own, as long as a page shows it.
+
+    also: functions called on the same thread, as often (they may set widget traits, nothing else).
+    A page that is away costs nothing: the thread sleeps until the page is heard of again.
+    """
+
+    def __init__(self, board: Board, *also: Callable[[], None], hz: float = 6.0) -> None:
+        self.board = board
+        self.also = also
+        self.period = 1.0 / hz
+        self.errors: list[str] = []  # what went wrong, once each; also shown on the page
+        self._also_at = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the timer; does nothing if it runs."""
+        if self._thread is None or not self._thread.is_alive():
+            self._stop.clear()
+            self.board.refreshing = True
+            self._thread = threading.Thread(target=self._loop, name="dashboard refresh", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the timer; the board then only answers its page."""
+        self._stop.set()
+        self.board.woken.set()
+        self.board.refreshing = False
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _loop(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            if (early := due - time.monotonic()) > 0 and self._stop.wait(early):
+                break
+            self.board.woken.clear()
+            if self._tick():
+                due = max(due + self.period, time.monotonic() + 0.5 * self.period)
+            else:  # nothing is new, or the page still draws: look again soon, or when it is heard of
+                self.board.woken.wait(0.5 * self.period if self.board.shown else 1.0)
+
+    def _tick(self) -> bool:
+        try:
+            if (now := time.monotonic()) - self._also_at >= self.period:
+                self._also_at = now
+                for call in self.also:
+                    call()
+            return self.board.tick()
+        except Exception as error:
+            text = f"The charts could not be brought up to date: {said(error)}"
+            if text not in self.errors and len(self.errors) < 10:
+                self.errors.append(text)
+                self.board.complain(text)
+            return False

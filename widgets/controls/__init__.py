@@ -1,0 +1,1 @@
+"""controls: to be described."""

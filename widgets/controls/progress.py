@@ -1,0 +1,163 @@
+"""What a run is doing, in one line: read from its record and its lab, said in plain words."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from workbench.analysis import last_steps, saving
+from workbench.analysis.steps.window import MEASURING, Window, newest
+from workbench.record.alarms import NAMES, met, place
+from workbench.settings.doing import SOON, left, under_way
+
+PATIENCE = 2.0  # seconds without a step after which a person wonders
+WINDOW = 20  # steps that the speed is taken over
+
+
+class Progress:
+    """Follows the first of the ranks that train through a run's record: the step it is at, how fast steps go by."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.cursor = 0
+        self.first = 0  # the rank
+        self.step = -1
+        self.seen = time.monotonic()  # when a step ended last
+        self.lengths: deque[float] = deque(maxlen=WINDOW)
+        self.measures = False  # was any step of this run measured?
+
+    def follow(self, run: Any) -> Progress:
+        """Reads what is new; another run is read from its first row."""
+        if run is not self.run:
+            self.__init__()  # type: ignore[misc]
+            self.run = run
+        if run is None:
+            return self
+        spans = run.timeline.spans.rows(self.cursor)
+        self.cursor += len(spans)
+        since = newest(run.timeline)
+        self.first = since.members[0] if since is not None else 0
+        steps = spans[spans.equal("lane", "step") & (spans.rank == self.first)]
+        if len(steps):
+            self.seen = time.monotonic()
+            self.step = int(steps.step[-1])
+            self.lengths.extend((steps.t1 - steps.t0)[-WINDOW:])
+            self.measures = self.measures or bool(spans.equal("lane", MEASURING).any())
+            if self.measures:
+                w = Window(run.timeline, *last_steps(run.timeline, WINDOW))
+                self.lengths = deque(w.step_seconds[w.usual, int(w.column(np.array(self.first)))], maxlen=WINDOW)
+        return self
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no step has ended for a while."""
+        return time.monotonic() - self.seen > PATIENCE
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second over the last steps; evaluation and pauses are not part of a step, nor is measuring."""
+        total = sum(self.lengths)
+        return len(self.lengths) / total if total else None
+
+    @property
+    def last(self) -> int:
+        """How many steps the run is to make, with every change of that; 0 where nobody knows."""
+        if self.run is None:
+            return 0
+        changed = [change.value for change in self.run.changes if change.path == "steps"]
+        return int([self.run.settings.get("steps") or 0, *changed][-1] or 0)
+
+    @property
+    def to_go(self) -> float | None:
+        """Seconds until the last step has ended, if it goes on like this; None where nobody knows."""
+        if not self.last or self.step < 0 or not self.rate:
+            return None
+        return max(self.last - self.step - 1, 0) / self.rate
+
+
+def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
+    """One line: `running · step 123 of 400 · 8.2 steps/s · 34 s to go · 4 ranks`."""
+    many = f"{ranks} rank{'s' * (ranks != 1)}"
+    at = f"step {progress.step}" if progress.step >= 0 else ""
+    of = f" of {progress.last}" if at and progress.last else ""
+    rate = f"{progress.rate:.3g} steps/s" if progress.rate else ""
+    match state:
+        case "starting":
+            parts = [f"starting {many}", detail]
+        case "idle":
+            parts = [_ended(progress.run), at, many] if progress.run else [f"ready, {many}", "press Start"]
+        case "running":
+            to_go = left(progress.to_go) if progress.to_go else ""
+            parts = ["running", at + of or "first step is on its way", rate, to_go, many, detail]
+        case "paused":
+            parts = [f"paused after {at}{of}" if at else "paused", many]
+        case _:
+            parts = [state, at, detail]
+    return " · ".join(p for p in parts if p)
+
+
+def works(run: Any, state: str, progress: Progress) -> list[dict[str, Any]]:
+    """What takes longer than a moment, for the page: what, its share (below 0: nobody knows), and both in words."""
+    found = [{"what": d.what, "share": _share(d.share), "said": repr(d)} for d in under_way()]
+    if run is not None and run.live and (kept := saving(run.timeline)) is not None:
+        lasted = time.time() - run.epoch - kept.since
+        if lasted > SOON:
+            share = None if kept.usual is None else min(lasted / max(kept.usual, 0.1), 0.99)
+            to_go = "" if kept.usual is None else left(max(kept.usual - lasted, 1.0))
+            what = f"writing the checkpoint of step {kept.step}"
+            found.append({"what": what, "share": _share(share), "said": ", ".join(filter(None, [what, to_go]))})
+    if state in ("running", "paused") and progress.last and progress.step >= 0:
+        share = min((progress.step + 1) / progress.last, 1.0)
+        said = f"{math.floor(100 * share)} % of {progress.last} steps done"
+        found.append({"what": "the run", "share": _share(share), "said": said})
+    return found
+
+
+def _share(share: float | None) -> float:
+    return -1.0 if share is None else round(share, 3)
+
+
+def _ended(run: Any) -> str:
+    return {"done": "finished", "stopped": "stopped"}.get(run.state, run.state)
+
+
+def trouble(run: Any) -> dict[str, str]:
+    """The error that ended a run, or the NaN that paused it, as a title, a sentence and a traceback; or {}."""
+    if run is None:
+        return {}
+    if errors := run.details("error"):
+        return _error(errors)
+    return _paused(run) if run.state == "paused" else {}
+
+
+def _paused(run: Any) -> dict[str, str]:
+    """The first loss since the run went on that was no number, or had run away, if that paused it; or {}."""
+    went_on = max((t for _, t, d in run.details("state") if d.get("state") == "running"), default=-math.inf)
+    marks, found = run.timeline.marks.rows(), []
+    for name in NAMES:
+        rows = marks[marks.equal("name", name) & (marks.t >= went_on)]
+        every = zip(rows.t, rows.rank, rows.step, map(json.loads, rows.detail), strict=True)
+        found += [(float(t), int(r), int(s), name, d) for t, r, s, d in every if not d.get("skipped")]
+    if not found:
+        return {}
+    _, rank, step, name, detail = min(found, key=lambda row: row[:3])
+    no_number = f"Rank {rank}'s loss is no longer a number, first at step {step}{place(detail)}; the run is paused."
+    away = f"Rank {rank}'s loss has run away, first at step {step}: {met(name, detail)}; the run is paused."
+    title = no_number if name == "nan" else away
+    return {"title": title, "text": "Take the last change back or lower the learning rate, then resume.", "more": ""}
+
+
+def _error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
+    """The first error; ranks that failed the same way are named together."""
+    step, _, first = errors[0]
+    same = sorted({int(d.get("rank", 0)) for _, _, d in errors if d.get("text") == first.get("text")})
+    who = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
+    doing = f", in {first['op']}" if first.get("op") else ""
+    text = f"{first.get('type', '')}: {first.get('text', '')}".strip(": ")
+    title = f"Error on {who}, step {first.get('step', step)}{doing}:"
+    return {"title": title, "text": text, "more": first.get("traceback") or ""}

@@ -1,0 +1,55 @@
+"""Requests: every change that was asked of a lab, and what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from widgets.charts.marks import label
+from widgets.controls.controls import HERE, page_js
+from workbench.settings import to_plain
+
+BEFORE = "before the run"  # the id of a change for which there was no run yet
+KEPT = 40  # the newest so many are listed; the record holds all
+
+
+class Requests(anywidget.AnyWidget):
+    """The list of changes, newest first; `refresh()` sends it only if something became of one."""
+
+    _esm = page_js("requests.js")
+    _css = (HERE / "look.css").read_text("utf8")
+    items = traitlets.List(traitlets.Dict()).tag(sync=True)
+
+    def __init__(self, lab: Any) -> None:
+        super().__init__()
+        self.lab = lab
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.items = items(self.lab.changes)
+
+
+def items(changes: Iterable[Any]) -> list[dict[str, str]]:
+    """Changes as lines for the page, newest first."""
+    return [_item(t) for t in list(changes)[: -KEPT - 1 : -1]]
+
+
+def _item(change: Any) -> dict[str, str]:
+    if change.refused is not None:
+        state, said = "refused", f"refused: {change.refused}"
+    elif change.applied_at is None:
+        state, said = "waiting", "requested, waits for the next step"
+    else:
+        early = change.id == BEFORE
+        state, said = "applied", "set before the run" if early else f"applied at step {change.applied_at}"
+    made = getattr(change, "change", None)
+    if made is not None and made.by:
+        said += f"; decided by {made.by}: {made.reason}"
+    asked = getattr(change, "requested_at", None)
+    when = time.strftime("%H:%M:%S", time.localtime(asked)) if asked else ""
+    text = label({"path": change.path, "value": to_plain(change.value)})
+    return {"path": change.path, "text": text, "state": state, "said": said, "when": when}

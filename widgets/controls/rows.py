@@ -1,0 +1,215 @@
+"""The controls of an experiment as plain rows, read off its knobs: what the page draws, and nothing hand-written.
+
+A row is a dict that crosses to the page as JSON. No widget, thread or lab is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, cast
+
+from widgets.controls.options import Option, chosen, covered, options, sentence
+from widgets.controls.stops import nearest, shown, stops
+from workbench.settings import Knob, KnobError, knobs
+
+FIRST = ("strategy", "partition", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
+PAIR = ("strategy", "partition")  # not each goes with each
+LATER = "can be set only before Start; stop this run first"
+
+Row = dict[str, Any]
+Asks = Callable[[Any], str]  # why the task's model refuses an experiment, in a sentence, or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """What the controls show besides the experiment itself."""
+
+    live: bool = False  # a run is under way
+    ranks: int = 4096  # as many engines there are
+    waiting: frozenset[str] = frozenset()  # paths of changes that are requested and not yet applied
+    errors: tuple[tuple[str, str], ...] = ()  # (path, the sentence that refused what was asked there)
+    drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the member about to be added to it)
+    asks: Asks | None = None  # None: not now
+
+
+def rows(experiment: Any, now: Now) -> list[Row]:
+    """Every control of `experiment`: the ones most used first, the others grouped."""
+    every = _under(experiment, experiment, "", 0, True, now)
+    first = [r for head in FIRST for r in every if r["path"] == head or r["path"].startswith(head + ".")]
+    for row in first:
+        row["group"] = ""
+    return first + sorted((r for r in every if r not in first), key=lambda r: GROUPS.index(r["group"]))
+
+
+GROUPS = ["faults", "network", "memory", "learning", "before the run"]
+MEMORY = ("memory_mb", "fabric.host", "fabric.disk")  # what there is of it, and the ways to what lies elsewhere
+
+
+def _group(path: str, live: bool) -> str:
+    if path in MEMORY:
+        return "memory"
+    head, *rest = path.split(".")
+    if rest:
+        return "faults" if rest[0] == "faults" else _group(head, live) if head != "fabric" else "network"
+    return "learning" if live else "before the run"
+
+
+def _under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, now: Now) -> list[Row]:
+    out = []
+    for k in knobs(thing):
+        path = prefix + k.name
+        turnable = settled and k.live
+        if k.element and k.family:
+            out += _faults(whole, path, k, now)
+        elif k.family:
+            out += _member(whole, path, k, level, turnable, now)
+        elif is_dataclass(k.default):
+            out += _under(whole, k.default, path + ".", level, turnable, now)
+        else:
+            k = replace(k, high=now.ranks) if path == "ranks" else k
+            out.append(_row(path, k, level, turnable, now))
+    return out
+
+
+def _member(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: Now) -> list[Row]:
+    """A dropdown of the family's members and, below it, the knobs of the chosen one."""
+    nested = level > 0
+    found = options(cast(type, k.family), bare=nested, present=k.default)
+    row = _row(path, k, level, turnable, now)
+    index = chosen(found, k.default)
+    offered = [_offer(whole, path, o, i == index, now) for i, o in enumerate(found)]
+    row |= {"kind": "choice", "options": offered, "index": index, "value": type(k.default).__name__}
+    inside = _under(whole, k.default, path + ".", level + 1, turnable, now)
+    if not nested and covered(found, k.default):
+        inside = [r | {"level": level + 1} for r in inside if not (r["kind"] == "choice" and r["family"])]
+    row |= {"family": True, "doc": f"{k.doc}. {found[index].doc}", "allowed": ""}
+    return [row, *inside]
+
+
+def _offer(whole: Any, path: str, option: Option, present: bool, now: Now) -> Row:
+    """One line of a dropdown; one that would be refused now says why."""
+    why, text = "", option.text
+    if not present and path:
+        try:
+            asked = at_once(whole, path, option.value)
+            why = refused_anew(whole, asked, now.asks)
+            text += "".join(f", with {type(value).__name__}" for name, value in asked.items() if name != path)
+        except KnobError as error:
+            why = str(error)
+    offered = {"text": text, "value": option.value, "group": option.group}
+    return offered | {"doc": why or option.doc, "refused": bool(why)}
+
+
+def at_once(whole: Any, path: str, value: Any) -> dict[str, Any]:
+    """By path what sets a knob: it alone; with the other of `PAIR` as it is by default, where that lets it be.
+
+    Raises KnobError where nothing does.
+    """
+    try:
+        whole.set(path, value)
+    except KnobError as error:
+        if path not in PAIR:
+            raise
+        other = next(k for k in knobs(type(whole)) if k.name in PAIR and k.name != path)
+        both = {path: value, other.name: other.default}
+        with suppress(KnobError):
+            whole.set(both)
+            return both
+        raise error from None
+    return {path: value}
+
+
+def refused_anew(whole: Any, settings: dict[str, Any], asks: Asks | None) -> str:
+    """Why the model refuses new values of knobs, where it does not say the same of the present ones; else "".
+
+    Raises KnobError where the experiment itself refuses them.
+    """
+    wanted = whole.set(settings)
+    if asks is None or wanted.task != whole.task or not (why := asks(wanted)):
+        return ""
+    return why if why != asks(whole) else ""
+
+
+def _row(path: str, k: Knob, level: int, turnable: bool, now: Now) -> Row:
+    why = "" if turnable or not now.live else LATER
+    row: Row = {
+        "path": path,
+        "label": _label(k),
+        "unit": k.unit if k.unit != _label(k) else "",
+        "doc": k.doc,
+        "allowed": _allowed(k),
+        "level": level,
+        "group": _group(path, k.live and turnable),
+        "why": why,
+        "disabled": bool(why),
+        "family": False,
+        "waiting": _waits(path, now),
+        "error": dict(now.errors).get(path, ""),
+    }
+    return row | _kind(k)
+
+
+def _allowed(k: Knob) -> str:
+    if k.kind in (int, float) and k.low is not None and k.high is not None:
+        return f"{shown(k.low)} to {shown(k.high)} {k.unit}".strip()
+    return k.allowed
+
+
+def _kind(k: Knob) -> Row:
+    """How one knob is shown: a checkbox, a dropdown, a slider with an entry box, or the box alone."""
+    if k.kind is bool:
+        return {"kind": "check", "value": k.default}
+    if k.choices:
+        offered = [{"text": str(c), "value": c, "doc": "", "refused": False} for c in k.choices]
+        return {"kind": "choice", "options": offered, "index": k.choices.index(k.default)}
+    if k.kind in (int, float):
+        found = stops(k)
+        at = {"stops": [shown(v) for v in found], "at": nearest(found, k.default)}
+        return {"kind": "number", "value": shown(k.default)} | at
+    value = ", ".join(map(str, k.default)) if k.kind is tuple else str(k.default)
+    return {"kind": "text", "value": value}
+
+
+def _faults(whole: Any, path: str, k: Knob, now: Now) -> list[Row]:
+    """What is injected now, each with a button that clears it, and a draft of the next with a button that injects."""
+
+    def line(name: str, kind: str, doc: str, **more: Any) -> Row:
+        return _plain(f"{path}.{name}", kind, _group(path + ".", True), doc) | more
+
+    doc = "Takes this fault away."
+    out = [line(str(i), "button", doc, text=sentence(f), button="Clear") for i, f in enumerate(k.default)]
+    found = options(cast(type, k.element), bare=True)
+    draft = dict(now.drafts).get(path)
+    index = chosen(found, draft) if draft is not None else -1
+    offered = [{"text": o.text, "value": o.value, "doc": o.doc, "refused": False} for o in found]
+    doc = found[index].doc if index >= 0 else k.doc
+    out.append(line("new", "choice", doc, label="fault", options=offered, index=index))
+    if draft is None:
+        return out
+    out += [_row(f"{path}.new.{d.name}", _bounded(d, whole), 1, True, now) for d in knobs(draft)]
+    asked = {"waiting": _waits(path, now), "error": dict(now.errors).get(f"{path}.inject", "")}
+    return [*out, line("inject", "button", "Injects this fault into the run.", text="", button="Inject", **asked)]
+
+
+def _plain(path: str, kind: str, group: str, doc: str) -> Row:
+    """A row that is no knob: a button, or the choice of the next fault."""
+    empty = {"label": "", "unit": "", "allowed": "", "why": "", "error": "", "level": 0}
+    no = {"disabled": False, "waiting": False, "family": False}
+    return {"path": path, "kind": kind, "group": group, "doc": doc} | empty | no
+
+
+def _bounded(k: Knob, whole: Any) -> Knob:
+    """A knob that names a rank ends at the last rank there is."""
+    return replace(k, high=whole.ranks - 1) if k.name == "rank" else k
+
+
+def _waits(path: str, now: Now) -> bool:
+    return any(path == w or path.startswith(w + ".") for w in now.waiting)
+
+
+def _label(k: Knob) -> str:
+    """`bucket_mb` in MB is called "bucket": the unit is written beside it."""
+    words = k.name.split("_")
+    return " ".join(words[:-1] if len(words) > 1 and words[-1].lower() == k.unit.lower() else words)

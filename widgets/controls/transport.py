@@ -1,0 +1,142 @@
+"""Transport: Start, Pause, Resume, Step, Stop and Checkpoint of a lab, and what its run is doing, in words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from widgets.controls.controls import HERE, page_js, told
+from widgets.controls.progress import Progress, line, trouble, works
+from workbench.analysis.export.export import as_python
+from workbench.settings import KnobError
+from workbench.settings.said import said
+
+MAY = {
+    "starting": ("stop",),
+    "idle": ("start",),
+    "running": ("pause", "stop", "checkpoint"),
+    "paused": ("resume", "step", "stop", "checkpoint"),
+    "stopping": ("stop",),
+    "failed": ("start",),
+    "closed": (),
+}
+WHY = {
+    "start": "train the experiment that the controls show",
+    "pause": "all ranks pause after the present step",
+    "resume": "go on from here",
+    "step": "one step, then pause again; pause first",
+    "stop": "end this run at the next step, its record stays; pressed again: end it at once",
+    "checkpoint": "write down all that the ranks hold, beside the training; a run can go on from there",
+}
+SHOW_ALL = ("copy", "start")  # these show the experiment with its faults: as code, or in a run that hides nothing
+FRESH = """from workbench import Lab
+
+lab = Lab(ranks={ranks})
+lab.run()  # nothing has run yet; after Start this shows the run and its changes
+lab
+"""
+
+
+class Transport(anywidget.AnyWidget):
+    """The bar on top of the dashboard; `refresh()` brings it up to date and sends only what changed.
+
+    read_only: a person may look: nothing is asked of the lab. dock: shows the dashboard beside the notebook, or None
+    """
+
+    _esm = page_js("transport.js")
+    _css = (HERE / "look.css").read_text("utf8")
+    state = traitlets.Unicode("idle").tag(sync=True)
+    line = traitlets.Unicode("").tag(sync=True)
+    may = traitlets.Dict().tag(sync=True)
+    why = traitlets.Dict(WHY).tag(sync=True)
+    error = traitlets.Dict().tag(sync=True)
+    works = traitlets.List(traitlets.Dict()).tag(sync=True)
+    docks = traitlets.Bool(False).tag(sync=True)
+    read_only = traitlets.Bool(False).tag(sync=True)
+
+    def __init__(self, lab: Any, *, read_only: bool = False, dock: Callable[[], Any] | None = None) -> None:
+        super().__init__(read_only=read_only, docks=dock is not None)
+        self.lab, self._dock = lab, dock
+        self.progress = Progress()
+        self._refused = ""
+        self.on_msg(lambda _, message, __: self.asked(message["do"]))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the lab's state and the new rows of its run."""
+        run, state = self.lab.run_now, self.lab.state
+        self.progress.follow(run)
+        early = state == "starting" and not self.lab.live  # engines come up; a run may be asked for already
+        with self.hold_trait_notifications():
+            self.state = state
+            self.may = {} if self.read_only else dict.fromkeys(("start",) if early else MAY[state], True)
+            self.works = works(run, state, self.progress)
+            self.line = line(state, self.progress, self.lab.experiment.ranks, self._detail(state))
+            self.error = self._error(run)
+
+    def _detail(self, state: str) -> str:
+        """How far the engines are; or, if no step has ended for a while, which ranks the others wait for."""
+        if state == "starting":
+            return str(self.lab.progress)
+        if state != "running" or not self.progress.stuck:
+            return ""
+        return str(self.lab.run_now.holdup)
+
+    def _error(self, run: Any) -> dict[str, Any]:
+        if self._refused:
+            return {"title": "Refused:", "text": self._refused, "more": ""}
+        if found := trouble(run):
+            return found
+        notes = self.lab.notes
+        title = "The run failed." if self.lab.state == "failed" else "Attention:"
+        held = {"stacks": True} if run is not None and run.holdup else {}
+        return {"title": title, "text": notes[-1], "more": "", **held} if notes else {}
+
+    def asked(self, what: str) -> None:
+        """A person pressed a button on the page."""
+        self._refused = ""
+        if what == "dock":
+            return self._docked()
+        if self.read_only:
+            return
+        if what in SHOW_ALL and told(self.lab) is not self.lab.experiment:
+            self._refused = "A riddle is on: answer it, or riddle.give_up(), first."
+            return self.refresh()
+        if what == "copy":
+            self.send({"python": python(self.lab)})
+            return self.refresh()
+        if what == "stacks":  # a rank that hangs may take seconds, and the kernel is not to wait
+            threading.Thread(target=self._show_stacks, name="dashboard request", daemon=True).start()
+            return self.refresh()
+        verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step,
+                 "checkpoint": self.lab.checkpoint}  # fmt: skip
+        try:
+            verbs.get(what, self.lab.stop)()
+        except Exception as error:  # whatever it is, the person who pressed the button must read it
+            self._refused = said(error)
+        self.refresh()
+
+    def _docked(self) -> None:
+        try:
+            if self._dock is not None:
+                self._dock()
+        except KnobError as error:
+            self._refused = str(error)
+        self.refresh()
+
+    def _show_stacks(self) -> None:
+        try:
+            self.send({"stacks": str(self.lab.stacks())})
+        except Exception as error:
+            self._refused = said(error)
+            self.refresh()
+
+
+def python(lab: Any) -> str:
+    """The lab's run as code; before the first run, the experiment that Start would run."""
+    run = lab.run_now
+    return as_python(run) if run is not None else FRESH.format(ranks=lab.experiment.ranks)

@@ -1,0 +1,198 @@
+"""What if: other ranks and another wire on the simulator, beside the run that it was calibrated from.
+
+The sliders ask, a thread of its own simulates, a line says what came out, and the simulated timeline is drawn by
+the same view as the live one. Simulating costs nothing until the panel is opened.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from widgets.charts.board import Board
+from widgets.controls.asking import UNLIMITED, assumed, curve, mbits, slide, speed, told, words
+from widgets.views.timeline import Timeline
+from workbench.experiment import Experiment
+from workbench.fabric.networks import NETWORKS
+from workbench.settings import members, resolve
+
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
+SAME, OWN = "as it is", "the link below"
+CHOICES = ("strategy", "compressor", "partition")
+HINT = "Move a slider, or press <b>Simulate</b>: the simulator is calibrated from the run above, then asked."
+WIDE = {"description_width": "130px"}
+
+
+class WhatIf(ipywidgets.VBox):
+    """Sliders for ranks and link, the answer in words, and the timeline that the simulator expects.
+
+    present: gives the run that is asked about, or None
+    """
+
+    def __init__(self, present: Callable[[], Any]) -> None:
+        self.present = present
+        row = ipywidgets.Layout(width="min(100% - 4px, 560px)")  # what its margins leave
+        plain = {"style": WIDE, "layout": row}
+        same = {"continuous_update": False, **plain}
+        self.ranks = ipywidgets.SelectionSlider(options=RANKS, value=4, description="ranks", **same)
+        self.network = ipywidgets.Dropdown(options=[OWN, *NETWORKS], description="network", **plain)
+        self.kinds = {
+            name: ipywidgets.Dropdown(options=[SAME, *sorted(_members(name))], description=name, **plain)
+            for name in CHOICES
+        }  # fmt: skip
+        self.bucket = ipywidgets.Text("", placeholder="as it is", description="bucket (MB)", **same)
+        self.site = ipywidgets.Text("", placeholder="as it is", description="ranks per site", **same)
+        self.more = ipywidgets.Text(
+            "", placeholder="strategy.every=16, partition.stages=4", description="other knobs", **same
+        )
+        beside = ipywidgets.Layout(flex="1 1 300px", width="auto", max_width="560px")  # its speed in words, or below
+        self.bandwidth = ipywidgets.FloatSlider(UNLIMITED, min=0.0, max=UNLIMITED, step=0.05, readout=False,
+                                                description="bandwidth", **{**same, "layout": beside})  # fmt: skip
+        self.speed = ipywidgets.Label(layout=ipywidgets.Layout(margin="2px 2px 2px 12px"))
+        self.latency = ipywidgets.FloatSlider(0.0, min=0.0, max=50.0, step=0.1, description="latency (ms)", **same)
+        self.button = ipywidgets.Button(description="Simulate", tooltip="calibrate from the run and simulate")
+        self.over = ipywidgets.Button(description="Over ranks", tooltip="a curve over ranks, to 4,096")
+        self.said = ipywidgets.HTML(f"<p>{HINT}</p>")
+        self.curve = ipywidgets.HTML()
+        self.assumed = ipywidgets.HTML()
+        self.board: Board | None = None
+        self.working: threading.Thread | None = None
+        self._again = self._over = False
+        self._following = True  # the sliders stand where the run does, until one is moved
+        self._setting = False
+        wrap = ipywidgets.Layout(flex_flow="row wrap")
+        below = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
+        for part, width in ((self.curve, "1 1 320px"), (self.assumed, "1 1 300px")):
+            part.layout = ipywidgets.Layout(flex=width, width="auto", min_width="0")
+        self._above = [  # the board, which comes and goes below
+            ipywidgets.HBox([self.ranks, self.button, self.over], layout=wrap), self.network,
+            ipywidgets.HBox([self.bandwidth, self.speed], layout=wrap), self.latency, *self.kinds.values(),
+            self.bucket, self.site, self.more, self.said, below,
+        ]  # fmt: skip
+        super().__init__(self._above)
+        self.add_class("twb-whatif")
+        self.button.on_click(lambda _: self.ask())
+        self.over.on_click(lambda _: self.ask(over=True))
+        asked = (self.ranks, self.network, self.bandwidth, self.latency, self.bucket, self.site, self.more)
+        for part in (*asked, *self.kinds.values()):
+            part.observe(self._moved, "value")
+        self._name_speed()
+
+    def follow(self) -> None:
+        """Sets the sliders to where the run stands; called when the panel opens."""
+        run = self.present()
+        if run is None or not self._following:
+            return
+        link = _link(run)
+        self._put(int(run.settings.get("ranks", 4)), slide(link["bandwidth"]), float(link["latency"]))
+
+    def stand(self, ranks: float, bandwidth: float, latency: float) -> None:
+        """Sets the sliders to these values, where they stay; nothing is simulated."""
+        self._following = False
+        self._put(ranks, bandwidth, latency)
+
+    def _put(self, ranks: float, bandwidth: float, latency: float) -> None:
+        self._setting = True
+        try:
+            self.ranks.options = sorted({*RANKS, int(ranks)})
+            self.ranks.value, self.bandwidth.value, self.latency.value = int(ranks), bandwidth, latency
+        finally:
+            self._setting = False
+        self._name_speed()
+
+    def _moved(self, _: Any) -> None:
+        self._name_speed()
+        if not self._setting:
+            self._following = False
+            self.ask()
+
+    def _name_speed(self) -> None:
+        self.bandwidth.disabled = self.latency.disabled = self.network.value != OWN
+        self.speed.value = speed(mbits(self.bandwidth.value))
+
+    def settings(self) -> dict[str, Any]:
+        """What is asked, as knobs and their values. Raises KnobError for what cannot be read."""
+        found: dict[str, Any] = {"ranks": self.ranks.value}
+        if self.network.value == OWN:
+            found |= {"link.bandwidth": mbits(self.bandwidth.value), "link.latency": self.latency.value}
+        found |= {name: kind.value for name, kind in self.kinds.items() if kind.value != SAME}
+        for path, text in (("bucket_mb", self.bucket), ("fabric.site", self.site)):
+            found |= told(f"{path}={text.value}") if text.value.strip() else {}
+        return found | told(self.more.value)
+
+    def ask(self, over: bool = False) -> None:
+        """Simulates on a thread of its own; asked again meanwhile, once more with what the sliders then say.
+
+        over: the curve over ranks, too
+        """
+        self._over = self._over or over
+        if self.working is not None and self.working.is_alive():
+            self._again = True
+            return
+        self.working = threading.Thread(target=self._work, name="what if", daemon=True)
+        self.working.start()
+
+    def _work(self) -> None:
+        while True:
+            self._again = False
+            self.button.disabled = self.over.disabled = True
+            try:
+                self._answer()
+            finally:
+                self.button.disabled = self.over.disabled = False
+            if not self._again:
+                return
+
+    def _answer(self) -> None:
+        run = self.present()
+        if run is None:
+            self.said.value = "<p>There is no run yet: press <b>Start</b>, then ask again.</p>"
+            return
+        self.said.value = "<p>simulating…</p>"
+        over, self._over = self._over, False
+        try:
+            settings = self.settings()
+            network = "" if self.network.value == OWN else self.network.value
+            found = run.what_if(settings, **({"network": network} if network else {}))
+            self.said.value, self.assumed.value = words(found, settings, network), assumed(found.assumptions)
+            if over:
+                rows = run.scaling({k: v for k, v in settings.items() if k != "ranks"}, network)
+                self.curve.value, self.assumed.value = curve(rows), assumed(rows.assumptions)
+            else:
+                self.curve.value = ""
+        except Exception as error:
+            self.said.value = f"<p>It cannot be simulated: {escape(str(error))}</p>"
+            return
+        self._draw(found.run)
+
+    def _draw(self, run: Any) -> None:
+        old, self.board = self.board, Board(run, views=(Timeline,))
+        self.children = (*self._above, self.board)
+        if old is not None:
+            old.close()
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+        super().close()
+
+
+def _members(name: str) -> dict[str, Any]:
+    """The members of a family, by name."""
+    found: dict[str, Any] = members(resolve(Experiment(), name)[1].kind)
+    return found
+
+
+def _link(run: Any) -> dict[str, float]:
+    """The link as it is now: as the run began, with every change since."""
+    fabric = run.settings.get("fabric", {}).get("Fabric", {})
+    link = {"bandwidth": 0.0, "latency": 0.0, **fabric.get("link", {}).get("Link", {})}
+    for path, value in [one for change in run.changes for one in change.settings.items()]:
+        name = path.rsplit(".", 1)[-1]
+        if path.startswith("fabric.link.") and name in link:
+            link[name] = float(value)
+    return link

@@ -1,0 +1,155 @@
+"""Dashboard: the charts of a run and, for a lab, the handles beside them.
+
+    Dashboard(lab)     # controls, Start and Stop, the list of changes, and the charts of the lab's run
+    Dashboard(run)     # the same charts of a recorded run
+    Dashboard(lab, read_only=True)  # for those who watch: what steers is left out, and asked of it does nothing
+
+One timer brings everything up to date, and only while a page shows it. It sets traits and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets
+from IPython.display import display
+
+from widgets.charts.board import Board
+from widgets.charts.refresh import Refresh
+from widgets.controls.controls import Controls
+from widgets.controls.members import Members
+from widgets.controls.requests import Requests
+from widgets.controls.transport import Transport
+from widgets.controls.tuner import Tuner
+from widgets.controls.what_if import WhatIf
+from widgets.export.files import Files
+from widgets.export.keep import Keep
+from widgets.export.summary import table
+from widgets.page import looks
+from widgets.page.side import Side, there
+from workbench.record.run import Run
+
+
+class Dashboard(ipywidgets.Box):
+    """All there is to see and set, as one widget. Showing it twice gives two views of the same run.
+
+    shown: the Lab or the Run that it shows; read_only: whether one may only look
+    """
+
+    def __init__(self, shown: Any, read_only: bool = False) -> None:
+        self.shown, self.read_only = shown, read_only
+        recorded = isinstance(shown, Run)
+        self.board = Board(shown if recorded else shown.run_now, setter=None if recorded or read_only else self._set)
+        self.side = Side(self)
+        self.handles = () if recorded else self._made(shown)
+        run_now = (lambda: shown) if recorded else (lambda: shown.run_now)
+        self.what_if = WhatIf(run_now)
+        self.fold = _folded(self.what_if, "What if? The simulator beside the run")
+        self.files = Files(run_now, self.board.renew)
+        self.keep = Keep(run_now, once=recorded)
+        asked = self.fold, _folded(self.files, "Export, compare")
+        frame = ipywidgets.Box(_boxes([self.board, *asked], self.handles))
+        frame.add_class("twb-frame")
+        if recorded:
+            frame.add_class("twb-recorded")
+        if read_only:
+            frame.add_class("twb-read-only")
+        super().__init__([frame])
+        self.add_class("twb-dashboard")
+        self.timer = Refresh(self.board, self.refresh)
+        if not recorded or shown.live:
+            self.timer.start()
+        if not recorded:
+            shown.watchers.append(lambda: self.board.watched)
+
+    def _made(self, lab: Any) -> tuple[Any, ...]:
+        """The handles: all of them, or for those who watch what the run is doing and what was changed."""
+        bar = Transport(lab, read_only=self.read_only, dock=self.dock if there() else None)
+        if self.read_only:
+            return bar, Requests(lab)
+        return bar, Controls(lab), Requests(lab), Members(lab), Tuner(lab)
+
+    def _set(self, path: str, value: Any) -> None:
+        self.shown.set(path, value)
+
+    @property
+    def _title(self) -> str:
+        return f"Run {self.shown.name}" if isinstance(self.shown, Run) else f"Lab {self.shown.name}"
+
+    def dock(self, anchor: str = "split-right") -> None:
+        """Shows it in a panel of JupyterLab beside the notebook, where it stays in sight; asked again, anew.
+
+        anchor: "split-right", "split-left", "split-top", "split-bottom", "tab-after", or "right", the side bar
+        Raises KnobError without the package sidecar.
+        """
+        self.side.show(self._title, anchor)
+
+    def state(self) -> dict[str, Any]:
+        """What is open, chosen, pinned and held still, as plain JSON; `restore` takes it. See widgets/page/looks.py."""
+        return looks.state(self)
+
+    def restore(self, state: dict[str, Any] | str) -> None:
+        """Shows what `state()` gave, as a dict or as JSON text. Raises KnobError for what is none."""
+        looks.restore(self, state)
+
+    def refresh(self) -> None:
+        """Brings the handles up to date and shows the lab's present run."""
+        for handle in self.handles:
+            handle.refresh()
+        if self.handles:
+            self.board.show(self.shown.run_now)
+        self.keep.refresh()
+
+    def close(self) -> None:
+        """Ends the timer and the widgets; the run goes on."""
+        self.timer.stop()
+        self.keep.close()
+        self.side.close()
+        for part in (self.board, self.what_if, self.files, *self.handles):
+            part.close()
+        super().close()
+
+    def _ipython_display_(self) -> None:
+        """Shows the widget and, after it, what stays of the run; see [Note: Two outputs] in keep.py."""
+        shown = self._repr_mimebundle_()
+        data, about = shown if isinstance(shown, tuple) else (shown, {})
+        display(data, metadata=about, raw=True)
+        self.keep.show()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The live widget, and beside it a line and a small table for where widgets cannot be shown."""
+        shown = super()._repr_mimebundle_(**kwargs)
+        bundle = shown[0] if isinstance(shown, tuple) else shown
+        run = self.shown if isinstance(self.shown, Run) else self.shown.run_now
+        bundle["text/plain"] = repr(self.shown)
+        if run is not None:
+            bundle["text/html"] = table(run)
+        return bundle
+
+    def __repr__(self) -> str:
+        return f"Dashboard({self.shown!r})"
+
+
+def _folded(panel: Any, title: str) -> Any:
+    """The panel under a title that opens it."""
+    fold = ipywidgets.Accordion([panel], titles=[title], selected_index=None)
+    if isinstance(panel, WhatIf):
+        fold.observe(lambda change: panel.follow() if change["new"] == 0 else None, "selected_index")
+    fold.add_class("twb-fold")
+    return fold
+
+
+def _boxes(main: list[Any], handles: tuple[Any, ...]) -> list[Any]:
+    places = {"twb-main": main}
+    if len(handles) == 5:
+        transport, controls, requests, members, tuner = handles
+        main = [*main, _folded(tuner, "Tuner: settings tried while the ranks train")]
+        places = {"twb-top": [transport], "twb-left": [controls, members, requests], "twb-main": main}
+    elif handles:
+        places = {"twb-top": [handles[0]], "twb-main": [*main, *handles[1:]]}
+    boxes = []
+    for place, parts in places.items():
+        box = ipywidgets.VBox(parts)
+        box.add_class(place)
+        boxes.append(box)
+    return boxes

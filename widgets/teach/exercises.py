@@ -1,0 +1,300 @@
+"""Exercises that check themselves, against what was run and never against a typed answer; hints come one at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from random import Random
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from widgets import hints as hinting
+from widgets.charts.board import Board
+from widgets.charts.refresh import Refresh
+from widgets.teach.said import Said
+from widgets.teach.worksheet import hinted, note, tried
+from widgets.views import all_views
+from workbench import analysis
+from workbench.analysis import straggler
+from workbench.experiment import Experiment, given
+from workbench.run import Run, simulate
+from workbench.settings import in_words, resolve, short
+
+PHASES = ("forward", "backward")
+FACTOR = 2.5  # how many times longer the riddle's phase lasts: easy to see, once one knows where to look
+ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # besides the rank
+HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
+NO_MORE = "That was the last hint."
+SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the wire: much, hardly any; in how many ways
+LEAST, SETTLE = 8, 2  # steps that say something, after those that a change disturbs
+SAME, MAY = ("fabric", "pace"), ("strategy", "compressor", "bucket_mb", "partition")
+
+Verdict = tuple[bool, str]  # is it solved, and what is said to it
+
+
+class Exercise:
+    """A question; `judge(...)` gets what `check` gets, and says whether that is right and why. `hint()` tells more.
+
+    hints: sentences, the vaguest first; or the number of the lesson whose hints they are
+
+    >>> half = Exercise("Half of four?", lambda n: (n == 2, "Right." if n == 2 else "Not that."), ["It is even."])
+    >>> half.check(3)
+    'Not that.'
+    >>> half.hint(), half.hint()
+    ('Hint 1 of 1: It is even.', 'That was the last hint.')
+    >>> half.check(2)
+    'Right.'
+    """
+
+    def __init__(self, question: str, judge: Callable[..., Verdict], hints: Sequence[str] | str = ()) -> None:
+        self.question, self._judge, self._hints, self._told = question, judge, hinting.given(hints), 0
+        note("exercise", question)
+
+    def check(self, *answer: Any, **named: Any) -> str:
+        """Judges an answer; you may try as often as you like. An answer with a None in it is none, and does not count.
+
+        >>> Exercise("Half of four?", lambda n: (n == 2, "Right.")).check(n=None)
+        'Write down your answer first: n is None.'
+        """
+        if missing := [name for name, value in (*enumerate(answer, start=1), *named.items()) if value is None]:
+            which = ", ".join(name if isinstance(name, str) else f"answer {name}" for name in missing)
+            return Said(f"Write down your answer first: {which} {'are' if len(missing) > 1 else 'is'} None.")
+        right, said = self._judge(*answer, **named)
+        answers = ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())])
+        tried(self.question, answers, bool(right))  # a judge may say it by numpy's
+        return Said(said)
+
+    def hint(self) -> str:
+        """The next hint, the vaguest first."""
+        if self._told == len(self._hints):
+            return Said(NO_MORE if self._hints else "There are no hints here.")
+        self._told += 1
+        hinted(self.question, self._told)
+        return Said(f"Hint {self._told} of {len(self._hints)}: {self._hints[self._told - 1]}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.question}"
+
+
+class Riddle(Exercise):
+    """A run in which one rank is slow, and nobody says which: find it on the timeline.
+
+    The same seed gives the same riddle. Until it is answered or given up no dashboard names the culprit, nor shows the
+    fault among the controls; `show()` draws the timeline alone.
+
+    asks: what is asked besides the rank: "longest_waiting" or "phase"
+    """
+
+    def __init__(self, lab: Any, experiment: Any, seed: int, asks: str = "longest_waiting") -> None:
+        last = {"longest_waiting": "Who waits longest has arrived first.",
+                "phase": "Lay its forward and its backward beside those of another rank: which is longer?"}  # fmt: skip
+        super().__init__(f"one of {lab.ranks} ranks is slow: which{', and in what' * (asks == 'phase')}?", self._look, (
+            "All steps are equally long, for all wait for the last. Do not compare steps.",
+            "Hold a step still. On the network lines, who waits, and who never does?",
+            f"Who never waits arrives last: the cause. {last[asks]}",
+        ))  # fmt: skip
+        self.asks = asks
+        generator = Random(seed)
+        self._rank, self._phase = generator.randrange(lab.ranks), generator.choice(PHASES)
+        fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
+        self.run = lab.run(experiment.set("ranks", lab.ranks).set("fabric.faults", [fault]), secret=HUSH)
+        self.run.secret = HUSH  # also where the cell is run again, and the run was there
+
+    def show(self) -> Board:
+        """The timeline alone."""
+        views = tuple(v for v in all_views().values() if v.name == "timeline")
+        board = Board(self.run, views=views)
+        Refresh(board).start()
+        return board
+
+    def check(self, rank: int | None, longest_waiting: str | None = None, phase: str | None = None) -> str:
+        """Holds your answers against the record: the slow rank, and its phase or what the longest waiting one is."""
+        answer = phase if self.asks == "phase" else longest_waiting
+        if rank is None or answer is None or (self.asks == "phase" and phase not in PHASES):
+            return Said(f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}.")
+        return super().check(rank=rank, **{self.asks: answer})
+
+    def _look(self, rank: int, longest_waiting: str = "victim", phase: str = "") -> Verdict:
+        found = straggler(self.run.timeline)
+        if found is None or found.rank != self._rank:
+            return False, "The record does not show it clearly yet: let it run for 20 steps more, then check again."
+        if rank != found.rank:
+            return False, f"Not rank {rank}: it arrives early and waits: a victim. Look for the rank that never waits."
+        if longest_waiting != "victim":
+            return False, f"Rank {rank} is right. But who waits longest arrived first: how can it be the cause?"
+        if self.asks == "phase" and phase != self._phase:
+            return False, f"Rank {rank} is right. But its {phase} lasts as long as that of the others."
+        self.run.secret = ""
+        return True, f"Right, on both counts. {found.text}"
+
+    def give_up(self) -> str:
+        """The answer; dashboards say again what they see."""
+        self.run.secret = ""
+        slow = f"its {self._phase} took {FACTOR:g} times as long"
+        return Said(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
+
+
+class Challenge(Exercise):
+    """Settings to be found with which a step is short enough; the simulator, calibrated from `run`, is the judge.
+
+    given: settings that every answer starts from. at_most: seconds per step.
+    """
+
+    def __init__(self, run: Any, given: dict[str, Any], at_most: float, hints: Sequence[str] | str = ()) -> None:
+        super().__init__(f"a step of at most {at_most * 1e3:.0f} ms", self._look, hints)
+        self.run, self.given, self.at_most = run, given, at_most
+
+    def _look(self, settings: dict[str, Any]) -> Verdict:
+        """Simulates your settings; those that are given cannot be changed, but for the strategy."""
+        if fixed := [path for path in settings if path in self.given and path != "strategy"]:
+            return False, f"{', '.join(fixed)} cannot be changed here: it is what makes the riddle."
+        try:
+            took = self.run.what_if({**self.given, **settings}).other
+        except ValueError as error:
+            return False, f"It cannot be simulated: {error}"
+        goal = f"at most {self.at_most * 1e3:.0f} ms are asked"
+        if took <= self.at_most:
+            return True, f"Found: {took * 1e3:.0f} ms per step, and {goal}."
+        return False, f"Not yet: {took * 1e3:.0f} ms per step, and {goal}. What is it that grows with the ranks?"
+
+
+class Goal(Exercise):
+    """Settings to be found that train as well for less. The judge trains with them: real tensors, a virtual clock.
+
+    cost: what is to be less, a quantity of `run.summary()` such as "seconds"; "bytes_per_step" is of all steps
+    at_most: the share of the start's cost that an answer may have; loss: of its held-out loss, 1.02 for 2 % more
+    may: what an answer may set, with all that belongs to it
+
+    The start is trained once, by the first check. Raises nothing: what cannot be is said in words.
+    """
+
+    def __init__(self, start: Experiment, cost: str, at_most: float, loss: float = 1.02,
+                 may: Sequence[str] = ("strategy", "compressor"),
+                 hints: Sequence[str] | str = ()) -> None:  # fmt: skip
+        question = f"{cost.replace('_', ' ')}: at most {at_most * 100:g} % of the start's, at {loss:g} times its loss"
+        super().__init__(question, self._look, hints)
+        self.start, self.cost, self.at_most, self.loss, self.may = start, cost, at_most, loss, tuple(may)
+        self.runs: list[Run] = []  # of all answers that could be trained
+
+    @cached_property
+    def base(self) -> Run:
+        """The start, trained."""
+        return simulate(self.start, real=True)
+
+    def _look(self, settings: Mapping[str, Any]) -> Verdict:
+        if fixed := beyond(settings, self.may, self.start):
+            return False, fixed
+        try:
+            run = simulate(given.turned(self.start, settings.items()), real=True)
+        except ValueError as error:
+            return False, f"It cannot be trained: {error}"
+        self.runs.append(run)
+        held_out = run.summary()["held_out"]
+        if held_out is not None and not math.isfinite(held_out):
+            return False, "Not yet: it diverges, and its held-out loss is no number."
+        cost, loss = self.beside(run)
+        good, asked = cost <= self.at_most and loss <= self.loss, f"at most {self.at_most * 100:g} % of it are asked"
+        said = (f"{cost * 100:.3g} % of the start's {self.cost.replace('_', ' ')} ({asked}), "
+                f"{loss:.3f} times its held-out loss (at most {self.loss:g} is asked).")  # fmt: skip
+        return good, f"{'Found' if good else 'Not yet'}: {said}"
+
+    def beside(self, run: Run) -> tuple[float, float]:
+        """(its cost, its held-out loss), both over the start's."""
+        loss = run.summary()["held_out"] / self.base.summary()["held_out"]
+        return round(self._cost(run) / self._cost(self.base), 4), round(loss, 4)
+
+    def _cost(self, run: Run) -> float:
+        if self.cost == "bytes_per_step":
+            return float(analysis.bytes_per_step(run.timeline, 0, run.experiment.steps).mean())
+        return float(run.summary()[self.cost])
+
+
+def beyond(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
+    """Which of `settings` an answer may not set, in a sentence; "" for none.
+
+    may: with all that belongs to it; each is named with its path or without, as it is to a lab
+
+    >>> settings = {"strategy": "LocalSGD", "every": 8, "partition.checkpoint": "units"}
+    >>> beyond(settings, ("strategy", "checkpoint"), Experiment())
+    ''
+    """
+    try:
+        made = given.turned(start, settings.items())
+        whole = {path: resolve(made, path)[0] for path in settings}
+    except ValueError:  # which the judge says
+        return ""
+    fixed = [path for path, full in whole.items() if not {full.partition(".")[0], full.rpartition(".")[2]} & {*may}]
+    return f"{', '.join(fixed)} cannot be changed here; what may be is {', '.join(may)}." if fixed else ""
+
+
+class Hidden(Exercise):
+    """Exposed communication to be made to vanish in two ways, while the wire and the computation stay as they are.
+
+    run: live or not; its record is the judge. A way is what was set: a strategy, a compressor, the size of buckets. Of
+    a live run it counts from where the exercise was first made: what a lesson has shown before is nobody's answer.
+    """
+
+    _begun: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
+
+    def __init__(self, run: Any) -> None:
+        super().__init__("make exposed communication vanish in two ways", self._look, (
+            "On this wire, gradients take longer than backward. Send less often, or send less.",
+            "Set strategy to LocalSGD and raise every. Then DDP again, and TopK as compressor: lower density.",
+        ))  # fmt: skip
+        self.run = run
+        self.since = self._begun.setdefault(run, analysis.last_steps(run.timeline)[1] if run.live else 0)
+
+    def _look(self) -> Verdict:
+        shown: dict[str, dict[str, str]] = {}  # by wire and pace, the settings under which the step was stalled
+        ways: dict[frozenset[str], str] = {}  # by what was set, the last setting that hid it
+        for same, may, share, first in self._shares():
+            if share > SHOWS:
+                shown.setdefault(same, may)
+            elif share < HIDES and first >= self.since and (was := shown.get(same)):
+                changed = {name: said for name, said in may.items() if said != was[name]}
+                ways[frozenset(changed)] = ", ".join(f"{name} = {said}" for name, said in changed.items())
+        if not shown:
+            text = "on no wire so far was the step stalled for long. Lower the bandwidth first, under DDP"
+            return False, f"Not yet: {text}."
+        said = "; ".join(ways.values())
+        if len(ways) < WAYS:
+            found = f"one way so far ({said})" if ways else "no way so far"
+            return False, f"Not yet: {found}. A setting counts once it has run for {LEAST + SETTLE} steps."
+        return True, f"Found: {said}."
+
+    def _shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
+        """Of each stretch between changes: wire and pace, what may be set, what share of a step waits for the wire, and
+        its first step.
+
+        Not for a rank that came late, nor for what is packed: on a busy machine both last, whatever is sent.
+        """
+        tl = self.run.timeline
+        until = analysis.last_steps(tl)[1]
+        for stretch in analysis.stretches(self.run):
+            first, stop = stretch.first + SETTLE, min(stretch.stop, until)
+            if stop - first >= LEAST:
+                found = analysis.breakdown(tl, first, stop)
+                said = {name: in_words(stretch.settings.get(name)) for name in (*SAME, *MAY)}
+                may = {name: said[name].partition("(")[0] for name in MAY}  # another density is no other way
+                wire = float((found.exposed - found.held - found.packing).mean() / found.seconds.mean())
+                yield " ".join(said[name] for name in SAME), may, wire, stretch.first
+
+
+def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
+    """Waits until `n` more steps are over on every rank."""
+    goal, end = analysis.last_steps(run.timeline)[1] + n, time.monotonic() + timeout
+    while analysis.last_steps(run.timeline)[1] < goal:
+        if not run.live:
+            raise RuntimeError(f"the run is {run.state}: it will make no more steps")
+        if time.monotonic() > end:
+            raise TimeoutError(f"not {n} more steps within {timeout:g} s")
+        time.sleep(0.1)
+
+
+def where_time_goes(run: Any, last: int = 10) -> dict[str, int]:
+    """Milliseconds per step, the mean over the last steps and all ranks: the step, its compute, what stood still."""
+    found = analysis.breakdown(run.timeline, *analysis.last_steps(run.timeline, last))
+    parts = {"step": found.seconds, "compute": found.compute, "exposed": found.exposed}
+    return {name: round(float(seconds.mean()) * 1e3) for name, seconds in parts.items()}

@@ -1,0 +1,74 @@
+"""An exercise whose answer has to be as fast as the best of what its judge tries; and what a step takes, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from widgets.teach.exercises import Exercise, Verdict, beyond, where_time_goes
+from workbench import analysis
+from workbench.experiment import Experiment, given
+from workbench.run import plan, require_memory
+
+
+class Fastest(Exercise):
+    """Settings to be found with which a step is nearly as short as with the best of `tried`. The simulator is judge.
+
+    start: an experiment with a pace, which says how long compute lasts; its `memory_mb` is heeded
+    where: ends the question, where a lesson asks it more than once
+    tried: settings that the judge tries itself, once, by the first check
+    within: by how much longer than under the best of these a step may be, 1.05 for 5 %
+    may: what an answer may set, with all that belongs to it
+
+    Raises nothing: what cannot be is said in words.
+    """
+
+    def __init__(self, start: Experiment, tried: Iterable[Mapping[str, Any]], within: float = 1.05, *,
+                 may: Sequence[str] = ("strategy", "bucket_mb"), hints: Sequence[str] | str = (),
+                 where: str = "") -> None:  # fmt: skip
+        super().__init__(f"a step within {(within - 1) * 100:.2g} % of the shortest{where}", self._look, hints)
+        self.start, self.tried, self.within, self.may = start, [dict(one) for one in tried], within, tuple(may)
+
+    def took(self, settings: Mapping[str, Any]) -> float:
+        """Seconds per step. Raises KnobError where it is refused, or does not fit."""
+        e = given.turned(self.start, settings.items())
+        require_memory(e)
+        return plan(e, strategies=[e.strategy], partitions=[e.partition])[0].step_s
+
+    @cached_property
+    def best(self) -> float:
+        """Seconds per step under the best of `tried`. Raises ValueError where none of them can be."""
+        return min(seconds for seconds in map(self._took, self.tried) if seconds)
+
+    def _took(self, settings: Mapping[str, Any]) -> float:
+        """0 where it cannot be."""
+        try:
+            return self.took(settings)
+        except ValueError:
+            return 0.0
+
+    def _look(self, settings: Mapping[str, Any]) -> Verdict:
+        if fixed := beyond(settings, self.may, self.start):
+            return False, fixed
+        try:
+            took = self.took(settings)
+        except ValueError as error:
+            return False, f"It cannot be: {error}."
+        over = f"{took * 1e3:.0f} ms per step, {took / self.best:.3f} times the shortest that was tried"
+        if took <= self.within * self.best:
+            return True, f"Found: {over}."
+        return False, f"Not yet: {over} (at most {self.within:g} is asked)."
+
+
+def what_it_takes(run: Any, last: int = 5) -> dict[str, float]:
+    """Rank 0 in the last so many steps: by category the most MB that it held, MB sent in a step, and ms per step.
+
+    An evaluation is no part of a step, and left out.
+    """
+    first, stop = analysis.last_steps(run.timeline, last)
+    held = analysis.memory(run.timeline, first, stop)[0]
+    most = {name: nbytes / 1e6 for name, nbytes in held.most.items() if nbytes >= 5e4 and name != "evaluation"}
+    sent = float(analysis.bytes_per_step(run.timeline, first, stop).mean()) / 1e6
+    found = {name: round(mb, 1) for name, mb in {**most, "peak": held.peak / 1e6}.items()}
+    return {**found, "sent": round(sent, 2), "ms": where_time_goes(run, last)["step"]}

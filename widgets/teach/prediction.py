@@ -1,0 +1,145 @@
+"""A prediction written down before the run: once there is something to see, it can no longer be changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import ipywidgets
+
+from widgets.teach.said import Said
+from widgets.teach.worksheet import note
+
+STYLE = "<style>.twb-lesson { --jp-widgets-font-size: 14px; } .twb-lesson p { margin: 2px 0; }</style>"
+
+
+FIRST = "Predict first: choose an answer above, then run this cell again. Until then nothing is shown."
+
+
+@dataclass
+class Guess:
+    """What was said to a question, and what locks it."""
+
+    before: Any  # a weak reference to the run that was over when the question was asked, or None
+    said: str | None = None
+    late: bool = False  # was it made when a run was to be seen?
+    shown: str = ""  # the answer, once it is shown
+
+
+# A cell that is run again makes a new widget; the guess is the lab's, so that nobody guesses twice.
+_guesses: WeakKeyDictionary[Any, dict[tuple[str, ...], Guess]] = WeakKeyDictionary()
+
+
+class Prediction(ipywidgets.VBox):
+    """A question with answers to choose from, by mouse or keys; `against(...)` shows later how the guess compares.
+
+    A guess is locked once the answer is shown, and once a run of `lab` has begun that had not when the question was
+    asked. Where there is no guess nothing is shown, so that running all cells gives nothing away. Asked again of the
+    same lab, the question has the guess and its lock already.
+
+    during: the question is what a change does to the run that goes on: only the answer locks the guess
+
+    >>> guess = Prediction("How long is a step?", ["100 ms", "200 ms"])
+    >>> guess.against("200 ms")
+    'Predict first: choose an answer above, then run this cell again. Until then nothing is shown.'
+    >>> guess.choose("100 ms")
+    >>> guess.against("200 ms")
+    'You predicted: 100 ms. The record says: 200 ms. A surprise: think of a reason before you read on.'
+    >>> guess.choose("200 ms")
+    Traceback (most recent call last):
+        ...
+    ValueError: answer='200 ms': the prediction is locked at '100 ms', since the answer has been shown
+    """
+
+    def __init__(self, question: str, answers: list[str], lab: Any = None, *, during: bool = False) -> None:
+        self.question, self.answers, self.lab, self.during = question, answers, lab, during
+        self._guess = self._made()
+        wide = ipywidgets.Layout(width="auto")
+        self.radio = ipywidgets.RadioButtons(options=answers, value=self.said, layout=wide, disabled=bool(self.locked))
+        self.radio.observe(lambda change: self._chosen(change["new"]), "value")
+        self.told = ipywidgets.HTML()
+        self.told.add_class("twb-told")
+        super().__init__([ipywidgets.HTML(f"{STYLE}<b>{escape(question)}</b>"), self.radio, self.told])
+        self.add_class("twb-lesson")
+        note("prediction", question)
+        if self.said is not None:
+            self._tell(f"Your prediction: {self.said}.")
+
+    def _made(self) -> Guess:
+        """The guess that the lab has of this question; a new, open one if it was not asked yet."""
+        over = None if self.lab is None or self.lab.live else self.lab.run_now
+        new = Guess(None if over is None else ref(over))
+        if self.lab is None:
+            return new
+        return _guesses.setdefault(self.lab, {}).setdefault((self.question, *self.answers), new)
+
+    @property
+    def said(self) -> str | None:
+        """The guess, or None."""
+        return self._guess.said
+
+    @property
+    def locked(self) -> str:
+        """Why the guess cannot be changed any more, in words; "" while it can."""
+        if self._guess.shown:
+            return "the answer has been shown"
+        return "the run has begun" if self.said is not None and self._begun and not self._guess.late else ""
+
+    @property
+    def _begun(self) -> bool:
+        run = None if self.lab is None or self.during else self.lab.run_now
+        return run is not None and (self._guess.before is None or run is not self._guess.before())
+
+    def choose(self, answer: str) -> None:
+        """Answers by Python instead of by mouse; raises ValueError where it is locked, or no such answer."""
+        if answer not in self.answers:
+            raise ValueError(f"answer={answer!r}: must be one of {', '.join(map(repr, self.answers))}")
+        if (why := self.locked) and answer != self.said:
+            raise ValueError(f"answer={answer!r}: the prediction is locked at {self.said!r}, since {why}")
+        self.radio.value = answer
+
+    def against(self, truth: str) -> str:
+        """What the record says, beside what was predicted; locks the guess. Without one it says only to make one."""
+        if self.said is None:
+            return Said(FIRST)
+        self._guess.shown = f"The record says: {truth}."
+        note("prediction", self.question, answer=truth)
+        verdict = "As you said." if self.said == truth else "A surprise: think of a reason before you read on."
+        when = " (when the run had begun)" if self._guess.late else ""
+        self._stands()
+        return Said(f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}")
+
+    def after(self, shown: Any) -> Any:
+        """`shown`, where a guess was made, which then stands; else only the request to make one."""
+        if self.said is None:
+            return Said(FIRST)
+        self._guess.shown = self._guess.shown or "what was asked for has been shown"
+        self._stands()
+        return shown
+
+    def _stands(self) -> None:
+        """No other answer from here on; how it compares is said by the cell that asks."""
+        self.radio.disabled = True
+        self._tell(f"Your prediction stands: {self.said}.")
+
+    def _chosen(self, answer: str | None) -> None:
+        """The page, or `choose`, has set another answer; a locked one is set back."""
+        if answer == self.said:
+            return
+        if why := self.locked:
+            self.radio.value = self.said
+            self.radio.disabled = True
+            return self._tell(f"Your prediction stays “{self.said}”: {why}.")
+        if self.said is None:
+            self._guess.late = self._begun
+        self._guess.said = answer
+        note("prediction", self.question, said=answer, late=self._guess.late)
+        self._tell(f"Your prediction: {answer}.")
+
+    def _tell(self, text: str) -> None:
+        self.told.value = f'<p role="status">{escape(text)}</p>'
+
+    def __repr__(self) -> str:
+        return f"Prediction({self.question!r}, {self.said or 'open'})"

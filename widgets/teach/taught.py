@@ -1,0 +1,121 @@
+"""One member of a family as a lesson of its own: what it does, its algorithm beside its source, its timeline.
+
+    lesson(LocalSGD)       # or lesson("LocalSGD")
+
+Nothing is typed here: the words are the docstring's, the source is the one that runs, the runs are simulated now.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from widgets.charts.board import Board
+from widgets.views import all_views
+from workbench.analysis import breakdown, last_steps
+from workbench.doors.beside import Beside, beside, named
+from workbench.settings import KnobError, knobs, to_plain
+from workbench.settings.plain import in_words
+from workbench.settings.told import Told, is_code, source, told
+
+LAST = 8  # steps that a step's time is the mean of
+STYLE = """<style>
+.twb-taught { --jp-widgets-font-size: 14px; max-width: 1400px; }
+.twb-taught .widget-html-content { line-height: 1.5; white-space: normal; overflow: visible; }
+.twb-taught h2 { margin: 0 0 4px; } .twb-taught h3 { margin: 14px 0 4px; }
+.twb-taught p { margin: 4px 0; max-width: 90ch; }
+.twb-taught pre { margin: 0; padding: 8px 10px; overflow: auto; max-height: 460px; font-size: 14px; line-height: 1.4;
+  white-space: pre !important;
+  background: var(--jp-layout-color1); border: 1px solid var(--jp-border-color2); }
+.twb-taught .twb-columns { display: grid; gap: 12px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
+.twb-taught .twb-columns > div { min-width: 0; }
+.twb-taught code { font-size: 14px; }
+.twb-taught table { border-collapse: collapse; } .twb-taught th, .twb-taught td { text-align: left; vertical-align: top;
+  padding: 2px 14px 2px 0; border-bottom: 1px solid var(--jp-border-color2); }
+</style>"""
+
+
+def lesson(member: type[Any] | str) -> ipywidgets.VBox:
+    """A strategy, compressor, partition, schedule, optimizer, fault, policy or algorithm, taught by what it is made of.
+
+    Four ranks are simulated with it and with what it is held against. Raises KnobError where there is no such member.
+    """
+    kind = named(member)
+    said = told(kind)
+    parts = [ipywidgets.HTML(STYLE + _head(kind, said))]
+    try:
+        parts += _runs(beside(kind))
+    except KnobError as refusal:
+        parts.append(ipywidgets.HTML(f"<h3>On a timeline</h3><p>{escape(str(refusal))}</p>"))
+    parts.append(ipywidgets.HTML(_knobs(kind) + _rest(said)))
+    shown = ipywidgets.VBox(parts)
+    shown.add_class("twb-taught")
+    return shown
+
+
+def _head(kind: type[Any], said: Told) -> str:
+    """Its name, what it is, when to use it; its algorithm beside its source."""
+    formula = textwrap.dedent(said.formula).strip("\n")
+    columns = [("The algorithm", formula)] if formula else []
+    columns += [("The source", code)] if (code := source(kind)) else []
+    told_apart = "".join(f"<div><h3>{head}</h3><pre>{escape(text)}</pre></div>" for head, text in columns)
+    when = f"<p><b>When to use it:</b> {_prose(said.when)}</p>" if said.when else ""
+    return (f"<h2>{escape(kind.__name__)}</h2><p>{_prose(said.what)}</p>{when}"
+            f'<div class="twb-columns">{told_apart}</div>')  # fmt: skip
+
+
+def _runs(pair: Beside) -> list[ipywidgets.Widget]:
+    """Both simulated runs, each with the one view that tells, and what a step takes in words."""
+    views = tuple(v for v in all_views().values() if v.name == pair.view)
+    parts: list[ipywidgets.Widget] = [ipywidgets.HTML("<h3>On four simulated ranks</h3>")]
+    for run in (pair.usual, pair.shown):
+        words = f"{pair.path} = {_setting(run, pair.path)}"
+        parts.append(ipywidgets.HTML(f"<p><b>{escape(words)}</b>{_outcome(run, pair.view)}</p>"))
+        parts.append(Board(run, views=views))
+    return parts
+
+
+def _outcome(run: Any, view: str) -> str:
+    """What came of a run, as far as its view tells of it; "" where ranks were in no step together."""
+    if view == "loss":
+        rows = run.timeline.samples.rows()
+        held_out = rows[rows.equal("name", "held_out")]
+        return f": a held-out loss of {held_out.value[-1]:.4g} after {int(held_out.step[-1])} steps."
+    found = breakdown(run.timeline, *last_steps(run.timeline, LAST))
+    step, exposed = (float(seconds.mean()) * 1e3 for seconds in (found.seconds, found.exposed))
+    return f": {step:.0f} ms per step, of which {exposed:.0f} ms wait for communication." if step else ""
+
+
+def _setting(run: Any, path: str) -> str:
+    """What the setting at `path` is in a run."""
+    value: Any = run.experiment
+    for name in path.split("."):
+        value = getattr(value, name)
+    return in_words(to_plain(value)) if value != () else "none"
+
+
+def _knobs(kind: type[Any]) -> str:
+    rows = "".join(f"<tr><td><code>{k.name}</code></td><td>{escape(in_words(to_plain(k.default)))}</td>"
+                   f"<td>{escape(k.unit)}</td><td>{_prose(k.doc)}</td></tr>" for k in knobs(kind))  # fmt: skip
+    head = "<tr><th>knob</th><th>default</th><th>unit</th><th>what it is</th></tr>"
+    return f"<h3>Knobs</h3><table>{head}{rows}</table>" if rows else "<h3>Knobs</h3><p>It has none.</p>"
+
+
+def _rest(said: Told) -> str:
+    """What else its docstring says, folded, and where it comes from."""
+    rest = (f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_prose(p)}</p>" for p in said.rest)
+    more = "".join(rest)
+    folded = f"<details><summary>More about it</summary>{more}</details>" if more else ""
+    return folded + (f"<h3>Reference</h3><p>{_prose(said.paper)}</p>" if said.paper else "")
+
+
+def _prose(text: str) -> str:
+    """Text of a docstring as HTML: `code`, and addresses as links."""
+    text = escape(" ".join(text.split()))
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    return re.sub(r"https?://[^\s,;)&<]*[^\s,;).&<]", r'<a href="\g<0>" target="_blank" rel="noopener">\g<0></a>', text)

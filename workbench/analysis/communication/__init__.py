@@ -1,0 +1,1 @@
+"""communication: to be described."""

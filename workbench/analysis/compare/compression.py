@@ -1,0 +1,112 @@
+"""Bytes saved against error added: what compression does to an exchange, over some steps.
+
+Saved is counted from the spans, for nothing. The error was measured in some of the steps (`measure_every`), and what
+that sent is counted nowhere here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.window import Window
+from workbench.record.timeline import Rows, Timeline
+
+SAMPLES = ("compression_error", "compression_cosine", "residual_ratio")
+_BUCKET = re.compile(r"\bbucket (\d+)$")
+
+
+class Compression(NamedTuple):
+    """What compression did in steps [first, stop); NaN where it is not known.
+
+    Bytes are the mean over ranks and over the steps in which buckets were exchanged, with indices, scales and headers;
+    error, cosine and residual are medians over the measurements.
+    """
+
+    steps: tuple[int, int]
+    dense: float  # bytes that a ring all-reduce in fp32 would have sent
+    sent: float  # bytes that were sent
+    error: float  # ||out - sum|| / ||sum||: what came out against the sum of what was to be sent
+    cosine: float  # of the angle between the two
+    residual: float  # ||sum of e|| / ||sum||: what all ranks together have left unsent
+    measured: int  # how many measurements there are
+
+    @property
+    def ratio(self) -> float:
+        """Dense fp32 bytes over bytes sent."""
+        return self.dense / self.sent if self.sent else float("nan")
+
+
+def compression(tl: Timeline, first: int, stop: int) -> Compression:
+    """What compression did in steps [first, stop)."""
+    dense, sent = exchanged(tl, first, stop)
+    met = dense > 0
+    whole, took = (float(values[met].mean()) if met.any() else float("nan") for values in (dense, sent))
+    rows = _samples(tl, first, stop)
+    found = [rows.value[rows.equal("name", name)] for name in SAMPLES]
+    error, cosine, residual = (float(np.median(values)) if len(values) else float("nan") for values in found)
+    return Compression((first, stop), whole, took, error, cosine, residual, len(found[0]))
+
+
+def ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """(steps in which something was exchanged, dense fp32 bytes over bytes sent in each of them)."""
+    dense, sent = (values.sum(axis=1) for values in exchanged(tl, first, stop))
+    met = (dense > 0) & (sent > 0)
+    return np.arange(first, first + len(met))[met], dense[met] / sent[met]
+
+
+def exchanged(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, ranks): bytes that dense fp32 buckets would have taken, and those that these buckets took."""
+    w = Window(tl, first, stop)
+    rows, number = buckets(w.lane("comm"))
+    inside = ~w.outside(rows)
+    rows, number = rows[inside], number[inside]
+    p, scale = len(w.ranks), _scale(tl)
+    sizes = _sizes(tl, w) if len(rows) else np.zeros((0, 0))
+    if not sizes.size or not scale or p < 2:
+        return np.zeros(w.shape), np.zeros(w.shape)
+    key = (rows.step.astype(np.int64) << 40) | (rows.rank.astype(np.int64) << 24) | number
+    _, once = np.unique(key, return_index=True)  # however many collectives a bucket took
+    known = np.where(number < sizes.shape[1], number, -1)
+    nbytes = np.where(known >= 0, sizes[rows.step - w.first, known], 0)
+    whole = w.total(rows[once], nbytes[once]) * scale * 2 * (p - 1) / p
+    return whole, w.total(rows, rows.nbytes)
+
+
+def buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
+    """Those of `rows` that are about a bucket, and its number."""
+    names = rows.coded("name")
+    found = [_BUCKET.search(str(text)) for text in names.words.texts]
+    numbers = np.array([int(m[1]) if m else -1 for m in found], np.int64)
+    number = numbers[names.codes] if len(names) else np.empty(0, np.int64)
+    return rows[number >= 0], number[number >= 0]
+
+
+def _sizes(tl: Timeline, w: Window) -> np.ndarray:
+    """(steps, buckets) bytes of each bucket in its own dtype. New buckets hold from the next step that begins."""
+    marks = tl.marks.rows()
+    marks = marks[marks.equal("name", "buckets")]
+    every = [json.loads(d)["nbytes"] for d in marks.detail]
+    if not every:
+        return np.zeros((w.shape[0], 0))
+    table = np.zeros((len(every), max(map(len, every))))
+    for row, sizes in zip(table, every, strict=True):
+        row[: len(sizes)] = sizes
+    begun, steps = np.full(w.shape[0], np.inf), w.lane("step")
+    np.minimum.at(begun, steps.step - w.first, np.where(steps.rank == w.ranks[0], steps.t0, np.inf))
+    return table[np.clip(np.searchsorted(marks.t, begun, side="right") - 1, 0, None)]
+
+
+def _scale(tl: Timeline) -> float:
+    """fp32 bytes of the model over its bytes in its own dtypes; 0 where that is not on the record."""
+    marks = tl.marks.rows()
+    said = [json.loads(d) for d in marks.detail[marks.equal("name", "start")][:1]]
+    return 4.0 * said[0].get("parameters", 0) / said[0]["nbytes"] if said and said[0].get("nbytes") else 0.0
+
+
+def _samples(tl: Timeline, first: int, stop: int) -> Rows:
+    rows = tl.samples.rows()
+    return rows[(rows.step >= first) & (rows.step < stop)]

@@ -1,0 +1,120 @@
+"""What a change did: the steps before it against the steps after it, with spread, never across another change.
+
+Which steps are compared is said in `workbench.analysis.compare.sides`, when a difference is clear in
+`workbench.analysis.compare.clear`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.analysis.compare import sides
+from workbench.analysis.compare.clear import Estimate, Ratio, compared, estimated
+from workbench.analysis.compare.sides import WINDOW, Side
+from workbench.analysis.compare.trend import Trend, trend
+from workbench.analysis.steps.window import change_steps, last_steps
+from workbench.record.marks import once
+from workbench.record.timeline import Timeline
+
+SHORT = 0.1  # ms that are not worth a word
+
+
+class Effect(NamedTuple):
+    """One row of the card: a quantity before and after the change.
+
+    change:  after over before; of a slope only whether it differs, and what is lacking
+    trends:  of the loss: the slopes in words, before and after
+    """
+
+    name: str
+    unit: str
+    before: Estimate
+    after: Estimate
+    change: Ratio
+    spread: str = "95 % bootstrap interval of the median; of the ratio 99 %"
+    trends: tuple[Trend, Trend] | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.change.value
+
+    @property
+    def verdict(self) -> str:
+        """"more", "less", "same" (no clear change), or "" where it is not known yet (see `change.lacks`)."""
+        if self.change.lacks:
+            return ""
+        if not self.change.clear:
+            return "same"
+        return "more" if self.after.value > self.before.value else "less"
+
+
+class Card(NamedTuple):
+    """What the change before step `step` did; `text` names the change.
+
+    nbytes, seconds: what all ranks sent to make it, and how long that took; of an old record 0
+    """
+
+    step: int
+    text: str
+    before: tuple[int, int]  # [first, stop) of the steps looked at
+    after: tuple[int, int]
+    rows: tuple[Effect, ...]
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
+    """Median step, exposed communication, bytes and loss slope in the `window` steps on either side of a change."""
+    every = change_steps(tl)
+    floor = int(max([s for s in every if s < change_step], default=0))
+    ceiling = int(min([s for s in every if s > change_step], default=last_steps(tl)[1]))
+    ceiling = max(min(ceiling, last_steps(tl)[1]), change_step)
+    was, now = sides.before(tl, change_step, floor, window), sides.after(tl, change_step, ceiling, window)
+    rows = (
+        _effect("step", "ms", was, now, was.seconds * 1e3, now.seconds * 1e3),
+        _effect("exposed communication", "ms", was, now, was.exposed * 1e3, now.exposed * 1e3),
+        _effect("sent per step and rank", "bytes", was, now, was.nbytes, now.nbytes),
+        _slopes(trend(tl, was), trend(tl, now)),
+    )
+    made = _made(tl, change_step)
+    nbytes, seconds = (sum(d.get(name, 0) for d in made) for name in ("nbytes", "seconds"))
+    return Card(change_step, _said(made), was.steps, now.steps, rows, nbytes, seconds)
+
+
+def lacking(was: Side, now: Side) -> str:
+    """Why no verdict may be given on two sides of a change, or ""."""
+    return _both(was.lacks, now.lacks)
+
+
+def _both(before: str, after: str) -> str:
+    return ". ".join(f"{name}: {lacks}" for name, lacks in (("Before", before), ("After", after)) if lacks)
+
+
+def _effect(name: str, unit: str, was: Side, now: Side, before: np.ndarray, after: np.ndarray) -> Effect:
+    least = SHORT if unit == "ms" else 0.0
+    change = compared(before, after, lacking(was, now), least)
+    return Effect(name, unit, estimated(before), estimated(after), change)
+
+
+def _slopes(was: Trend, now: Trend) -> Effect:
+    """Two slopes differ if their 99 % intervals have nothing in common."""
+    a, b = was.slope, now.slope
+    differ = a.high < b.low or b.high < a.low
+    change = Ratio(float("nan"), float("nan"), float("nan"), differ, _both(was.lacks, now.lacks))
+    return Effect("loss slope", "per 100 steps", a, b, change, "99 % interval of the Theil-Sen slope", (was, now))
+
+
+def _made(tl: Timeline, step: int) -> list[dict[str, Any]]:
+    """What the record says of the changes made before step `step`."""
+    rows = tl.marks.rows()
+    rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
+    said = [json.loads(d) for d in rows.detail]
+    return [d for d, counts in zip(said, once(said), strict=True) if counts]
+
+
+def _said(details: list[dict[str, Any]]) -> str:
+    texts = [(d.get("text") or f"{d['path']} = {d['value']}", d.get("by"), d.get("reason")) for d in details]
+    return ", ".join(f"{text} (by {by}: {why})" if by else text for text, by, why in texts)

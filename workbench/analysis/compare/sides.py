@@ -1,0 +1,105 @@
+"""The steps on one side of a change that are fit to be compared: settled, undisturbed, and enough of them.
+
+Left out are the first steps of the run, those after a change, a re-bucketing or a pause, and those next to an
+evaluation, a hand-over or a measurement. Where ranks meet only every few steps, whole rounds are compared, so that the
+meeting's cost is shared out fairly; a round is long, and an evaluation beside one of its steps does not show.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from workbench.analysis.compare.clear import lacking
+from workbench.analysis.steps.collectives import lined_up
+from workbench.analysis.steps.window import Window, change_steps, last_steps
+from workbench.record.timeline import Timeline
+
+SETTLE = 2  # steps after a beginning, a change or new buckets that are not like the others
+WINDOW = 50  # steps looked at
+WIDER = (1, 4, 40)  # so many windows are looked at, until there are enough rounds
+RARE = 4  # where fewer than one step in this many is undisturbed, being disturbed is what is usual
+
+
+class Side:
+    """Steps [first, stop) of one side: a value per step, or per whole round where ranks meet every few steps.
+
+    `begins` is a step at which a round is known to begin. `lacks` says why no verdict may be given on them, or "".
+    """
+
+    def __init__(self, tl: Timeline, first: int, stop: int, begins: int) -> None:
+        self.steps = first, stop
+        self.window = w = Window(tl, first, stop)
+        c = lined_up(w)
+        meetings = np.unique(c.step[c.full])
+        self.periodic = 0 < len(meetings) < w.complete.sum() - 1
+        self._rounds = _rounds(w, meetings, begins) if self.periodic else np.where(w.complete, w.steps, -1)
+        self.settled = ~unsettled(tl, w)
+        self._kept = self._fit()
+        self.n = int(np.isin(self._rounds, self._kept).sum())
+        seen = len(np.unique(self._rounds[self._rounds >= 0]))
+        self.lacks = lacking(len(self._kept), self.n, rounds=self.periodic, seen=seen)
+        rows = w.lane("comm")
+        self.nbytes = self.each(w.total(rows, np.where(w.outside(rows), 0, rows.nbytes)))
+        self.seconds, self.exposed = self.each(w.step_seconds), self.each(w.seconds("wait"))
+
+    def each(self, values: np.ndarray) -> np.ndarray:
+        """(n,) means of a (steps, ranks) matrix, one for each step or round that is looked at."""
+        return np.array([values[self._rounds == k].mean() for k in self._kept])
+
+    def _fit(self) -> np.ndarray:
+        """The numbers of the steps, or of the rounds, that are fit to be compared."""
+        every = np.unique(self._rounds[self._rounds >= 0])
+        settled = np.setdiff1d(every, self._rounds[~self.settled])
+        if self.periodic:
+            return settled
+        clean = np.setdiff1d(settled, self._rounds[self.window.disturbed])
+        return clean if RARE * len(clean) >= len(settled) else settled
+
+
+def before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
+    """The last steps before `stop`; none before `floor`. Further back where rounds are long."""
+    for wide in WIDER:
+        first = max(stop - wide * window, floor)
+        side = Side(tl, first, stop, begins=floor)
+        if not side.lacks or first == floor:
+            break
+    return side
+
+
+def after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
+    """The first steps from a change at `first` on; none from `ceiling` on. Further on where rounds are long."""
+    for wide in WIDER:
+        stop = min(first + 1 + wide * window, ceiling)
+        side = Side(tl, first, stop, begins=first)
+        if not side.lacks or stop == ceiling:
+            break
+    return side
+
+
+def unsettled(tl: Timeline, w: Window) -> np.ndarray:
+    """A mask over steps: the first of the run, those after a change or new buckets, and those after standing still."""
+    marks, begun = tl.marks.rows(), last_steps(tl)[0]
+    new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
+    fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE)
+    return np.isin(w.steps, np.concatenate([fresh.ravel(), _still(tl)]))
+
+
+def _still(tl: Timeline) -> np.ndarray:
+    """The steps before which the run was paused, or a rank stood still."""
+    rows = tl.marks.rows()
+    if not len(rows):
+        return np.empty(0, np.int64)
+    said = rows[rows.equal("name", "state")]
+    paused = [int(s) for s, d in zip(said.step, said.detail, strict=True) if json.loads(d).get("state") == "paused"]
+    return np.concatenate([np.array(paused, np.int64), rows.step[rows.equal("name", "fault")]])
+
+
+def _rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
+    """(steps,) the round that each step belongs to; -1 where it is not finished, or began before the window."""
+    at = np.searchsorted(meetings, w.steps)
+    whole = (at < len(meetings)) & ((at > 0) | (begins == w.first))
+    rounds = np.where(whole, at, -1)
+    broken = np.unique(rounds[~w.complete])
+    return np.where(np.isin(rounds, broken), -1, rounds)

@@ -1,0 +1,103 @@
+"""Does the loss fall or rise? Its slope over some steps, with an interval, and in words.
+
+The slope is Theil and Sen's, the median of all pairs' slopes; its interval comes from Kendall's variance (Sen, JASA
+1968), widened where what is left of the loss without the slope is alike from step to step, and where few values are
+left of it that tell anything of their own (`workbench.analysis.compare.clear`, which says why 99 % and not 95).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.compare.clear import Estimate, lacking, likeness
+from workbench.analysis.compare.sides import Side
+from workbench.record.timeline import Timeline
+
+MOST = 400  # points that pairs are made of
+PER = 100  # steps
+NEVER = "never finite"
+NOTHING = Estimate(float("nan"), float("nan"), float("nan"), 0)
+
+
+class Trend(NamedTuple):
+    """The loss's slope per 100 steps with its 99 % interval.
+
+    lacks:  why nothing is said of it, or ""
+    odd:    steps in which a rank's loss was not finite; they are left out
+    """
+
+    slope: Estimate
+    lacks: str
+    odd: int
+
+    @property
+    def sign(self) -> int:
+        """1 where the loss rises beyond doubt, -1 where it falls, else 0."""
+        if self.lacks:
+            return 0
+        return int(self.slope.low > 0) - int(self.slope.high < 0)
+
+    def __str__(self) -> str:
+        odd = f"not finite in {self.odd} step{'s' * (self.odd != 1)}" if self.odd and self.lacks != NEVER else ""
+        return "; ".join(part for part in (odd, self.lacks or _said(self.slope, self.sign)) if part)
+
+
+def trend(tl: Timeline, side: Side) -> Trend:
+    """The trend of the training loss, mean over ranks, in the settled steps of a side."""
+    w = side.window
+    rows = tl.samples.rows()
+    within = (rows.step >= w.first) & (rows.step < w.stop)
+    rates = rows.step[within & rows.equal("name", "lr")] if len(rows) else np.empty(0, np.int64)
+    rows = rows[within & rows.equal("name", "loss")] if len(rows) else rows
+    finite = np.isfinite(rows.value)
+    odd = len(np.unique(rows.step[~finite]))
+    steps, at, many = np.unique(rows.step[finite], return_inverse=True, return_counts=True)
+    losses = np.bincount(at, rows.value[finite], minlength=len(steps)) / np.maximum(many, 1)
+    risen = int(rates.max(initial=w.first))  # the rate is written down whenever it is another
+    fit = np.isin(steps, w.steps[side.settled]) & (steps >= risen) & ~np.isin(steps, rows.step[~finite])
+    if w.first < risen == w.stop - 1:
+        return Trend(NOTHING, "waits: the learning rate still changes", odd)
+    if not len(rows):
+        return Trend(NOTHING, "no loss on the record", 0)
+    if not finite.any():
+        return Trend(NOTHING, NEVER, odd)
+    n = int(fit.sum())
+    lacks = lacking(n, n, rounds=False, seen=len(np.unique(rows.step)))
+    return Trend(NOTHING if lacks else sloped(steps[fit].astype(float), losses[fit]), lacks, odd)
+
+
+def sloped(steps: np.ndarray, losses: np.ndarray) -> Estimate:
+    """Theil-Sen's slope of (n,) losses per `PER` steps, with its 99 % interval; NaN for fewer than five."""
+    n = len(steps)
+    if n < 5:
+        return NOTHING._replace(n=n)
+    if n > MOST:
+        even = np.linspace(0, n - 1, MOST).astype(int)
+        return sloped(steps[even], losses[even])._replace(n=n)
+    i, j = np.triu_indices(n, 1)
+    slopes = np.sort(PER * (losses[j] - losses[i]) / (steps[j] - steps[i]))
+    middle = float(np.median(slopes))
+    r = likeness(losses - middle / PER * steps)
+    alone = max(3.0, n * (1 - r) / (1 + r))  # so few know their own likeness badly
+    reach = 2.576 * (1 + 1.5 / alone) * np.sqrt(n * (n - 1) * (2 * n + 5) / 18 * (1 + r) / (1 - r))
+    low, high = (len(slopes) - reach) / 2, (len(slopes) + reach) / 2
+    at = np.clip([int(low), int(np.ceil(high))], 0, len(slopes) - 1)
+    return Estimate(middle, float(slopes[at[0]]), float(slopes[at[1]]), n)
+
+
+def _said(e: Estimate, sign: int) -> str:
+    """The slope in words.
+
+    >>> _said(Estimate(-0.264, -0.439, -0.069, 50), -1)
+    'falls by 0.264 per 100 steps [0.069, 0.439]'
+    >>> _said(Estimate(0.01, -0.02, 0.04, 50), 0)
+    'no clear trend: +0.01 per 100 steps [-0.02, +0.04]'
+    """
+    if not sign:
+        if e.low == e.high == 0:
+            return "does not change"
+        return f"no clear trend: {e.value:+.3g} per {PER} steps [{e.low:+.3g}, {e.high:+.3g}]"
+    low, high = sorted((abs(e.low), abs(e.high)))
+    return f"{'rises' if sign > 0 else 'falls'} by {abs(e.value):.3g} per {PER} steps [{low:.3g}, {high:.3g}]"

@@ -1,0 +1,90 @@
+"""A run as torch.profiler would have written it: a Chrome trace per rank, for Holistic Trace Analysis and its like.
+
+HTA (0.5) reads a folder of these: a file per rank that says `"distributedInfo": {"rank": 0, ...}` with a space after
+the colon; kernels (`cat` "kernel") with a stream and the `correlation` of the call that launched them; collectives as
+kernels whose names are `nccl...Kernel`; steps as `ProfilerStep#3`. Evaluations, hand-overs and what was only measured
+belong to no step and are annotations. So its `get_comm_comp_overlap` counts what `analysis.overlap` counts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.analysis.steps.window import Window, last_steps
+from workbench.record.store import RunError
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+
+STREAMS = {"compute": 7, "comm": 20}
+HOST = 100_000  # what the number of a rank's process begins at; its device has the rank's own
+PREFIX = "ncclDevKernel_"
+_COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter",
+                "broadcast": "Broadcast", "all_to_all": "AllToAll"}  # fmt: skip
+
+
+def to_chrome(run: Run, folder: Path | str) -> Path:
+    """Writes `rank-0.json.gz`, ... into `folder`, which it makes. Raises RunError where it cannot be."""
+    folder, (first, stop) = Path(folder), last_steps(run.timeline)
+    w = Window(run.timeline, first, stop)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in w.ranks.tolist():
+            path = folder / f"rank-{rank}.json.gz"
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            with gzip.open(draft, "wt", compresslevel=5) as out:
+                out.write(json.dumps(_head(run, rank, len(w.ranks)))[:-1] + ', "traceEvents": [\n')
+                for i, event in enumerate(_events(w, rank)):
+                    out.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
+                out.write("\n]}\n")
+            os.replace(draft, path)
+    except OSError as error:
+        raise RunError(f"{folder}: no traces can be written there ({error.strerror}); choose another folder") from error
+    return folder
+
+
+def _head(run: Run, rank: int, ranks: int) -> dict[str, Any]:
+    """What HTA wants to know of a file before its events."""
+    return {
+        "schemaVersion": 1, "deviceProperties": [{"id": rank, "name": "a rank of training-workbench"}],
+        "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": ranks}, "traceName": run.name,
+        "displayTimeUnit": "ms", "baseTimeNanoseconds": int(run.epoch * 1e9),
+    }  # fmt: skip
+
+
+def _events(w: Window, rank: int) -> Iterator[dict[str, Any]]:
+    rows = w.rows[w.rows.rank == rank]
+    outside = w.outside(rows)
+    begun = float(rows.asked.min()) if len(rows) else 0.0
+    yield {"ph": "M", "name": "process_name", "pid": HOST + rank, "tid": 0, "ts": 0, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "ts": 0, "args": {"name": f"rank {rank}, device"}}
+    columns = (rows.step, rows.lane, rows.name, rows.asked, rows.t0, rows.t1, rows.nbytes, outside)
+    plain = zip(*(c.tolist() for c in columns), strict=True)
+    for number, (step, lane, name, asked, t0, t1, nbytes, out) in enumerate(plain, start=1):
+        ts, dur = _us(t0), _us(t1 - t0)
+        if lane == "step":
+            yield {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": HOST + rank, "tid": 1,
+                   "ts": ts, "dur": dur, "args": {"strategy": name}}  # fmt: skip
+        elif lane in STREAMS and not (out and lane == "comm"):
+            call = {"External id": number, "correlation": number}
+            yield {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": HOST + rank, "tid": 2,
+                   "ts": _us(max(begun, min(asked, t0))), "dur": 1, "args": call}  # fmt: skip
+            said = {**call, "device": rank, "stream": STREAMS[lane], "step": step}
+            if lane == "comm":
+                kind = next((v for k, v in _COLLECTIVES.items() if name.startswith(k)), "SendRecv")
+                said |= {"Collective name": name, "In msg nelems": nbytes, "dtype": "Byte"}
+                name = f"{PREFIX}{kind} Kernel {name}"
+            yield {"ph": "X", "cat": "kernel", "name": name, "pid": rank, "tid": STREAMS[lane], "ts": ts, "dur": dur,
+                   "args": said}  # fmt: skip
+        else:
+            yield {"ph": "X", "cat": "user_annotation", "name": f"{lane}: {name}", "pid": HOST + rank, "tid": f"{lane}",
+                   "ts": ts, "dur": dur, "args": {"step": step, "nbytes": nbytes}}  # fmt: skip
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

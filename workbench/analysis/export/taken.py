@@ -1,0 +1,197 @@
+"""Traces of other jobs, as torch.profiler wrote them, on our timeline: a row per rank, with what overlaps what.
+
+    step      the profiler's steps (`ProfilerStep#3`); without any, all of the trace is one. On a GPU a step goes to the
+              end of the last kernel that was launched in it
+    compute   kernels but for those that communicate or copy; on a CPU operators. `backward` is what autograd asked for,
+              `update` what an optimizer did, and the rest `forward`
+    comm      kernels of NCCL or RCCL; on a CPU what gloo or MPI says of itself
+    wait      communication during which the rank computed nothing: exposed
+    offload   copies between host and device
+
+What lies closer together than `GAP` is one span, so that a timeline has hundreds of boxes and not a million; overlap is
+right to that gap. Bytes are those of the tensor that a collective was given, where the trace says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.cover import Cover
+from workbench.record.kineto import Event, Trace
+from workbench.record.timeline import Mark, Span, Timeline
+
+GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU, where Python lies between operators
+APART = 60.0  # seconds between what two ranks did from which their clocks are not believed
+KERNELS, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
+_STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
+_GPU_COMM = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.I)
+_CPU_COMM = re.compile(r"^(gloo|mpi|ucc|nccl):(\w+)")
+_BACKWARD, _UPDATE = "autograd::engine::evaluate_function", "Optimizer.step#"
+_ITEM = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int": 4, "long": 8, "byte": 1, "char": 1, "bool": 1}
+_OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
+        "alltoall": "all_to_all", "broadcast": "broadcast", "sendrecv": "send",
+        "reduce": "reduce", "barrier": "barrier"}  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """Something that a rank did: its lane and its name, and in which of the steps."""
+
+    step: int
+    lane: str
+    name: str
+    asked: float
+    t0: float
+    t1: float
+    nbytes: int = 0
+
+
+def taken(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
+    """The traces of all ranks as one timeline that begins at 0, and what is to be known of it, in sentences."""
+    timeline, notes = Timeline(), []
+    begins = {rank: trace.events[0].t0 for rank, trace in traces.items()}
+    zero = dict.fromkeys(begins, min(begins.values()))
+    if max(begins.values()) - min(begins.values()) > APART:
+        zero = begins
+        notes.append("the ranks' clocks are far apart, so each rank begins at 0: who waits for whom cannot be told")
+    if odd := sum(trace.odd for trace in traces.values()):
+        notes.append(f"{odd} events had no finite time or no name and were left out")
+    rows: list[Span] = []
+    for rank, trace in traces.items():
+        for p in pieces(trace.events):
+            asked, t0, t1 = (t - zero[rank] for t in (min(p.asked, p.t0), p.t0, p.t1))
+            rows.append(Span(rank, p.step, p.lane, p.name, asked, t0, t1, p.nbytes))
+    rows.sort(key=lambda span: span.t1)
+    timeline.spans.add(rows)
+    timeline.marks.add([Mark(rows[-1].rank, rows[-1].step, "state", rows[-1].t1, '{"state": "done"}')])
+    return timeline, notes
+
+
+def pieces(events: Sequence[Event]) -> list[Piece]:
+    """What one rank did, from its events in order of their beginning."""
+    host = [e for e in events if e.cat not in (KERNELS, *COPIES)]
+    kernels = [e for e in events if e.cat == KERNELS]
+    copies = [e for e in events if e.cat in COPIES]
+    steps = _steps(host, events)
+    launched = {e.args["correlation"]: e.t0 for e in host
+                if e.cat in ("cuda_runtime", "cuda_driver") and isinstance(e.args.get("correlation"), int)}  # fmt: skip
+    device, mine = bool(kernels), [*(kernels or (e for e in host if _computes(e) or _CPU_COMM.match(e.name))), *copies]
+    calls = [e.args.get("correlation") for e in mine]
+    asked = np.array([launched.get(c, e.t0) if isinstance(c, int) else e.t0 for c, e in zip(calls, mine, strict=True)])
+    at = np.searchsorted(steps[:, 0], asked, side="right") - 1
+    fit = (at >= 0) & (device | (asked < steps[at.clip(0), 1]))
+    found: list[list[Piece]] = [[] for _ in steps]
+    for e, by, step, phase, good in zip(mine, asked.tolist(), at.tolist(), _phases(host, asked), fit, strict=True):
+        if not good:
+            continue
+        if e.cat in COPIES:
+            found[step].append(Piece(step, "offload", e.name, e.t0, e.t0, e.t1, _nbytes(e)))
+        elif op := _collective(e, device):
+            found[step].append(Piece(step, "comm", op, by, e.t0, e.t1, _nbytes(e)))
+        else:
+            found[step].append(Piece(step, "compute", phase, e.t0, e.t0, e.t1))
+    ends = _ends(steps, found) if device else steps.tolist()
+    return [piece for step, (t0, t1) in enumerate(ends) for piece in _of_step(step, t0, t1, found[step], GAP[device])]
+
+
+def _steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
+    """(n, 2) when each of the profiler's steps began and ended on the host; all of the trace where there are none."""
+    said = {e.name: (e.t0, e.t1) for e in host if _STEP.fullmatch(e.name) and e.cat == "user_annotation"}
+    whole = [(events[0].t0, max([e.t1 for e in events]))]
+    return np.array(sorted(said.values()) or whole)
+
+
+def _ends(steps: np.ndarray, found: list[list[Piece]]) -> list[tuple[float, float]]:
+    """When steps began and ended on a device: from the end of the last kernel of one to that of the next."""
+    out: list[tuple[float, float]] = []
+    for (begun, ended), mine in zip(steps.tolist(), found, strict=True):
+        begin = out[-1][1] if out else min([p.t0 for p in mine], default=begun)
+        out.append((begin, max([begin, *(p.t1 for p in mine)] if mine else [begin, ended])))
+    return out
+
+
+def _of_step(step: int, t0: float, t1: float, mine: list[Piece], gap: float) -> list[Piece]:
+    """The pieces of a step, those that lie close together as one, the exposed communication, and the step itself."""
+    out: list[Piece] = []
+    computed = _cover((p for p in mine if p.lane == "compute"), gap)
+    free = computed
+    for name in ("update", "backward", "forward"):  # an operator inside of another counts once, where it belongs
+        cover = _cover((p for p in mine if p.lane == "compute" and p.name == name), gap)
+        out += [Piece(step, "compute", name, a, a, b) for a, b in _within(cover, free)]
+        free = Cover(*_array(_without(free, cover)))
+    comm = sorted((p for p in mine if p.lane == "comm"), key=lambda p: p.t0)
+    out += [p._replace(name=f"{p.name} {number}") for number, p in enumerate(comm)]
+    talked = _cover(comm, 0.0)
+    out += [Piece(step, "wait", "communication", max(a, t0), max(a, t0), min(b, t1))
+            for a, b in _without(talked, computed) if min(b, t1) > max(a, t0)]  # fmt: skip
+    out += [p for p in mine if p.lane == "offload"]
+    return [*out, Piece(step, "step", "step", t0, t0, t1)]
+
+
+def _cover(found: Iterable[Piece], gap: float) -> Cover:
+    """The union of some pieces, with gaps up to `gap` closed."""
+    every = list(found)
+    wide = Cover(np.array([p.t0 for p in every]), np.array([p.t1 for p in every]) + gap)
+    return Cover(wide.begin, wide.end - gap)
+
+
+def _without(cover: Cover, other: Cover) -> list[tuple[float, float]]:
+    """The parts of `cover` in which `other` is not."""
+    cuts = np.unique(np.concatenate([cover.begin, cover.end, other.begin, other.end]))
+    middle = (cuts[1:] + cuts[:-1]) / 2
+    keep = _inside(cover, middle) & ~_inside(other, middle)
+    parts = Cover(cuts[:-1][keep], cuts[1:][keep])
+    return list(zip(parts.begin.tolist(), parts.end.tolist(), strict=True))
+
+
+def _within(cover: Cover, other: Cover) -> list[tuple[float, float]]:
+    """The parts of `cover` in which `other` is, too."""
+    return _without(cover, Cover(*_array(_without(cover, other))))
+
+
+def _inside(cover: Cover, t: np.ndarray) -> np.ndarray:
+    at = np.searchsorted(cover.begin, t, side="right") - 1
+    return (at >= 0) & (t < cover.end[at.clip(0)]) if len(cover.begin) else np.zeros(len(t), bool)
+
+
+def _array(parts: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([a for a, _ in parts], float), np.array([b for _, b in parts], float)
+
+
+def _phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
+    """Where on the host the rank was at these times: what autograd asked for, what an optimizer did, or forward."""
+    out = np.full(len(t), "forward", "O")
+    for name, begins in (("backward", _BACKWARD), ("update", _UPDATE)):
+        some = [e for e in host if e.name.startswith(begins)]
+        out[_inside(Cover(np.array([e.t0 for e in some]), np.array([e.t1 for e in some])), t)] = name
+    return list(out)
+
+
+def _computes(e: Event) -> bool:
+    """On a CPU: an operator, or all of what an optimizer does."""
+    return (e.cat == "cpu_op" and not e.name.startswith("c10d::")) or e.name.startswith(_UPDATE)
+
+
+def _collective(e: Event, gpu: bool) -> str:
+    """What a collective is called, such as "all_reduce"; "" for what is none."""
+    if gpu:
+        if not _GPU_COMM.match(e.name):
+            return ""
+        said = e.args.get("Collective name")
+        text = said if isinstance(said, str) and said else _GPU_COMM.sub("", e.name)
+        plain = re.sub(r"[^a-z]", "", text.lower())
+        return next((name for word, name in _OPS.items() if word in plain), "collective")
+    found = _CPU_COMM.match(e.name)
+    return found[2] if found else ""
+
+
+def _nbytes(e: Event) -> int:
+    """How many bytes the tensor had that was given, or were copied; 0 where the trace does not say."""
+    count, item = e.args.get("In msg nelems"), _ITEM.get(str(e.args.get("dtype")).lower(), 0)
+    said = e.args.get("bytes") if count is None else count
+    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 2**48:
+        return 0
+    return said if count is None else said * item

@@ -1,0 +1,37 @@
+"""What was asked of a run and does not happen: a pace that is not met, a fault without an effect."""
+
+from __future__ import annotations
+
+import json
+
+from workbench.analysis.steps.words import duration
+from workbench.record.timeline import Timeline
+
+
+def unheeded(timeline: Timeline) -> list[str]:
+    """A sentence for each thing that is asked for now and has no effect; hosts mark them as they come and go."""
+    rows = timeline.marks.rows()
+    rows = rows[rows.equal("name", "pace") | rows.equal("name", "no effect")]
+    late: dict[int, tuple[float, float]] = {}  # rank -> seconds that its compute takes, and is to take
+    idle: list[str] = []
+    for rank, name, detail in zip(rows.rank.tolist(), rows.name, rows.detail, strict=True):
+        said = json.loads(detail)
+        if name == "no effect":
+            idle = said["texts"]
+        elif said["met"] or not said.keys() >= {"takes_ms", "asked_ms"}:
+            late.pop(rank, None)
+        else:
+            late[rank] = said["takes_ms"] * 1e-3, said["asked_ms"] * 1e-3
+    return ([_unmet(late)] if late else []) + idle
+
+
+def _unmet(late: dict[int, tuple[float, float]]) -> str:
+    worst = max(late, key=lambda rank: late[rank][0])
+    takes, asked = late[worst]
+    more = len(late) - 1
+    others = "" if not more else ", and 1 more rank misses it" if more == 1 else f", and {more} more ranks miss it"
+    return (
+        f"Pace not met: compute takes {duration(takes)} on rank {worst}, the pace asks for {duration(asked)}{others}. "
+        "A longer pace or fewer ranks would do. Until then a slow rank is slow by what is really computed, not by the "
+        "pace."
+    )

@@ -1,0 +1,83 @@
+"""What the record says of itself: how far ranks' clocks were apart, how surely that is known, what recording cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.window import ranks_of
+from workbench.analysis.steps.words import duration
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+    from workbench.record.timeline import Timeline
+
+
+class RankClock(NamedTuple):
+    """One rank's clock when the run began, in seconds.
+
+    offset: by how much its host's was ahead of rank 0's; times in the record are corrected for it. NaN: not recorded
+    error:  by how much that may be wrong: half the quickest of 16 round trips; 0 where both ranks are on one host
+    """
+
+    rank: int
+    host: str
+    offset: float
+    error: float
+
+
+class RankCost(NamedTuple):
+    """CPU seconds of one rank's process while it trained, and of its recorder, which are among them."""
+
+    rank: int
+    process: float
+    recording: float
+
+
+def clocks(run: Run) -> list[RankClock]:
+    """Of every rank that has begun."""
+    ranks = run.environment.get("ranks", {})
+    apart = {r: (_number(said.get("clock_offset")), _number(said.get("clock_error"))) for r, said in ranks.items()}
+    return [RankClock(r, str(said.get("host", "")), *apart[r]) for r, said in ranks.items()]
+
+
+def recording(tl: Timeline) -> list[RankCost]:
+    """By rank, as far as it was told: every few seconds, and at the end."""
+    rows = tl.samples.rows()
+    found = []
+    for rank in ranks_of(rows) if len(rows) else ():
+        spent = [float(rows.value[rows.equal("name", name) & (rows.rank == rank)].sum())
+                 for name in ("cpu_process", "cpu_recording")]  # fmt: skip
+        if spent[0] > 0:
+            found.append(RankCost(int(rank), *spent))
+    return found
+
+
+def said(found: list[RankClock], costs: list[RankCost]) -> str:
+    """Both in words; "" where nothing is known yet.
+
+    >>> said([RankClock(0, "a", 0.0, 0.0), RankClock(1, "b", 0.0031, 4e-5)], [])
+    "Clocks are known to 0.04 ms or better; rank 1's was 3.1 ms ahead of rank 0's."
+    """
+    texts = []
+    apart = [c for c in found if c.error > 0]
+    if apart:
+        error = duration(max(c.error for c in apart))
+        far = max((c for c in apart if not np.isnan(c.offset)), key=lambda c: abs(c.offset), default=None)
+        way = f"; rank {far.rank}'s was {duration(abs(far.offset))} {_way(far.offset)} rank 0's" if far else ""
+        texts.append(f"Clocks are known to {error} or better{way}.")
+    elif len(found) > 1:
+        texts.append("Clocks: all ranks read that of one host, so their times agree exactly.")
+    if costs:
+        share = sum(c.recording for c in costs) / sum(c.process for c in costs)
+        texts.append(f"Recording took {share * 100:.2g} % of the ranks' CPU time.")
+    return " ".join(texts)
+
+
+def _way(offset: float) -> str:
+    return "ahead of" if offset >= 0 else "behind"
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

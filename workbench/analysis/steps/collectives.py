@@ -1,0 +1,172 @@
+"""Collectives lined up across ranks: who arrived when, who waited for whom.
+
+The k-th communication span of a step with the same name is the same collective on every rank. Until the last
+rank has arrived the others wait; from then on data move.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.window import Window
+from workbench.record.timeline import Rows, Timeline
+
+
+class Arrivals(NamedTuple):
+    """One row per collective, one column per rank; NaN where a rank's span is not here (yet)."""
+
+    ranks: np.ndarray  # (p,)
+    step: np.ndarray  # (c,)
+    name: np.ndarray  # (c,) text
+    asked: np.ndarray  # (c, p) when each rank was ready for it
+    t0: np.ndarray  # (c, p) when each rank arrived
+    t1: np.ndarray  # (c, p) when it was done there
+    nbytes: np.ndarray  # (c, p) bytes sent
+    port: np.ndarray  # (c, p) seconds that the rank's own port was busy with it; NaN off a Link
+
+    @property
+    def last(self) -> np.ndarray:
+        """(c,) when the last rank arrived."""
+        out: np.ndarray = np.fmax.reduce(self.t0, axis=1) if len(self.t0) else np.empty(0)
+        return out
+
+    @property
+    def full(self) -> np.ndarray:
+        """(c,) mask: all ranks' spans are here."""
+        out: np.ndarray = ~np.isnan(self.t0).any(axis=1)
+        return out
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """(c, p) seconds each rank waited for the last to arrive."""
+        out: np.ndarray = np.minimum(self.last[:, None], self.t1) - self.t0
+        return out.clip(min=0)
+
+    @property
+    def transferring(self) -> np.ndarray:
+        """(c, p) seconds from the last arrival to the end."""
+        out: np.ndarray = self.t1 - np.maximum(self.last[:, None], self.t0)
+        return out.clip(min=0)
+
+    @property
+    def late(self) -> np.ndarray:
+        """(c, p) seconds by which each rank arrived after the median of the others (negative: before)."""
+        return against_others(self.t0)
+
+
+def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
+    """Every collective of steps [first, stop), lined up across ranks, in order of last arrival."""
+    return lined_up(Window(tl, first, stop))
+
+
+def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
+    """As `arrivals`, for a window that is already cut out. Messages are left out, and so are evaluations and
+    hand-overs, unless asked for with `outside`.
+    """
+    rows, ports = w.lane(lane), w.lane("port")
+    if not outside:
+        rows, ports = rows[~w.outside(rows)], ports[~w.outside(ports)]
+    rows = rows[~messages(rows)]
+    key, first, inverse = np.unique(_key(rows), return_index=True, return_inverse=True)
+    c, p = len(key), len(w.ranks)
+    where = inverse, w.column(rows.rank)
+    asked, t0, t1, port = (np.full((c, p), np.nan) for _ in range(4))
+    nbytes = np.zeros((c, p), np.int64)
+    asked[where], t0[where], t1[where], nbytes[where] = rows.asked, rows.t0, rows.t1, rows.nbytes
+    if len(ports):
+        portkey = _key(ports)
+        at = np.minimum(np.searchsorted(key, portkey), max(c - 1, 0))
+        known = (key[at] == portkey) if c else np.zeros(len(ports), bool)
+        port[at[known], w.column(ports.rank)[known]] = (ports.t1 - ports.t0)[known]
+    found = Arrivals(w.ranks, rows.step[first], rows.name[first], asked, t0, t1, nbytes, port)
+    order = np.argsort(found.last, kind="stable")
+    return Arrivals(w.ranks, *(column[order] for column in found[1:]))
+
+
+def messages(rows: Rows) -> np.ndarray:
+    """A mask over `rows`: messages from one rank to another, which nobody else takes part in."""
+    names = rows.coded("name")
+    kinds = np.array([str(text).startswith("send") for text in names.words.texts], bool)
+    return kinds[names.codes] if len(names) else np.zeros(0, bool)
+
+
+def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
+    """As `last_arrival`, for rows of a timeline; evaluations and hand-overs among them."""
+    if not len(rows):
+        return np.empty(0)
+    w = Window(tl, int(rows.step.min()), int(rows.step.max()) + 1)
+    return last_arrival(rows, lined_up(w, outside=True))
+
+
+def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
+    """(n,) when the last rank arrived at the collective that each of `rows` is; NaN for rows that are none."""
+    out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
+    last = c.last
+    for column, rank in enumerate(c.ranks):
+        mine = np.flatnonzero(comm & (rows.rank == rank))
+        order = np.argsort(c.t0[:, column])
+        begin = c.t0[order, column]
+        if len(mine) and len(begin):
+            at = np.minimum(np.searchsorted(begin, rows.t0[mine]), len(begin) - 1)
+            out[mine] = np.where(begin[at] == rows.t0[mine], last[order[at]], np.nan)
+    return out
+
+
+def moving(rows: Rows, last: np.ndarray) -> np.ndarray:
+    """(n,) when data began to move in each of `rows`: once the last rank had arrived, where others are waited for."""
+    out: np.ndarray = np.fmax(rows.t0, np.fmin(last, rows.t1))
+    return out
+
+
+def rates(rows: Rows, last: np.ndarray) -> np.ndarray:
+    """(n,) Mbit/s at which each of `rows` sent, waiting for other ranks left out; NaN where nothing was sent.
+
+    last: as `last_arrival` gives it. Bytes are those that the rank put on the wire.
+    """
+    seconds = rows.t1 - moving(rows, last)
+    sent = (rows.nbytes > 0) & (seconds > 0)
+    return np.divide(rows.nbytes * 8e-6, seconds, out=np.full(len(rows), np.nan), where=sent)
+
+
+def against_others(values: np.ndarray) -> np.ndarray:
+    """Each column minus the median of the other columns, row by row."""
+    if values.shape[1] < 2:
+        return np.zeros_like(values)
+    return np.asarray(values - of_others(values))
+
+
+def of_others(values: np.ndarray) -> np.ndarray:
+    """(..., p): of each value of the last axis the median of the others; NaN where one of the others is.
+
+    Of n sorted values those without one have their middle one place further on, for all that lie before it.
+
+    >>> of_others(np.array([1.0, 2.0, 4.0, 8.0])).tolist()
+    [4.0, 4.0, 2.0, 2.0]
+    """
+    n = values.shape[-1]
+    order = np.argsort(values, axis=-1, kind="stable")  # NaN last
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.broadcast_to(np.arange(n), order.shape), axis=-1)
+    ordered, low, high = np.take_along_axis(values, order, axis=-1), (n - 2) // 2, (n - 1) // 2
+    middle = [np.where(place <= k, ordered[..., k + 1, None], ordered[..., k, None]) for k in (low, high)]
+    missing = np.isnan(values)
+    others = missing.sum(axis=-1, keepdims=True) - missing
+    return np.where(others > 0, np.nan, middle[0] if low == high else (middle[0] + middle[1]) / 2)
+
+
+def _key(rows: Rows) -> np.ndarray:
+    """One number per span, the same for the same collective on all ranks: step, name, occurrence."""
+    name = rows.coded("name").codes.astype(np.int64)
+    step, n = rows.step.astype(np.int64), len(rows)
+    if not n:
+        return np.empty(0, np.int64)
+    order = np.lexsort((rows.t0, name, step, rows.rank))
+    group = np.stack([rows.rank[order], step[order], name[order]])
+    fresh = np.ones(n, bool)
+    fresh[1:] = (group[:, 1:] != group[:, :-1]).any(axis=0)
+    begin = np.maximum.accumulate(np.where(fresh, np.arange(n), 0))
+    occurrence = np.empty(n, np.int64)
+    occurrence[order] = np.arange(n) - begin
+    return (step << 40) | (name << 16) | occurrence

@@ -1,0 +1,76 @@
+"""How many examples are trained on in a second."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from workbench.analysis.steps.window import Window, newest, ranks_of
+from workbench.record.timeline import Timeline
+
+
+def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
+    """EPS of all ranks together in steps [first, stop): of each the examples of its steps over their time, added up.
+
+    Evaluations and hand-overs between steps do not count, and steps in which something was measured neither. None where
+    the record does not say how many examples a step has: those of a task that makes batches of its own, or of old runs.
+    """
+    w = Window(tl, first, stop)
+    samples = tl.samples.rows()
+    said = samples[samples.equal("name", "examples")] if len(samples) else samples
+    if not len(said):
+        return None
+    seconds = np.where(w.measured[:, None], np.nan, w.step_seconds)
+    total = 0.0
+    for column, rank in enumerate(w.ranks):
+        mine, made = said[said.rank == rank], ~np.isnan(seconds[:, column])
+        if len(mine) and made.any():
+            since = np.searchsorted(mine.step, w.steps[made], side="right") - 1
+            count = np.where(since >= 0, mine.value[since.clip(0)], 0.0)
+            total += count.sum() / seconds[made, column].sum()
+    return total
+
+
+def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
+    """(n,) how many examples all ranks together have trained on by the end of each of these steps, from their first on.
+
+    Empty where the record does not say how many a step has.
+    """
+    samples = tl.samples.rows()
+    said = samples[samples.equal("name", "examples")] if len(samples) else samples
+    if not len(said) or not len(steps):
+        return np.empty(0)
+    each = np.zeros(len(steps))
+    for rank in np.unique(said.rank):
+        mine = said[said.rank == rank]
+        since = np.searchsorted(mine.step, steps, side="right") - 1
+        each += np.where(since >= 0, mine.value[since.clip(0)], 0.0)
+    return np.cumsum(each)
+
+
+def recent(tl: Timeline, last: int) -> tuple[int, int]:
+    """[first, stop) of the last so many steps of every rank that trains: servers make none, and ranks may be apart."""
+    rows = tl.spans.rows()
+    ended = rows[rows.equal("lane", "step")] if len(rows) else rows
+    if (since := newest(tl)) is not None:
+        ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
+    furthest = {int(rank): int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)}
+    for rank in serving(tl):
+        furthest.pop(rank, None)
+    if not furthest:
+        return 0, 0
+    return max(0, min(furthest.values()) + 1 - last), max(furthest.values()) + 1
+
+
+def serving(tl: Timeline) -> list[int]:
+    """The ranks that serve at the end of what is known, and have made no step since they began to."""
+    rows, marks = tl.spans.rows(), tl.marks.rows()
+    for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
+        ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows
+        since = newest(tl)
+        serve = json.loads(marks.detail[at])["serve"]
+        if since is not None and marks.t[at] >= since.t:  # it says at which places
+            serve = [since.members[place] for place in serve if place < len(since.members)]
+        return [rank for rank in serve if not (ended.rank == rank).any()]
+    return []

@@ -1,0 +1,260 @@
+"""Some consecutive steps of a timeline, cut out so that questions about them are sums over small arrays."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.cover import NOTHING, Cover, by_rank
+from workbench.record.timeline import Rows, Timeline
+
+OUTSIDE = ("eval", "switch")  # lanes that lie outside of steps
+MEASURING = "measuring"  # the lane of what is done only to see what compression does
+MANY = 50_000  # rows that are looked through without a thought for time
+
+
+class Generation(NamedTuple):
+    """Since which step, and which time of the record, these ranks are there, in the order of their places."""
+
+    step: int
+    t: float
+    members: tuple[int, ...]
+
+
+class Window:
+    """The spans of steps [first, stop) on all ranks that were there. Matrices are (steps, ranks); NaN: a missing step.
+
+    A step that was under way when a rank was lost, and was made anew without it, counts as it was made then.
+    """
+
+    def __init__(self, tl: Timeline, first: int, stop: int) -> None:
+        self.first, self.stop = first, max(stop, first)
+        rows = tl.spans.rows()
+        self.rows = _cut(rows, self.first, self.stop)
+        self.ranks = np.union1d(ranks_of(rows), self.rows.rank).astype(np.int64)
+        self._lanes: dict[tuple[str | None, ...], Rows] = {}  # looked up once
+        self._covers: dict[tuple[str, ...], dict[int, Cover]] = {}
+        if since := generations(tl):
+            self._of_those_there(since)
+
+    def _of_those_there(self, since: list[Generation]) -> None:
+        """Of ranks that were lost before, or came later, there is nothing; nor of steps that did not count."""
+        rows = self.rows
+        counts = np.ones(len(rows), bool)
+        for generation in since:
+            counts &= (rows.step < generation.step) | (rows.t0 >= generation.t)
+        self.rows = rows[counts]
+        if (here := there(since, self.first, self.stop)) is not None:
+            self.ranks = np.intersect1d(self.ranks, np.array(here, np.int64))
+            self.rows = self.rows[np.isin(self.rows.rank, self.ranks)]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stop - self.first, len(self.ranks)
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.arange(self.first, self.stop)
+
+    def lane(self, *lanes: str, name: str | None = None) -> Rows:
+        """The spans of some lanes."""
+        if (name, *lanes) not in self._lanes:
+            self._lanes[name, *lanes] = self._lane(lanes, name)
+        return self._lanes[name, *lanes]
+
+    def _lane(self, lanes: tuple[str, ...], name: str | None) -> Rows:
+        mask = np.zeros(len(self.rows), bool)
+        for lane in lanes:
+            mask |= self.rows.equal("lane", lane)
+        if name is not None:
+            mask &= self.rows.phase(name) if lanes == ("compute",) else self.rows.equal("name", name)
+        return self.rows[mask]
+
+    def column(self, ranks: np.ndarray) -> np.ndarray:
+        """Each rank's column in a matrix."""
+        return np.searchsorted(self.ranks, ranks)
+
+    def total(self, rows: Rows, values: np.ndarray) -> np.ndarray:
+        """`values` of `rows` added up per step and rank."""
+        where = (rows.step.astype(np.int64) - self.first) * len(self.ranks) + self.column(rows.rank)
+        n, p = self.shape
+        return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
+
+    def seconds(self, *lanes: str, name: str | None = None) -> np.ndarray:
+        """Seconds spent in some lanes, per step and rank; spans inside evaluations and hand-overs are left out.
+
+        Nor does it count as waiting that a rank stood still while something was measured.
+        """
+        rows = self.lane(*lanes, name=name)
+        rows = rows[~self.outside(rows)] if not set(lanes) & set(OUTSIDE) else rows
+        out = self.total(rows, rows.t1 - rows.t0)
+        return (out - self.stood).clip(min=0) if "wait" in lanes else out
+
+    @cached_property
+    def step_seconds(self) -> np.ndarray:
+        """How long each step lasted on each rank; NaN where it has not ended (or its rows are not here yet).
+
+        Without the time for which it stood still while something was measured.
+        """
+        rows = self.lane("step")
+        out = self.total(rows, rows.t1 - rows.t0) - self.stood
+        return np.where(self.total(rows, np.ones(len(rows))) > 0, out, np.nan)
+
+    @cached_property
+    def complete(self) -> np.ndarray:
+        """A mask over steps: those that ended on every rank."""
+        return ~np.isnan(self.step_seconds).any(axis=1) if len(self.ranks) else np.zeros(self.shape[0], bool)
+
+    @cached_property
+    def disturbed(self) -> np.ndarray:
+        """A mask over steps: those at which any rank evaluated, handed over or measured."""
+        return self._at(*OUTSIDE, MEASURING)
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """A mask over steps: those in which any rank measured."""
+        return self._at(MEASURING)
+
+    @cached_property
+    def usual(self) -> np.ndarray:
+        """A mask over steps: those that a mean is taken over, which ended on every rank and in which none measured.
+
+        Where ranks meet every few steps a meeting belongs to its whole round, and stays for that. All that ended stay
+        where none would be left.
+        """
+        met = self._at("comm") & self.complete
+        left = self.complete & ~self.measured
+        return left if left.any() and met.sum() >= self.complete.sum() - 1 else self.complete
+
+    @cached_property
+    def stood(self) -> np.ndarray:
+        """(steps, ranks) seconds for which a step stood still while something was measured."""
+        out, waits = np.zeros(self.shape), self.lane("wait")
+        waits = waits[~self.outside(waits)]  # an evaluation of what lies in shards gathers it, and belongs to no step
+        for rank in np.unique(self.lane(MEASURING).rank):
+            mine = waits[waits.rank == rank]
+            measuring = self.cover(rank, MEASURING).between(mine.t0, mine.t1)
+            np.add.at(out, (mine.step - self.first, self.column(rank)), measuring)
+        return out
+
+    def _at(self, *lanes: str) -> np.ndarray:
+        """A mask over steps: those with a span in some lanes on any rank."""
+        out = np.zeros(self.shape[0], bool)
+        out[self.lane(*lanes).step - self.first] = True
+        return out
+
+    def outside(self, rows: Rows) -> np.ndarray:
+        """A mask over `rows`: those that lie within an evaluation or a hand-over of their rank."""
+        breaks, out = self.lane(*OUTSIDE), np.zeros(len(rows), bool)
+        if not len(breaks) or not len(rows):
+            return out
+        for rank, mine in by_rank(rows.rank):
+            if within := self._covered(*OUTSIDE).get(rank):
+                length = rows.t1[mine] - rows.t0[mine]
+                out[mine] = within.between(rows.t0[mine], rows.t1[mine]) > 0.5 * length
+        return out
+
+    def cover(self, rank: int, *lanes: str) -> Cover:
+        """The union of one rank's spans in some lanes."""
+        return self._covered(*lanes).get(int(rank), NOTHING)
+
+    def _covered(self, *lanes: str) -> dict[int, Cover]:
+        """The same of every rank that has any."""
+        if lanes not in self._covers:
+            rows = self.lane(*lanes)
+            self._covers[lanes] = {rank: Cover(rows.t0[mine], rows.t1[mine]) for rank, mine in by_rank(rows.rank)}
+        return self._covers[lanes]
+
+
+def ranks_of(rows: Rows) -> np.ndarray:
+    """The ranks that wrote any of these rows, in order; of very many rows, of the first and last of them."""
+    if len(rows) > 2 * MANY:
+        return np.union1d(ranks_of(rows[:MANY]), ranks_of(rows[-MANY:]))
+    return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
+
+
+def stands_for(tl: Timeline) -> int:
+    """For how many ranks each on the record stands, itself included: see `simulate(alike=True)`."""
+    marks = tl.marks.rows()
+    told = marks.detail[marks.equal("name", "start")][:1] if len(marks) else []
+    return max(1, int(json.loads(told[0])["stands_for"])) if len(told) and '"stands_for"' in told[0] else 1
+
+
+def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:
+    """[first, stop) of the last `last` steps that have ended on every rank that is there (None: of all).
+
+    before: of those before this step
+    """
+    rows = tl.spans.rows()
+    ranks, since = ranks_of(rows), newest(tl)
+    if not len(ranks):
+        return 0, 0
+    first, begun = int(rows.step[:MANY].min()), -1
+    if since is not None:
+        ranks, rows, begun = np.array(since.members, np.int64), rows[rows.t0 >= since.t], since.step
+        rows = rows[np.isin(rows.rank, ranks)]
+    furthest = _furthest(rows[-MANY:], ranks)
+    if (furthest < 0).any():
+        furthest = _furthest(rows, ranks)
+    stop = max(int(furthest.min()) + 1, begun)
+    stop = stop if before is None else min(stop, before)
+    if last is not None:
+        first = max(first, stop - last, begun if stop > begun else 0)
+    return first, max(stop, first)
+
+
+def generations(tl: Timeline) -> list[Generation]:
+    """Those that began when ranks were lost, came or went; none where those of the beginning are all there still."""
+    rows = tl.marks.rows()
+    rows = rows[rows.equal("name", "members")] if len(rows) else rows
+    found = []
+    for step, t, detail in zip(rows.step, rows.t, rows.detail, strict=True):
+        members = json.loads(detail).get("members")  # not where it says why nobody goes on
+        if isinstance(members, list) and members and all(type(rank) is int for rank in members):
+            found.append(Generation(int(step), float(t), tuple(members)))
+    return sorted(found, key=lambda one: one.t)
+
+
+def there(since: list[Generation], first: int, stop: int) -> list[int] | None:
+    """Who was there in steps [first, stop), in order; None where that begins before ranks were lost, came or went."""
+    if not since or first < since[0].step:
+        return None
+    ends = [generation.step for generation in since[1:]] + [max(stop, since[-1].step + 1)]
+    during = [g.members for g, end in zip(since, ends, strict=True) if g.step < stop and end > first]
+    return sorted({rank for members in during for rank in members})
+
+
+def newest(tl: Timeline) -> Generation | None:
+    """The last of them."""
+    return found[-1] if (found := generations(tl)) else None
+
+
+def _furthest(rows: Rows, ranks: np.ndarray) -> np.ndarray:
+    """The last step that ended on each rank; -1 for none."""
+    ended = np.flatnonzero(rows.equal("lane", "step"))
+    out = np.full(len(ranks), -1)
+    np.maximum.at(out, np.searchsorted(ranks, rows.rank[ended]), rows.step[ended])
+    return out
+
+
+def change_steps(tl: Timeline) -> np.ndarray:
+    """The steps from which changes acted, in order."""
+    rows = tl.marks.rows()
+    return np.unique(rows.step[rows.equal("name", "change")]) if len(rows) else np.empty(0, np.int64)
+
+
+def since_change(tl: Timeline, first: int, stop: int) -> int:
+    """`first`, or the last step before `stop` from which a change acted or other ranks trained, if that is later."""
+    earlier = [*(int(s) for s in change_steps(tl)), *(generation.step for generation in generations(tl))]
+    return max([first, *(step for step in earlier if step < stop)])
+
+
+def _cut(rows: Rows, first: int, stop: int) -> Rows:
+    hit = np.flatnonzero((rows.step >= first) & (rows.step < stop))
+    if not len(hit):
+        return rows[:0]
+    rows = rows[int(hit[0]) : int(hit[-1]) + 1]
+    return rows[(rows.step >= first) & (rows.step < stop)]

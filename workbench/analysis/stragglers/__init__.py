@@ -1,0 +1,1 @@
+"""stragglers: to be described."""

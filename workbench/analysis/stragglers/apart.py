@@ -1,0 +1,37 @@
+"""How long ranks had been on their own when something was measured of them.
+
+Where ranks meet only every few steps they drift apart within a round and agree again at its end. Measurements that
+fall into rounds at different places must not be joined by a line: it would go up and down with the places, not with the
+drift.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.analysis.compare.compression import buckets
+from workbench.analysis.steps.collectives import messages
+from workbench.analysis.steps.window import Window
+from workbench.record.timeline import Timeline
+
+REACH = 512  # steps back in which a meeting is looked for
+
+
+def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """((n,) how many steps ranks had made since they last met when `steps` began, (n,) how long that round before was).
+
+    -1 where no meeting is known, as of ranks that only exchange messages. A hand-over is a meeting, too.
+    """
+    if not len(steps):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    w = Window(tl, max(0, int(steps.min()) - REACH), int(steps.max()) + 1)
+    rows, _ = buckets(w.lane("comm"))
+    met = np.unique(rows.step[~w.outside(rows) & ~messages(rows)]).astype(np.int64)
+    agreed = np.union1d(met, w.lane("switch").step.astype(np.int64) - 1)
+    at = np.searchsorted(agreed, steps) - 1  # the last meeting in a step before
+    since = np.where(at >= 0, steps - 1 - agreed[at], -1) if len(agreed) else np.full(len(steps), -1)
+    rounds = np.diff(met)
+    if not len(rounds):
+        return np.where(since > 0, since, -1), np.where(since > 0, since + 1, -1)
+    behind = np.clip(np.searchsorted(met, steps) - 2, 0, len(rounds) - 1)
+    return since, np.where(since >= 0, np.maximum(rounds[behind], since), -1)

@@ -1,0 +1,156 @@
+"""How long the stages of a pipeline are idle, and why: filling and draining, unlike stages, or a slow rank."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.window import Window, last_steps, since_change
+from workbench.analysis.steps.words import duration
+from workbench.record.timeline import Rows, Timeline
+
+UNLIKE = 1.15  # times the mean: a stage that takes so long is named
+SLOW = 1.25  # times what others take that have the same stage: a rank that does is named
+
+
+class Bubble(NamedTuple):
+    """A stretch of steps under one pipeline.
+
+    share:     of the time from a replica's first pass to its last, for how much of it a stage is idle in the mean
+    pieces:    of the model on each stage, v
+    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1), or,
+               with backwards in two halves, (p-1) / (3 v m + p-1); 0 where no batch is flushed
+    busy:      (ranks,) seconds per step that each computes passes, the median over steps; where a stage is several
+               ranks with how long these wait for each other inside of a pass
+    in_flight: (ranks,) passes at most that a rank has made forward and not yet backward, each of a micro-batch
+    """
+
+    stages: int
+    micros: int
+    pieces: int
+    share: float
+    least: float
+    busy: np.ndarray
+    in_flight: np.ndarray
+    slices: int = 1  # ranks that compute a stage together
+    flushes: bool = True  # does every micro-batch go back in the step in which it has gone forward?
+    ranks: tuple[int, ...] = ()  # which they are; none: as they are counted
+
+    @property
+    def text(self) -> str:
+        """What there is to say of it."""
+        p, m = self.stages, self.micros
+        pieces = f" through {self.pieces} pieces each" if self.pieces > 1 else ""
+        least = (
+            f"filling and draining {p} stages with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes "
+            f"{self.least * 100:.0f} %" if self.flushes else f"{p} stages that are never drained need not at all"
+        )  # fmt: skip
+        said = [f"Stages are idle for {self.share * 100:.0f} % of their passes' time; {least}."]
+        by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)
+        mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
+        if mean[longest] > UNLIKE * mean.mean():
+            takes = f"{mean[longest] / mean.mean():.1f} times the mean: {duration(mean[longest])} per step"
+            said.append(f"Stage {longest} takes longest, {takes}.")
+        usual = np.median(by_stage, axis=0)
+        stage = np.arange(len(self.busy)) // self.slices % p
+        rank = int(np.argmax(self.busy / np.maximum(usual[stage], 1e-9)))
+        if len(by_stage) > 1 and self.busy[rank] > SLOW * usual[stage[rank]]:
+            names = self.ranks or range(len(self.busy))
+            others = ", ".join(str(names[r]) for r in np.flatnonzero(stage == stage[rank]) if r != rank)
+            times = self.busy[rank] / usual[stage[rank]]
+            said.append(f"Rank {names[rank]} takes {times:.1f} times what is usual for its stage (rank {others}).")
+        flying = ", ".join(str(n) for n in self.in_flight[: p * self.slices : self.slices])
+        what = "micro-batches" if self.pieces == 1 else f"passes through one of {self.pieces} pieces"
+        said.append(f"At most {flying} {what} in flight, by stage.")
+        return " ".join(said)
+
+
+def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
+    """In how many stages a replica lies at a step, and each of them in how many slices; (1, 1): it is whole."""
+    rows = tl.marks.rows()
+    if not len(rows):
+        return 1, 1
+    told = rows[rows.equal("name", "partition") & (rows.step <= step)]
+    said = json.loads(told.detail[-1]) if len(told) else {}
+    return int(said.get("stages", 1)), int(said.get("slices", 1))
+
+
+def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | None:
+    """Of the last `last` steps since the last change, `before` a step; None where replicas are whole, or no step has
+    ended since.
+    """
+    first, stop = last_steps(tl, last, before)
+    p, t = spread_at(tl, stop - 1)
+    w = Window(tl, max(first, since_change(tl, 0, stop)), stop)
+    if p == 1 or not w.complete.any() or len(w.ranks) % (p * t):
+        return None
+    rows = w.rows[w.rows.equal("lane", "compute") & (w.rows.phase("forward") | w.rows.phase("backward"))]
+    rows = rows[np.isin(rows.step, w.steps[w.complete])]
+    if not len(rows):
+        return None
+    rows = rows if t == 1 else _passes(rows)
+    seconds = rows.t1 - rows.t0
+    place = (rows.step - w.first) * len(w.ranks) + w.column(rows.rank)
+    size = len(w.steps) * len(w.ranks)
+    busy = np.bincount(place, seconds, size).reshape(-1, len(w.ranks))[w.complete]
+    began, ended = np.full(size, np.inf), np.full(size, -np.inf)
+    np.minimum.at(began, place, rows.t0)
+    np.maximum.at(ended, place, rows.t1)
+    flights = [_in_flight(rows[rows.rank == rank]) for rank in w.ranks]
+    flushes = not any(ahead for _, ahead in flights)
+    if not flushes:  # then stages are in one step at different times, each from its own beginning
+        steps = w.lane("step")
+        began[(steps.step - w.first) * len(w.ranks) + w.column(steps.rank)] = steps.t0
+    spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
+    lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
+    if not flushes:
+        lasts = (spread[1] - spread[0]).mean(axis=2)
+    share = 1.0 - busy.reshape(len(busy), -1, p * t).mean(axis=2) / lasts
+    passes = [str(name).split()[-1].partition(".") for name in np.unique(rows.name[rows.phase("forward")])]
+    micros, v = len({micro for micro, _, _ in passes}), len({chunk for _, _, chunk in passes})
+    flying = np.array([most for most, _ in flights])
+    halves = 3 if rows.phase("backward weights").any() else 1  # a forward and both halves, of one length each
+    least = (p - 1) / (halves * v * micros + p - 1)
+    if not flushes:  # numbers go on from batch to batch
+        one = rows[(rows.rank == rows.rank[0]) & (rows.step == rows.step[-1])]
+        micros, least = len(np.unique(one.name[one.phase("backward")])), 0.0
+    ranks = tuple(map(int, w.ranks))
+    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t, flushes, ranks)
+
+
+def _passes(rows: Rows) -> Rows:
+    """One row for each pass, from where it began to where it ended: inside of it ranks of a stage meet."""
+    keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
+    order = np.lexsort([rows.t0, *keys])
+    rows = rows[order]
+    first = np.flatnonzero(np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0))
+    return rows[first].replaced(t1=np.maximum.reduceat(rows.t1, first))
+
+
+def _in_flight(rows: Rows) -> tuple[int, bool]:
+    """The most passes of one rank whose forward had begun and whose backward had not ended; was it ahead of a step?
+
+    A step may hold several batches, so names come again; and a backward that stood still is several rows. Where no
+    batch is flushed one comes back in a later step than it has gone forward, maybe before these rows.
+    """
+    rows = rows[np.argsort(rows.t0, kind="stable")]
+    open_: dict[str, tuple[int, float]] = {}  # by pass: the step of its forward, the end of its backward so far
+    events: list[tuple[float, int]] = []
+    forward, ahead = rows.phase("forward"), False
+    for step, name, t0, t1, goes in zip(rows.step, rows.name, rows.t0, rows.t1, forward, strict=True):
+        key = str(name).split()[-1]
+        went, end = open_.get(key, (-1, np.nan))
+        if not goes:
+            ahead |= went != step
+            if went < 0:
+                events.append((-np.inf, 1))
+            open_[key] = step, float(t1)
+            continue
+        if went >= 0:
+            events.append((float(t0) if np.isnan(end) else end, -1))  # one that went ahead may have been forgotten
+        events.append((float(t0), 1))
+        open_[key] = step, np.nan
+    events += [(end, -1) for _, end in open_.values() if not np.isnan(end)]
+    return int(np.cumsum([way for _, way in sorted(events)]).max()) if events else 0, ahead

@@ -1,0 +1,289 @@
+"""What a step costs beyond the compute that all ranks share, the costliest first: causes, and who is to blame.
+
+A rank is to blame for what it takes longer for than the median of the others, if that is beyond its noise, is so in
+most steps, and others stand still for it: as long as the last collective would end earlier, had all who are to blame
+come with the rest (`blame.relief`). What all ranks stand still for alike (the wire, packing, what comes before a
+forward) is a cause without a rank. Less than `SHARE` of a step is no cause; for a rank that is itself behind by that
+much `FELT` will do. For where every rank's steps vary, one of many is late in each anyhow: of a delay of a tenth of a
+step among 8 ranks that vary by 5 % the others feel half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.communication.messages import carried
+from workbench.analysis.compare.clear import likeness
+from workbench.analysis.steps.collectives import Arrivals, against_others, lined_up
+from workbench.analysis.steps.steps import held, packing
+from workbench.analysis.steps.window import OUTSIDE, Window, last_steps, since_change
+from workbench.analysis.steps.words import duration
+from workbench.analysis.stragglers.blame import relief
+from workbench.analysis.stragglers.bubble import spread_at
+from workbench.analysis.stragglers.naming import listed
+from workbench.analysis.stragglers.path import critical_path, shares
+from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
+from workbench.record.timeline import Timeline
+
+CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "frozen", "outside", "bubble")
+OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # what a rank of a pipeline does alone
+STAGE = " in stage "  # how a message between stages is called
+LAST = 40  # steps that are looked at
+SURE = 3.5  # how far above its noise
+NEAR = 16  # of these the newest are looked at by themselves, too: what has just begun is in none of the others
+FELT = 0.005  # of a step that others stand still: enough where the rank is behind by a twentieth, beyond doubt
+RARE = 0.3  # of the steps at most: what comes so seldom is a pause and no slowness
+WHOLE = 1.0  # times a step: what a rank loses in one step to have stood still in it
+OWN = {"input": "before its forward (input) it takes", "forward": "its forward takes", "backward": "its backward takes",
+       "optimizer": "its update takes", "codec": "its packing takes", "network": "its port is busy",
+       "outside": "outside all phases it takes"}  # fmt: skip
+ALL = {"input": "before the forward (input)", "network": "standing still while data move", "codec": "standing still "
+       "while ranks pack and unpack", "outside": "outside all phases"}  # fmt: skip
+
+
+class Cause(NamedTuple):
+    """One reason why a step takes longer than its compute.
+
+    ranks:   who is to blame; nobody where all ranks are alike in it
+    seconds: what it costs a step of those who are not to blame, in the mean
+    share:   the same of a step, as it is
+    """
+
+    cause: str  # of CAUSES
+    ranks: tuple[int, ...]
+    seconds: float
+    share: float
+    text: str
+
+
+class _Looked(NamedTuple):
+    """What is looked at: some steps, the collectives in them, a mask over the steps, and each rank's own time."""
+
+    w: Window
+    c: Arrivals
+    over: np.ndarray
+    own: _Own
+
+
+class _Own(NamedTuple):
+    """What each rank did with its own time, in seconds, of each step (n, p)."""
+
+    phases: dict[str, np.ndarray]
+    packed: np.ndarray  # all packing, that behind its compute too: on a lane it delays what the lane sends next
+    step: float  # the median of all; their mean where ranks do not meet in each
+    everyday: bool  # do they?
+
+
+def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
+    """Of the last `last` steps since the last change, the costliest first.
+
+    None where nothing costs a twentieth of a step, or too few steps have ended.
+    """
+    w, over = _steps_of(tl, last)
+    if over.sum() < FEWEST:
+        return []
+    c = lined_up(w)
+    looked = _Looked(w, c, over, _own(w, over))
+    stages, slices = spread_at(tl, w.stop - 1)
+    if stages > 1:  # of replicas that lack a rank nobody can tell who stands where
+        return [] if len(w.ranks) % (stages * slices) else _ranked([*_of_stages(tl, looked, stages, slices)])
+    ours = [*_to_blame(looked)] if len(w.ranks) > 1 and c.full.any() else []
+    return _ranked([*ours, *_of_all(looked, ours)])
+
+
+def why_unjudged(tl: Timeline, last: int = LAST) -> str:
+    """Why `causes` can say nothing of these steps; "" if it can."""
+    w, over = _steps_of(tl, last)
+    if (known := int(over.sum())) < FEWEST:
+        return (f"Too few steps to say what costs a step most: {known} of the last {last} ended on every rank since "
+                f"the last change and count (the first of a run does not), and {FEWEST} are needed.")  # fmt: skip
+    stages, slices = spread_at(tl, w.stop - 1)
+    if stages > 1 and len(w.ranks) % (stages * slices):
+        return f"A replica of {stages * slices} ranks lacks one, so no rank can be compared with another of its stage."
+    return ""
+
+
+def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
+    """The steps that `causes` looks at, and a mask of those that count."""
+    first, stop = last_steps(tl, last)
+    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, which says when it ended
+    return w, w.complete & (w.steps > max(w.first, _begins(tl)))
+
+
+def _begins(tl: Timeline) -> int:
+    """The first step of all, in which much is made that later ones find there."""
+    steps = tl.spans.rows().step
+    return int(steps.min()) if len(steps) else -1
+
+
+def _ranked(found: list[Cause]) -> list[Cause]:
+    worth = {f: FELT if f.ranks and f.cause != "frozen" else SHARE for f in found}
+    return sorted((f for f in found if f.share >= worth[f]), key=lambda f: -f.seconds)
+
+
+def _own(w: Window, over: np.ndarray) -> _Own:
+    """A step counts from the end of the one before: what a rank does in between is its own, too."""
+    n, p = w.shape
+    begin, end, forward = (np.full((n, p), np.nan) for _ in range(3))
+    steps, passes = w.lane("step"), w.lane("compute", name="forward")
+    begin[steps.step - w.first, w.column(steps.rank)] = steps.t0
+    end[steps.step - w.first, w.column(steps.rank)] = steps.t1
+    passes = passes[np.argsort(-passes.t0, kind="stable")]  # the first comes last, and stays
+    forward[passes.step - w.first, w.column(passes.rank)] = passes.t0
+    since = np.fmin(np.vstack([begin[:1], end[:-1]]), begin)
+    total, lead = end - since, forward - begin
+    for i, rank in enumerate(w.ranks):
+        still = w.cover(rank, "wait", *OUTSIDE)
+        total[:, i] -= still.between(since[:, i], end[:, i])
+        lead[:, i] -= still.between(begin[:, i], forward[:, i])
+    named = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+    phases = {cause: w.seconds("compute", name=name) for cause, name in named.items()}
+    rest = total - w.seconds("compute")
+    phases["input"] = np.clip(np.minimum(np.nan_to_num(lead), rest), 0, None)
+    phases["outside"] = np.clip(rest - phases["input"], 0, None)
+    phases["codec"], phases["network"] = packing(w), w.seconds("port") + carried(w)
+    met = np.zeros(n, bool)
+    met[w.lane("wait").step - w.first] = True
+    everyday = bool(met[over].mean() >= PERSISTENT) or not met.any()
+    step = float((np.median if everyday else np.mean)(w.step_seconds[over]))
+    return _Own({k: v[over] for k, v in phases.items()}, w.seconds("codec")[over], step, everyday)
+
+
+def _to_blame(looked: _Looked) -> Iterator[Cause]:
+    """What single ranks do longer than the others, of which these have to wait for something."""
+    w, c, over, own = looked
+    late: dict[str, dict[int, float]] = {}
+    seldom: dict[int, tuple[int, float, int, float]] = {}
+    steps = w.steps[over]
+    for cause, values in {**own.phases, "codec": own.packed}.items():
+        busy = values.max(axis=1) > 0 if cause in ("codec", "network") else np.ones(len(values), bool)
+        found = behind(values[busy], own.step)
+        new = behind(values[-NEAR:][busy[-NEAR:]], own.step) if len(values) > NEAR else found
+        mine = np.where(found > 0, found, new) * float(busy.mean())
+        if (mine > SHARE * own.step).any():
+            late[cause] = {int(r): float(mine[r]) for r in np.flatnonzero(mine > SHARE * own.step)}
+    total = sum(own.phases[k] for k in own.phases if k != "network")
+    excess = against_others(np.asarray(total))
+    for r in range(len(w.ranks)):
+        long = excess[:, r] - float(np.median(excess[:, r])) > WHOLE * own.step
+        if 0 < long.sum() <= RARE * len(long):
+            at = int(np.argmax(excess[:, r]))
+            seldom[r] = int(long.sum()), float(excess[at, r]), int(steps[at]), float(excess[long, r].sum()) / len(long)
+    everyone = sorted({r for found in late.values() for r in found})
+    gained = relief(w, c, everyone)
+    every = max(1.0, len(steps) / max(len(gained), 1))  # steps from one meeting to the next
+    most = max(float(np.median(gained)), float(np.median(gained[-NEAR:]))) / every if len(gained) else 0.0
+    if most >= FELT * own.step:
+        for cause, those in late.items():
+            yield _blamed(w, own, cause, those, most)
+    if seldom:
+        yield _frozen(looked, seldom)
+
+
+def behind(values: np.ndarray, step: float) -> np.ndarray:
+    """(p,) seconds that each rank takes longer than the median of the others, of (n, p) seconds of one phase.
+
+    0 where that is less than a twentieth of a `step`, not so in most of the n steps, or within the noise: that of the
+    median of n values, which are less than n where neighbouring steps are alike (see `clear`).
+    """
+    n = len(values)
+    if n < FEWEST:
+        return np.zeros(values.shape[1])
+    more = against_others(values)
+    typical = np.median(more, axis=0)
+    doubt = 1.25 * 1.4826 * np.median(np.abs(more - typical), axis=0) / np.sqrt(n)
+    sure = (typical > np.maximum(SHARE * step, SURE * doubt)) & ((more > 0).mean(axis=0) >= PERSISTENT)
+    for r in np.flatnonzero(sure):
+        alike = likeness(more[:, r])
+        alone = max(3.0, n * (1 - alike) / (1 + alike))
+        sure[r] = typical[r] > SURE * doubt[r] * np.sqrt(n / alone) * (1 + 1.5 / alone)
+    return np.where(sure, typical, 0.0)
+
+
+def _blamed(w: Window, own: _Own, cause: str, found: dict[int, float], most: float) -> Cause:
+    ranks, worst = tuple(int(w.ranks[r]) for r in found), max(found.values())
+    cost = min(worst, most)
+    each = " and ".join(duration(s) for s in found.values())
+    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(tuple(map(str, ranks)))}"
+    what = OWN[cause] if len(ranks) == 1 else OWN[cause].replace("its ", "their ").replace("it takes", "they take")
+    return Cause(cause, ranks, cost, cost / own.step, f"{who}: {what} {each} longer than the others.")
+
+
+def _frozen(looked: _Looked, seldom: dict[int, tuple[int, float, int, float]]) -> Cause:
+    w, own = looked.w, looked.own
+    ranks = tuple(int(w.ranks[r]) for r in seldom)
+    cost = sum(mean for *_, mean in seldom.values())
+    r, (times, longest, at, _) = max(seldom.items(), key=lambda item: item[1][1])
+    often = "once" if times == 1 else f"{times} times"
+    others = f"; so did {listed(tuple(str(k) for k in ranks if k != w.ranks[r]))}" if len(ranks) > 1 else ""
+    text = (f"Rank {w.ranks[r]} stood still {often} in {looked.over.sum()} steps, for {duration(longest)} at step {at}"
+            f"{others}.")  # fmt: skip
+    return Cause("frozen", ranks, cost, cost / own.step, text)
+
+
+def _of_stages(tl: Timeline, looked: _Looked, stages: int, slices: int) -> Iterator[Cause]:
+    """Where replicas lie in stages: a rank is held against those of its own stage, a stage against the mean one.
+
+    What either costs is what it takes longer, as far as the critical path leads through it.
+    """
+    w, _, over, own = looked
+    path = [p for p in critical_path(tl, w.first, w.stop) if over[p.step - w.first]]
+    on, place = shares(path), np.arange(len(w.ranks)) % (stages * slices)
+
+    def felt(cause: str, r: int, more: float) -> float:
+        takes = float(own.phases[cause][:, r].mean())
+        return more * min(1.0, on.get((int(w.ranks[r]), cause), 0.0) / takes) if takes else 0.0
+
+    for cause in OF_STAGES:
+        values, found = own.phases[cause], dict[int, float]()
+        for columns in (np.flatnonzero(place // slices == k) for k in range(stages)):
+            late = behind(values[:, columns], own.step)
+            found |= {int(r): float(s) for r, s in zip(columns, late, strict=True) if s > 0}
+        if found:
+            blamed = _blamed(w, own, cause, found, max(felt(cause, r, s) for r, s in found.items()))
+            yield blamed._replace(text=blamed.text.replace("than the others", "than others of the same stage"))
+    passes = np.median(own.phases["forward"] + own.phases["backward"], axis=0)
+    each = np.array([passes[place // slices == k].min() for k in range(stages)])
+    k = int(np.argmax(each))
+    if (more := float(each[k] - each.mean())) > SHARE * own.step:
+        ranks = np.flatnonzero(place // slices == k)
+        worst = max(("forward", "backward"), key=lambda cause: float(own.phases[cause][:, ranks].mean()))
+        cost = max(felt("forward", int(r), more / 2) + felt("backward", int(r), more / 2) for r in ranks)
+        who = f"Stage {k} (rank{'s' * (len(ranks) > 1)} {listed(tuple(str(w.ranks[r]) for r in ranks))})"
+        text = f"{who}: its passes take {duration(more)} longer than the mean stage's."
+        yield Cause(worst, tuple(int(w.ranks[r]) for r in ranks), cost, cost / own.step, text)
+    rows = w.lane("wait")
+    rows = rows[~w.outside(rows) & np.array([STAGE in str(name) for name in rows.name], bool)]
+    idle = float(w.total(rows, rows.t1 - rows.t0)[over].mean())
+    yield Cause("bubble", (), idle, idle / own.step, f"All ranks: {duration(idle)} waiting for another stage.")
+    for cause in ("network", "codec", "input", "outside"):
+        seconds = sum(s for (_, what), s in on.items() if what == cause)
+        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {duration(seconds)} {ALL[cause]}.")
+
+
+def _of_all(looked: _Looked, ours: list[Cause]) -> Iterator[Cause]:
+    """What all ranks have alike: the median rank's, less what ranks of their own are to blame for."""
+    w, c, over, own = looked
+    still = np.zeros(w.shape)
+    np.add.at(still, c.step - w.first, np.nan_to_num(held(w, c)))
+    wire = np.clip(w.seconds("wait") - still - packing(w), 0, None)[over]
+    blamed = sum(f.seconds for f in ours if f.cause == "network")
+    costs = {"network": max(0.0, _usual(wire, own) - blamed)} if len(w.ranks) > 1 else {}
+    columns = {k: {int(c) for f in ours if f.cause == k for c in w.column(np.array(f.ranks))} for k in own.phases}
+    costs |= {k: _usual(own.phases[k], own, columns[k]) for k in ("codec", "input", "outside")}
+    for cause, seconds in costs.items():
+        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {duration(seconds)} {ALL[cause]}.")
+
+
+def _usual(values: np.ndarray, own: _Own, blamed: Collection[int] = ()) -> float:
+    """The median rank's mean over the steps, the outermost tenths left out where steps are alike.
+
+    blamed: columns of ranks to leave out, unless no other is left
+    """
+    rest = [column for column in range(values.shape[1]) if column not in blamed]
+    values = np.sort(values[:, rest] if rest else values, axis=0)
+    cut = len(values) // 10 if own.everyday else 0
+    return float(np.median(values[cut : len(values) - cut].mean(axis=0)))

@@ -1,0 +1,224 @@
+"""The critical path of a step across ranks: what it had to wait for, one thing after the other, from end to begin.
+
+It is walked backwards from the last rank's end. Where a rank's step stood still for a collective, that took from the
+last arrival on, and before that the path is on the rank that arrived last: in what its lane was at then (the collective
+before, packing), or in what it computed when it asked. A message leads to its sender in the same way. What is on the
+path would, if it were shorter, make the step shorter, until something else is as late; whatever lies beside it has
+slack. So a wait is never on it, but what was waited for.
+
+References: Kelley and Walker, "Critical-path planning and scheduling", 1959; as it is found from traces of several
+ranks: "Holistic Trace Analysis", facebookresearch/HolisticTraceAnalysis (there within one rank).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.communication.bandwidth import parted
+from workbench.analysis.steps.collectives import lined_up, messages
+from workbench.analysis.steps.window import Window
+from workbench.analysis.steps.words import duration
+from workbench.analysis.stragglers.naming import listed
+from workbench.record.timeline import Rows, Timeline
+
+CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # phases by the names of causes
+EPS = 1e-7  # seconds that are no time
+MOST = 100_000  # pieces of one step's path
+RESUMED = 1e-3  # seconds after a collective's end in which the next one of the same child is asked for
+SLOW_PORT = 1.2  # times the median of the others', and a port is what a collective waited for
+
+
+class Piece(NamedTuple):
+    """A piece of one step's path: what it is, where, from when to when. rank: -1 for what all ranks had a part in."""
+
+    step: int
+    rank: int
+    cause: str  # of `causes.CAUSES`, but for "frozen"
+    begin: float
+    end: float
+
+
+def critical_path(tl: Timeline, first: int, stop: int) -> list[Piece]:
+    """Of each of the steps [first, stop) that ended on every rank, in order of time.
+
+    The pieces of a step follow each other without a gap, from where the rank that they begin on began the step to
+    where the last rank ended it.
+    """
+    w = Window(tl, first, stop)
+    if not len(w.ranks):
+        return []
+    walk = _Walk(w)
+    return [s for step in w.steps[w.complete] for s in walk.back(int(step))]
+
+
+def said(found: list[Piece]) -> str:
+    """What bounds these steps, the longest first, in a sentence; "" where there are none.
+
+    >>> said([Piece(3, 1, "backward", 0.0, 0.06), Piece(3, -1, "network", 0.06, 0.1)])
+    "Step 3 was as long as rank 1's backward (60 ms, 60 % of the step) and the network (40 ms, 40 % of it)."
+    """
+    if not found:
+        return ""
+    steps = sorted({s.step for s in found})
+    parts = shares(found)
+    whole = sum(parts.values())
+    most = [(key, v) for key, v in parts.items() if v >= 0.05 * whole][:4]
+    texts = [f"{_where(*key)} ({duration(v)}, {v / whole * 100:.0f} % of {'it' if i else 'the step'})"
+             for i, (key, v) in enumerate(most)]  # fmt: skip
+    which = f"Step {steps[0]} was" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]} were"
+    return f"{which} as long as {listed(tuple(texts))}."
+
+
+def shares(found: list[Piece]) -> dict[tuple[int, str], float]:
+    """Seconds of a mean step by (rank, cause), the longest first."""
+    steps, out = len({s.step for s in found}), dict[tuple[int, str], float]()
+    for s in found:
+        out[s.rank, s.cause] = out.get((s.rank, s.cause), 0.0) + (s.end - s.begin) / steps
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
+
+
+def _where(rank: int, cause: str) -> str:
+    own = {"input": "time before its forward (input)", "codec": "packing", "network": "port", "outside":
+           "time outside all phases", "optimizer": "update"}  # fmt: skip
+    return f"the {cause}" if rank < 0 else f"rank {rank}'s {own.get(cause, cause)}"
+
+
+class _Spans:
+    """One rank's spans of a kind, in order of their begin; they do not overlap."""
+
+    def __init__(self, rows: Rows, number: np.ndarray | None = None) -> None:
+        order = np.argsort(rows.t0, kind="stable")
+        self.t0, self.t1, self.asked = (v[order].tolist() for v in (rows.t0, rows.t1, rows.asked))
+        self.name = [str(n) for n in rows.name[order]]
+        self.number = order.tolist() if number is None else number[order].tolist()
+        by_end = np.argsort(rows.t1, kind="stable")
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        self.ends, self.ended = rows.t1[by_end], place[by_end].tolist()
+        self.begins = rows.t0[order]
+
+    def before(self, t: float) -> int:
+        """The last that began before `t`; -1 for none."""
+        return int(np.searchsorted(self.begins, t - EPS, "left")) - 1
+
+    def over(self, t: float, since: float, bucket: str | None = None, but: int = -1) -> int:
+        """The last that had ended by `t`, after `since`, of `bucket` if there is one such; -1 for none."""
+        found = -1
+        for at in range(int(np.searchsorted(self.ends, t + EPS, "right")) - 1, -1, -1):
+            i = self.ended[at]
+            if self.t1[i] <= since + EPS:
+                break
+            if i == but:
+                continue
+            if bucket is None or parted(self.name[i])[1].endswith(bucket):
+                return i
+            found = i if found < 0 else found
+        return found
+
+
+class _Walk:
+    """The way back through a window's spans."""
+
+    def __init__(self, w: Window) -> None:
+        self.w, self.c = w, lined_up(w)
+        rows, waits, compute = w.lane("comm"), w.lane("wait"), w.lane("compute")
+        rows = rows[~w.outside(rows)]
+        sent = messages(rows)
+        numbers = _numbers(rows[~sent], self.c.t0, self.c.step, self.c.name, w)
+        each = range(len(w.ranks))
+        self.waits, self.compute = ([_Spans(part[part.rank == w.ranks[r]]) for r in each] for part in (waits, compute))
+        mine = [rows[~sent].rank == w.ranks[r] for r in each]
+        self.comm = [_Spans(rows[~sent][m], numbers[m]) for m in mine]
+        self.sent = [_Spans(rows[sent][rows[sent].rank == w.ranks[r]]) for r in each]
+        steps = w.lane("step")
+        self.begin, self.end = (np.full(w.shape, np.nan) for _ in range(2))
+        at = steps.step - w.first, w.column(steps.rank)
+        self.begin[at], self.end[at] = steps.t0, steps.t1
+
+    def back(self, step: int) -> list[Piece]:
+        begin, end = self.begin[step - self.w.first], self.end[step - self.w.first]
+        r = int(np.nanargmax(end))
+        t, k = float(end[r]), -1
+        found: list[Piece] = []
+        for _ in range(MOST):
+            if k < 0 and t <= begin[r] + EPS:
+                break
+            r, k, cause, rank, since = self._collective(r, k, t) if k >= 0 else self._thread(r, t, float(begin[r]))
+            since = min(since, t)
+            if since < t - EPS:
+                name = -1 if rank < 0 else int(self.w.ranks[rank])
+                if found and found[-1][1:3] == (name, cause):
+                    found[-1] = found[-1]._replace(begin=since)
+                else:
+                    found.append(Piece(step, name, cause, since, t))
+            t = since
+        return found[::-1]
+
+    def _thread(self, r: int, t: float, begin: float) -> tuple[int, int, str, int, float]:
+        """What the rank's training thread was at before `t`: (rank, collective or -1, cause, of whom, since when)."""
+        waits, compute = self.waits[r], self.compute[r]
+        i, j = waits.before(t), compute.before(t)
+        still = max(begin, waits.t1[i]) if i >= 0 else begin  # until when the rank stood still last
+        if i >= 0 and waits.t1[i] >= t - EPS:
+            return self._waited(r, i, t, begin)
+        if j >= 0 and compute.t1[j] >= t - EPS:
+            phase = compute.name[j].split(" ")[0]
+            return r, -1, CAUSES.get(phase, "outside"), r, max(still, compute.t0[j])
+        done = compute.t1[j] if j >= 0 else begin
+        first = j < 0 or compute.t1[j] <= begin + EPS
+        return r, -1, "input" if first else "outside", r, max(still, done)
+
+    def _waited(self, r: int, i: int, t: float, begin: float) -> tuple[int, int, str, int, float]:
+        waits = self.waits[r]
+        name, since = waits.name[i], max(begin, waits.t0[i])
+        if name.startswith("recv "):
+            kind, _, source = name[5:].rpartition(" from ")
+            s = int(np.searchsorted(self.w.ranks, int(source))) if source.isdigit() else -1
+            wanted = f"send {kind} to {self.w.ranks[r]}"
+            if 0 <= s < len(self.w.ranks) and (k := self._sent(s, wanted, t)) >= 0:
+                return s, -1, "network", -1, self.sent[s].asked[k]
+            return r, -1, "outside", r, since
+        k = self.comm[r].over(t, since, name)
+        if k < 0:
+            return r, -1, "outside", r, since
+        return r, k, "codec", r, self.comm[r].t1[k]  # unpacking, and waking up
+
+    def _sent(self, s: int, name: str, t: float) -> int:
+        sent = self.sent[s]
+        for at in range(int(np.searchsorted(sent.ends, t + EPS, "right")) - 1, -1, -1):
+            if sent.name[i := sent.ended[at]] == name:
+                return i
+        return -1
+
+    def _collective(self, r: int, k: int, t: float) -> tuple[int, int, str, int, float]:
+        """A collective that ended on rank `r`: since the last arrival, then on with what that rank had been at."""
+        c = self.comm[r].number[k]
+        last = float(self.c.last[c])
+        q = int(np.nanargmax(self.c.t0[c]))
+        if t > last + EPS:
+            return r, k, "network", self._port(c), last
+        asked, name = float(self.c.asked[c, q]), parted(str(self.c.name[c]))[1]
+        mine = int(np.flatnonzero(np.asarray(self.comm[q].number) == c)[0])
+        p = self.comm[q].over(t, asked, but=mine)
+        if p < 0:  # a child's second collective is asked for when the first is over
+            p = self.comm[q].over(t, asked - RESUMED, name, but=mine)
+            p = p if p >= 0 and parted(self.comm[q].name[p])[1] == name else -1
+        return (q, p, "codec", q, self.comm[q].t1[p]) if p >= 0 else (q, -1, "codec", q, asked)
+
+    def _port(self, c: int) -> int:
+        """Whose port alone kept a collective busy; -1 where none did."""
+        port = self.c.port[c]
+        if np.isnan(port).sum() > len(port) - 2:
+            return -1
+        r = int(np.nanargmax(port))
+        return r if port[r] > SLOW_PORT * float(np.nanmedian(np.delete(port, r))) else -1
+
+
+def _numbers(rows: Rows, t0: np.ndarray, step: np.ndarray, name: np.ndarray, w: Window) -> np.ndarray:
+    """Which of the collectives each of `rows` is, -1 for those outside of steps; two of a rank never begin at once."""
+    known = {(int(s), str(n), int(r), float(t0[c, r])): c for c, (s, n) in enumerate(zip(step, name, strict=True))
+             for r in np.flatnonzero(~np.isnan(t0[c]))}  # fmt: skip
+    keys = zip(rows.step, rows.name, w.column(rows.rank), rows.t0, strict=True)
+    return np.array([known.get((int(s), str(n), int(r), float(t)), -1) for s, n, r, t in keys], np.int64)

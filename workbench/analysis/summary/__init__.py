@@ -1,0 +1,1 @@
+"""summary: to be described."""

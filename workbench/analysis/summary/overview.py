@@ -1,0 +1,108 @@
+"""A run in a few plain values and in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.analysis.resources.memory import memory
+from workbench.analysis.steps.examples import examples_per_second, recent, serving
+from workbench.analysis.steps.settings import stretches
+from workbench.analysis.steps.steps import bytes_per_step
+from workbench.analysis.steps.window import Window, last_steps, newest, ranks_of, stands_for
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+    from workbench.record.timeline import Timeline
+
+RECENT = 50  # steps
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
+
+    strategy, compressor: in force after the last change; ranks: at the start
+    steps:      that have ended on every rank that trains; who serves makes none
+    stands_for: for how many of the ranks each stands that is on the record; 1: all are
+    examples_per_second: of all ranks together; None where the record does not say how many a step has
+    missing, unwritten: rows that are lost, and rows that are here and not in the run directory
+    memory_peak: bytes, of the rank that held most at a time; None where the record does not say
+    """
+    tl, now = run.timeline, stretches(run)[-1].settings
+    first, stop = _trained(tl)
+    w = Window(tl, first, stop)
+    seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
+    times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
+    times = times[~np.isnan(times)]  # a rank may have passed over steps, but the median needs some that were made
+    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent(tl, RECENT))
+    return {
+        "name": run.name,
+        "state": run.state,
+        "strategy": _name(now.get("strategy")),
+        "compressor": _name(now.get("compressor")),
+        "ranks": int(run.settings.get("ranks") or len(ranks_of(tl.spans.rows()))),
+        "stands_for": stands_for(tl),
+        "steps": stop,
+        "seconds": round(float(tl.spans.rows().t1.max(initial=0.0)), 3),
+        "step_s": round(float(np.median(times)), 6) if len(times) else None,
+        "examples_per_second": None if eps is None else round(float(eps) * stands_for(tl), 3),
+        "bytes_per_step": float(sent.mean()) if sent.size else None,
+        "memory_peak": max((m.peak for m in memory(tl)), default=None),
+        "loss": _mean_of_last(run, "loss", stop),
+        "held_out": _newest(run, "held_out"),
+        "changes": len(run.changes),
+        "missing": run.missing + int(_newest(run, "dropped") or 0),
+        "unwritten": run.unwritten,
+        "warnings": [*run.warnings, *(str(detail.get("text", "")) for _, _, detail in run.details("warning"))],
+    }
+
+
+def _trained(tl: Timeline) -> tuple[int, int]:
+    """[first, stop) of the last steps that have ended on every rank, but for those that serve."""
+    first, stop = last_steps(tl, RECENT)
+    if not (servers := serving(tl)):
+        return first, stop
+    rows = tl.spans.rows()
+    ended = rows[rows.equal("lane", "step") & ~np.isin(rows.rank, servers)]
+    if (since := newest(tl)) is not None:
+        ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
+    furthest = [int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)]
+    stop = max(stop, min(furthest, default=-1) + 1)
+    return max(0, stop - RECENT), stop
+
+
+def line(run: Run) -> str:
+    """The run in one line."""
+    s = summary(run)
+    there = s["ranks"] // s["stands_for"]
+    few = f" (of which {there} stand{'s' * (there == 1)} for all)" if s["stands_for"] > 1 else ""
+    parts = [f"{s['strategy']}, {s['ranks']} ranks{few}, {s['steps']} steps in {s['seconds']:.1f} s ({s['state']})"]
+    parts += [f"{1 / s['step_s']:.1f} steps/s"] if s["step_s"] else []
+    parts += [f"held-out {s['held_out']:.3f}"] if s["held_out"] is not None else []
+    parts += [f"{s['changes']} change{'s' * (s['changes'] != 1)}"] if s["changes"] else []
+    parts += [f"{s['missing']} rows missing"] if s["missing"] else []
+    parts += [f"{s['unwritten']} rows not on disk"] if s["unwritten"] else []
+    return f"Run {run.name}: {', '.join(parts)}" + (f"; {run.holdup}" if run.holdup else "")
+
+
+def _name(plain: Any) -> str:
+    """The name of a family member written as plain JSON; a wrapper shows what it wraps."""
+    if not isinstance(plain, dict) or len(plain) != 1:
+        return str(plain or "?")
+    ((name, rest),) = plain.items()
+    inner = rest.get("of") if isinstance(rest, dict) else None
+    return f"{name}({_name(inner)})" if inner else str(name)
+
+
+def _newest(run: Run, name: str) -> float | None:
+    rows = run.timeline.samples.rows()
+    hit = np.flatnonzero(rows.equal("name", name)) if len(rows) else np.empty(0, np.int64)
+    return float(rows.value[hit[-1]]) if len(hit) else None
+
+
+def _mean_of_last(run: Run, name: str, stop: int) -> float | None:
+    """The mean over ranks at the last step that ended everywhere."""
+    rows = run.timeline.samples.rows()
+    hit = rows.equal("name", name) & (rows.step == stop - 1) if len(rows) else np.empty(0, bool)
+    return float(rows.value[hit].mean()) if hit.any() else None

@@ -1,0 +1,143 @@
+"""What a person may ask of a lab's run while it is under way; each is a method of Lab.
+
+Kill, freeze, thaw and preempt are for teaching: they are done to real processes, and only to engines that this lab
+started.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.processes import stacks
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run.changes import PendingChange
+from workbench.cluster.run.live import Live
+from workbench.cluster.run.resizing import resize
+from workbench.record.kept import PendingCheckpoint
+from workbench.settings import KnobError
+
+
+class Handles:
+    """The part of a Lab that acts on its run."""
+
+    cluster: Cluster
+    _live: Live | None
+
+    @property
+    def live(self) -> bool:
+        """Whether a run is under way."""
+        return self._live is not None and not self._live.over.is_set()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train now; none without a run that is under way."""
+        return self._live.members if self.live and self._live else ()
+
+    def pause(self) -> None:
+        """Pauses all ranks at the next step boundary."""
+        self._request("pause")
+
+    def resume(self) -> None:
+        self._request("resume")
+
+    def step(self, n: int = 1) -> None:
+        """Trains `n` steps, then pauses."""
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
+            raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
+        self._request("step", n=n)
+
+    def checkpoint(self) -> PendingCheckpoint:
+        """Makes a checkpoint at one of the next step boundaries, in the run's directory; returns at once.
+
+        `lab.checkpoint().wait()` comes back with its path, once it is whole. It stays until somebody removes it.
+        """
+        return PendingCheckpoint(self._going("checkpoint").run)
+
+    def stop(self) -> None:
+        """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
+
+        Within 30 s (seven steps, if steps are longer than 3 s) it is over, if need be by ending engines: see `notes`.
+        """
+        if self.live and self._live:
+            self._live.stop()
+
+    def abort(self) -> None:
+        """Ends the run at once, in the middle of a step."""
+        if self.live:
+            self._going("abort").abort()
+
+    def resize(self, ranks: int) -> PendingChange:
+        """So many ranks train together before one of the next steps: some are taken out, or idle engines come in.
+
+        An engine whose rank was taken out, or out of reach and left behind, comes in again as a rank of another number.
+        Where too few are idle, engines are started on this machine, which takes some seconds, nearly all of them
+        imports; `Lab(spare=1)` keeps some warm. Raises KnobError where so many cannot be had, and
+        ClusterError where they do not come up; the run goes on as it was then.
+        """
+        return resize(self._going("resize"), ranks)
+
+    def evict(self, *ranks: int, replace: bool = False) -> None:
+        """Puts ranks that hang out of the run: their engines are ended, and the others go on from the last boundary.
+
+        replace: others come in for them: idle engines of this lab, or new ones
+        Raises KnobError or ClusterError, and changes nothing, where the others could not go on.
+        """
+        self._going("evict").evicting.evict(ranks, "as asked", replace)
+
+    def stacks(self) -> stacks.Stacks:
+        """By rank the Python stacks of all its threads, also of one that hangs; printed, they can be read.
+
+        It takes some seconds where ranks do not answer. A process that is stopped has none, and says so.
+        """
+        cluster = self.cluster.wait()
+        live = self._live if self.live else None
+        found = stacks.gathered(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
+        for rank in found if live else ():
+            step, op = live.attention.place(rank) if live else (0, "")
+            found[rank] = f"in {op or 'nothing that it told'} of step {step}\n{found[rank]}"
+        return found
+
+    # -- for teaching
+
+    def kill(self, rank: int) -> None:
+        """Kills the engine of a rank, as a crash would; the others do as `on_death` says."""
+        self._fault(rank, "kill", "was killed", signal.SIGKILL)
+
+    def freeze(self, rank: int) -> None:
+        """Stops the process of a rank, as a machine that hangs would; `thaw` lets it go on."""
+        self._fault(rank, "freeze", "was frozen", signal.SIGSTOP)
+
+    def thaw(self, rank: int) -> None:
+        """A rank that was frozen goes on."""
+        self._fault(rank, "thaw", "goes on", signal.SIGCONT)
+
+    def preempt(self, rank: int, grace: float = 30.0) -> None:
+        """Tells the engine of a rank SIGTERM, as Slurm or a spot instance does, and `grace` seconds later kills it.
+
+        The rank leaves after the step in hand, and the others go on; it ends by itself well within a usual grace.
+        """
+        if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
+            raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")
+        self._fault(rank, "preempt", f"was sent SIGTERM, {grace:g} s before it is killed", signal.SIGTERM)
+        self.cluster.health.send_later(rank, signal.SIGKILL, grace)
+
+    def _fault(self, rank: int, what: str, said: str, by: int) -> None:
+        live = self._going(what)
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in live.members:
+            raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, live.members))}")
+        if not live.cluster.health.mine(live.cluster.engines[rank]):
+            raise ClusterError(f"rank={rank}: its engine is gone, or was not started by this lab, which signals only "
+                               f"its own")  # fmt: skip
+        live.evicting.note("asked", {"ranks": [rank], "text": f"rank {rank} {said}, as asked"}, besides=[rank])
+        live.cluster.health.send(rank, by)
+
+    def _going(self, what: str) -> Live:
+        if not self.live or not self._live:
+            raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
+        return self._live
+
+    def _request(self, kind: str, **rest: Any) -> None:
+        self._going(kind).order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})

@@ -1,0 +1,1 @@
+"""engines: to be described."""

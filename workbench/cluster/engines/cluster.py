@@ -1,0 +1,329 @@
+"""One lab's engines over ipyparallel: started here, found by their connection file, or found again after a detach.
+
+Comes up in the background and says how far it is. Knows which process is which rank, and nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from workbench.cluster.engines import worker
+from workbench.cluster.engines.engines import Engine
+from workbench.cluster.engines.health import Health
+from workbench.cluster.engines.meeting import meet
+from workbench.cluster.engines.renewing import Renewal
+from workbench.cluster.engines.spares import Spares
+from workbench.cluster.processes.logs import log_tail
+from workbench.cluster.processes.place import ClusterError, Place, alive, check_connection, host, this_process
+from workbench.cluster.processes.processes import Processes, end, let_go, start_guard, wait_for
+from workbench.cluster.processes.usual import awaited, engines, timed
+from workbench.cluster.transport.keys import Keys
+from workbench.cluster.transport.line import Line
+from workbench.cluster.transport.relay import Relay
+from workbench.cluster.transport.wire import Batch
+from workbench.settings.said import text_of
+
+START_TIMEOUT = 120.0  # seconds for all engines to come up
+FIND_TIMEOUT = 10.0  # seconds for the engines of an existing cluster
+
+
+class Cluster:
+    """`ranks` engines, and `spare` ones. `connection`: the client file of an existing cluster, None to start one here.
+
+    starting: held by whoever starts engines besides the first ones
+    """
+
+    def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None,
+                 spare: int = 0) -> None:  # fmt: skip
+        self.name, self.ranks, self.device, self.connection = name, ranks, device, connection
+        self.progress, self.engines = "starting controller", list[Engine]()
+        self.devices, self.kind = ["cpu"] * ranks, "gloo"
+        self.client: Any = None
+        self.error: BaseException | None = None
+        self.take: Callable[[Batch], None] = lambda batch: None
+        self.guest = False  # whether another kernel owns it
+        self.owner: list[float] | None = None  # of a guest's engines
+        self.stuck = False  # whether a rank would not leave its last run
+        self.owned: Processes | None = None
+        self.health = Health(self)
+        self.spares, self.starting = Spares(self, spare), threading.RLock()
+        self.renewal = Renewal(self)
+        self.guard: subprocess.Popen[bytes] | None = None
+        self._line: Line | None = None
+        self._context: zmq.Context[Any] | None = None  # of the client's sockets
+        self.relay: Relay | None = None
+        self._ready = threading.Event()
+        self.closed = self._ended = False  # on its way to its end; and come to it
+
+    def start(self) -> Cluster:
+        """Begins to come up; returns at once. `wait` waits for it."""
+        self.place, self.keys = Place.new(self.name), Keys.new()
+        self.guard = start_guard(self.place)
+        self.owned = Processes(self.place) if self.connection is None else None
+        threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
+        return self
+
+    def _come_up(self) -> None:
+        try:
+            with timed(engines(self.ranks)):
+                if self.connection is None:
+                    self._start_here()
+                else:
+                    self._find(self.connection)
+                self._meet()
+            self.progress = "ready"
+            self.spares.start()
+        except BaseException as error:
+            if not self.closed:
+                self.error, self.progress = error, f"failed: {text_of(error)}"
+            self._drop()
+        finally:
+            self._ready.set()
+
+    @contextlib.contextmanager
+    def restarting(self) -> Iterator[None]:
+        """Inside, engines are on their way, and whoever needs them waits."""
+        self._ready.clear()
+        self.progress = "restarting engines"
+        try:
+            yield
+        finally:
+            self.progress = "ready"
+            self._ready.set()
+
+    @property
+    def ready(self) -> bool:
+        return self._ready.is_set() and self.error is None
+
+    @property
+    def line(self) -> Line:
+        if self._line is None:
+            raise ClusterError("the engines are not up")
+        return self._line
+
+    def settled(self, timeout: float) -> bool:
+        """Whether it is known, after `timeout` seconds at most, that the engines are up or will not be."""
+        return self._ready.wait(timeout)
+
+    def wait(self, timeout: float | None = None) -> Cluster:
+        """Waits until the engines are up; raises ClusterError with the reason if they will not be."""
+        if not awaited(self._ready, timeout, engines(self.ranks)):
+            raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
+        if self.error:
+            raise self.error
+        if self.closed:
+            raise ClusterError(f"lab {self.name!r} is closed")
+        return self
+
+    # -- coming up
+
+    def _start_here(self) -> None:
+        assert self.owned
+        self.owned.start(self.ranks)
+        file = self.place.path / "security" / "ipcontroller-client.json"
+        self._until(self.owned.introduce)
+        self.progress = "loading torch"
+        self.client = self._connect(file)
+        self._until(self._counted)
+        self.owned.note_children()
+
+    def _counted(self) -> bool:
+        if up := len(self.client.ids):
+            self.progress = f"{up} of {self.ranks} engines up"
+        return up >= self.ranks
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        assert self.owned
+        deadline = time.monotonic() + START_TIMEOUT
+        while not condition():
+            self.owned.check()
+            if self.closed:
+                raise ClusterError("the lab was closed while it came up")
+            if time.monotonic() > deadline:
+                raise ClusterError(self._late())
+            time.sleep(0.05)
+
+    def _late(self) -> str:
+        late = ["controller"]
+        if self.client is not None:
+            late = [f"engine {r}" for r in range(self.ranks) if r not in self.client.ids]
+        return f"not up within {START_TIMEOUT:g} s: {', '.join(late)}.{log_tail(self.place, late[0])}"
+
+    def _connect(self, connection: Path | str) -> Any:
+        import ipyparallel
+
+        by_file = {"connection_info": str(connection)}
+        how = {"profile": str(connection)[8:]} if str(connection).startswith("profile:") else by_file
+        # the client closes some sockets without a linger; one with an unsent message would then keep its descriptors
+        self._context = self._context or zmq.Context()
+        self._context.linger = 0
+        return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
+
+    def _find(self, connection: Path | str) -> None:
+        self.progress = "looking for the engines"
+        by_profile = str(connection).startswith("profile:")
+        if not by_profile:
+            check_connection(Path(connection))
+        try:
+            self.client = self._connect(connection)
+        except (TimeoutError, OSError) as error:
+            raise ClusterError(f"{connection}: no controller answers there ({error})") from None
+        if not wait_for(lambda: len(self.client.ids) >= self.ranks, FIND_TIMEOUT):
+            there = len(self.client.ids)
+            raise ClusterError(
+                f"ranks={self.ranks}: the cluster has {there} engine{'s' * (there != 1)}; "
+                f"start {self.ranks - there} more (ipengine), or ask for ranks={there or 1}"
+            )
+
+    def _meet(self) -> None:
+        """Gives each rank its engine, checks versions and devices, opens the sockets."""
+        self.engines = meet(self, list(self.client.ids)[: self.ranks])
+        self._open_sockets()
+        self.note_engines()
+        self._activate()
+
+    def note_engines(self) -> None:
+        """Writes down, for kernels to come, which engines there are."""
+        file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
+        self.place.write(
+            engines=[e.plain() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
+            ranks=self.ranks, devices=self.devices, kind=self.kind, here=self.connection is None,
+        )  # fmt: skip
+
+    def controller(self) -> str:
+        """An address of the controller, to learn by which of its own an engine can be reached."""
+        return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
+
+    def _open_sockets(self) -> None:
+        self._line = Line({e.rank: e.line for e in self.engines}, self.keys)
+        self.relay = Relay([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
+        self.health.start()
+
+    def _activate(self) -> None:
+        """Makes `%%px` speak to this lab's ranks, where there are such magics."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is not None:
+            self.view.activate()
+
+    def table(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each rank in one row: where it is, and what it last said of itself."""
+        keys = ("state", "step", "busy")
+        last = {e.process: e for e in self.engines}.values()  # as the rank that it came as last
+        return [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid, "device": self.devices[e.rank],
+                 **{k: said.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
+
+    @property
+    def view(self) -> Any:
+        """The ipyparallel view of all ranks that live, in their order."""
+        view = self.client.direct_view(list(dict.fromkeys(e.id for e in self.engines if e.id in self.client.ids)))
+        view.block = True
+        return view
+
+    def call(self, engine: int, function: Callable[..., Any], *rest: Any, timeout: float = 60.0) -> Any:
+        """Calls a function of `worker` on one engine (by ipyparallel's id) and waits for its answer."""
+        return self.client[engine].apply_async(function, *rest).get(timeout)
+
+    def death(self, rank: int) -> str | None:
+        """How the engine of `rank` ended, in words; None while it lives."""
+        return self.health.death(rank)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is up, or on its way."""
+        return not self.closed and self.error is None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether another run can begin on it."""
+        return self.ready and self.usable and not self.stuck and self.health.whole
+
+    # -- the end
+
+    def detach(self) -> None:
+        """Leaves engines and controller alone from now on, also when this kernel ends."""
+        if self.relay:
+            self.relay.close()  # the first, so that there is a descriptor for the file
+        self.place.write(owner=None)
+        self._tell_owner(None)
+        let_go(self.owned)
+        self._disconnect()
+
+    def _tell_owner(self, owner: list[float] | None) -> None:
+        self.line.ask_all("own", owner=owner, home=host())
+
+    def close(self) -> None:
+        """Ends what this lab started; of an existing cluster only what the lab did there.
+
+        Called again, it goes on where it was interrupted.
+        """
+        if self._ended:
+            return
+        self.closed = True
+        if self.guest or self.place.state.get("owner") is None:  # another kernel's, or left to one
+            return self._disconnect()
+        if self.ready and not self.place.state.get("here"):
+            for engine in self.engines:
+                with contextlib.suppress(Exception):  # one that does not answer keeps nothing else from its end
+                    if not self.health.controller() and not self.death(engine.rank):
+                        self.call(engine.id, worker.close_bench, timeout=10)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._hang_up()
+        if self.owned:
+            self.owned.close()
+        end(self.place)
+        if self.owned:
+            self.owned.reap()
+        self.place.remove()
+        self._disconnect()
+
+    def _hang_up(self) -> None:
+        """Closes all sockets. It comes before what needs descriptors, because the process may have no more."""
+        self.closed = True
+        self.spares.over.set()
+        self.renewal.over.set()
+        for part in (self.health, self.relay, self._line):
+            if part:
+                part.close()
+        if self.client is not None:
+            self.client.close(linger=0)
+        if self._context is not None:
+            self._context.destroy(0)
+
+    def _disconnect(self) -> None:
+        self._hang_up()
+        if self.guard and self.guard.stdin:
+            self.guard.stdin.close()
+            self.guard.wait(5)
+        self._ended = True
+
+    @classmethod
+    def again(cls, place: Place) -> Cluster:
+        """The cluster of a lab that was detached (or, as a guest, of one that another kernel owns)."""
+        state = place.read()
+        self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
+        self.place, self.keys = place, Keys(*state["keys"])
+        self.guest, self.owner = alive(state["owner"]), state["owner"]
+        self.engines = [Engine(**e) for e in state["engines"]]
+        self.devices, self.kind = state["devices"], state["kind"]
+        self.client = self._connect(state["connection"])
+        self._open_sockets()
+        if not self.guest:
+            place.write(owner=this_process())
+            self.guard = start_guard(place)
+            self.owned = Processes(place) if state["here"] else None  # for what is started from now on
+            self._tell_owner(this_process())
+        self._activate()
+        self.progress = "ready"
+        self._ready.set()
+        return self

@@ -1,0 +1,147 @@
+"""What each engine is: where it runs, with which versions, and whether it can train together with this kernel.
+
+The question is asked as source text, so that an engine of another Python can answer it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench.cluster.processes.place import ClusterError, host
+from workbench.settings import KnobError
+
+MARK = "workbench-probe "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One engine and the rank that it holds. ipyparallel's id is not the rank.
+
+    An engine that a run has left behind may come again as another rank: two of these are one process then.
+    """
+
+    rank: int
+    id: int
+    host: str
+    pid: int
+    created: float
+    reach: str
+    gpus: int
+    versions: dict[str, str]
+    rows: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"engine {self.id} on {self.host} (pid {self.pid})"
+
+    @property
+    def process(self) -> tuple[str, int, float]:
+        """Which process it is, on which machine."""
+        return self.host, self.pid, self.created
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _question() -> str:
+    """Source text that prints one line about the engine and leaves nothing in its namespace."""
+    return f"""
+def _workbench_probe(controller):
+    import importlib.metadata, json, os, platform, socket
+    import psutil
+    def version(name):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return "missing"
+    try:
+        import torch
+        gpus = torch.cuda.device_count()
+    except ImportError:
+        gpus = 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((controller, 9))
+        reach = s.getsockname()[0]
+    me = psutil.Process()
+    own = dict(torch=version("torch"), workbench=version("training-workbench"))
+    about = dict(host=socket.gethostname(), pid=me.pid, created=me.create_time(), reach=reach, gpus=gpus)
+    print({MARK!r} + json.dumps(dict(about, versions=dict(own, Python=platform.python_version()))))
+_workbench_probe({{controller!r}})
+del _workbench_probe
+"""
+
+
+def probe(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
+    """Asks each engine what it is; rank r is on the r-th of `ids`."""
+    question, until = _question().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
+    said = dict.fromkeys(ids, "")
+    while missing := [i for i, s in said.items() if not s]:
+        asked = client.direct_view(missing).execute(question, silent=False, block=False)
+        try:
+            asked.get(max(until - time.monotonic(), 0.0))
+        except TimeoutError:
+            late = [i for i in missing if i not in {m["engine_id"] for m in asked.metadata if m["completed"]}]
+            text = f"engines {late or missing} did not answer within {timeout:g} s (is a cell running there?)"
+            raise ClusterError(text) from None
+        asked.wait_for_output(10)  # what is printed comes by another way, and may come later than that
+        found = [next((x for x in out.splitlines() if x.startswith(MARK)), "") for out in asked.stdout]
+        said |= dict(zip(missing, found, strict=True))
+    return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(said.items())]
+
+
+def here() -> dict[str, str]:
+    """The versions of this kernel (torch without importing it)."""
+
+    def version(name: str) -> str:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return "missing"
+
+    own = {"torch": version("torch"), "workbench": version("training-workbench")}
+    return {"Python": platform.python_version(), **own}
+
+
+def check_versions(engines: list[Engine]) -> None:
+    """Raises ClusterError that names every engine whose Python (to the minor), torch or workbench is another."""
+    own, wrong = here(), []
+    for engine in engines:
+        for what, version in engine.versions.items():
+            if _comparable(what, version) != _comparable(what, own[what]):
+                wrong.append(f"{engine} has {what} {version}, this kernel has {own[what]}")
+    if wrong:
+        raise ClusterError(f"versions differ, so nothing was started: {'; '.join(wrong)}. Install the same on both")
+
+
+def _comparable(what: str, version: str) -> str:
+    return version.rsplit(".", 1)[0] if what == "Python" else version.split("+")[0]
+
+
+def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
+    """(the device of each rank, "gloo" or "nccl"). One GPU per rank speaks NCCL; shared GPUs and CPUs gloo."""
+    gpus = min((e.gpus for e in engines if e.host == engines[0].host), default=0)
+    if asked == "cpu" or (asked == "auto" and not gpus):
+        return ["cpu"] * len(engines), "gloo"
+    if asked not in ("auto", "cuda") and not isinstance(asked, int):
+        raise KnobError(f"device={asked!r}: must be one of auto, cpu, cuda, or how many GPUs to use")
+    use = gpus if isinstance(asked, str) else asked
+    if not 1 <= use <= gpus:
+        allowed = f"must be an integer in [1, {gpus}] GPUs, or auto, cpu, cuda" if gpus else "there is no GPU; use cpu"
+        raise KnobError(f"device={asked!r}: {allowed}")
+    places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, the place of each engine's process
+    chosen = []
+    for engine in engines:
+        there = places.setdefault(engine.host, {})
+        chosen.append(f"cuda:{there.setdefault(engine.process, len(there)) % use}")
+    alone = all(len(there) <= use for there in places.values())
+    return chosen, "nccl" if alone else "gloo"
+
+
+def spans_hosts(engines: list[Engine]) -> bool:
+    """Whether rows and orders have to cross between machines."""
+    return any(e.host != host() for e in engines)

@@ -1,0 +1,225 @@
+"""Which of a lab's processes still live, how those that do not ended, and the ending of an engine that will not leave.
+
+Asks the system, never the processes themselves. Only what this lab started is signalled, by pid and create time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+import psutil
+
+from workbench.cluster.engines.engines import Engine
+from workbench.cluster.processes.fork_server import Forked
+from workbench.cluster.processes.logs import code_in_words
+from workbench.cluster.processes.place import alive, host
+from workbench.cluster.processes.scarcity import Scarcity
+from workbench.cluster.processes.steady import Steady
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+
+LOOK = 1.0  # seconds between two looks at all engines
+KNOCK = 2.0  # seconds between two knocks at the door of a controller whose process is not known here
+ENDING = 2.0  # seconds that a killed engine has to be gone
+ASKED = 1.0  # seconds that an engine has to end in order, before it is killed
+SHORTLY = 0.02  # seconds between two looks at engines that are to end
+
+
+class Health:
+    """The state of one cluster's processes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.scarcity = Scarcity()
+        self._knocked = -KNOCK
+        self._answers = True
+        self._over = threading.Event()
+        self._watch = Steady("engine watch", self._look, self._over)
+        self._telling, self._told = threading.Lock(), set[int]()  # engines that the controller knows to be dead
+
+    def start(self) -> None:
+        """From now on the controller is told who is dead, also where no run is under way, and nobody asks them."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """The cluster is left alone."""
+        self._over.set()
+        if self._watch.alive:  # what it asks for is closed next
+            self._watch.join(LOOK)
+
+    def _look(self) -> None:
+        for engine in list(self.cluster.engines):
+            if self.death(engine.rank) and engine.host == host():  # another machine's may only be out of reach
+                self.cluster.line.leave(engine.rank, engine.line)
+        self._over.wait(LOOK)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the controller and all engines live."""
+        return not self.controller() and not any(self.death(e.rank) or self._ends(e) for e in self.cluster.engines)
+
+    @staticmethod
+    def _ends(engine: Engine) -> bool:
+        """Is its process over, though the system may be still taking its threads away and not yet say how it ended?"""
+        return engine.host == host() and not alive([engine.pid, engine.created])
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong although the engines live, in a sentence; or nothing."""
+        if not self.cluster.ready or self.cluster.closed or not (how := self.controller()):
+            return ""
+        return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
+
+    def death(self, rank: int) -> str | None:
+        """How the engine of `rank` ended, in words; None while it lives."""
+        engine = self.cluster.engines[rank]
+        how = self._death(engine)
+        if how and engine.id in self.cluster.client.ids:  # no nanny tells the controller, and nobody shall wait for it
+            self.tell_controller(engine)
+        return how
+
+    def tell_controller(self, engine: Engine) -> None:
+        """Tells the controller, once, that this engine has ended."""
+        client = self.cluster.client
+        with self._telling:
+            if engine.id not in self._told:
+                client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
+                self._told.add(engine.id)
+
+    def _death(self, engine: Engine) -> str | None:
+        if child := self._child(f"engine {engine.id}"):
+            if (code := child.poll()) is None:
+                return None
+            return f"(pid {engine.pid}) ended with {code_in_words(code)}{self._why(engine.pid, code)}"
+        if engine.host == host():
+            if alive([engine.pid, engine.created]):
+                return None
+            return f"(pid {engine.pid}) is gone{self._why(engine.pid)}"
+        return None if engine.id in self.cluster.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
+
+    def _why(self, pid: int, code: int | None = None) -> str:
+        words = self.scarcity.words(pid, code)
+        return f": {words}" if words else ""
+
+    def begin(self) -> None:
+        """A run begins: for lack of what an engine ends from now on is told by what the system counts from now on."""
+        self.scarcity.look(engine.pid for engine in self.cluster.engines if engine.host == host())
+
+    def controller(self) -> str | None:
+        """How the controller ended, in words; None while it lives."""
+        if child := self._child("controller"):
+            return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
+        known = next((p for p in self.cluster.place.state.get("processes", []) if p[2] == "controller"), None)
+        if known is None:
+            return None if self._knock() else "does not answer any more"
+        return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
+
+    def _child(self, what: str) -> subprocess.Popen[bytes] | Forked | None:
+        """A process that this very one started, or had forked: only of those it is known how they ended."""
+        child = self.cluster.owned.started.get(what) if self.cluster.owned else None
+        return None if isinstance(child, Forked) and child.unheard else child
+
+    def _knock(self) -> bool:
+        """Whether somebody listens where another's controller did; a refusal alone counts as nobody."""
+        if time.monotonic() - self._knocked > KNOCK:
+            self._knocked = time.monotonic()
+            url = str(self.cluster.client._config["registration"])
+            address, _, port = url.split("//")[-1].rpartition(":")
+            self._answers = True
+            with contextlib.suppress(OSError, ValueError):
+                try:
+                    socket.create_connection((address, int(port)), timeout=0.5).close()
+                except ConnectionRefusedError:
+                    self._answers = False
+        return self._answers
+
+    def give_up(self, ranks: Iterable[int]) -> list[int]:
+        """These ranks will not leave their run: no other is begun on their engines, and those of this lab are ended.
+
+        Returns the ranks whose engines were ended.
+        """
+        late = list(ranks)
+        self.cluster.stuck |= bool(late)
+        return [rank for rank in late if self._end(self.cluster.engines[rank])]
+
+    def mine(self, engine: Engine) -> bool:
+        """Did this lab start the engine, here, so that it may be signalled? And does it live?"""
+        noted = self.cluster.place.state.get("processes", [])
+        own = engine.host == host() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
+        return own and alive([engine.pid, engine.created])
+
+    def send(self, rank: int, what: int) -> bool:
+        """Sends a signal to the engine of `rank`, where it is this lab's own; whether it was sent."""
+        engine = self.cluster.engines[rank]
+        if not self.mine(engine):
+            return False
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(engine.pid).send_signal(what)
+            return True
+        return False
+
+    def send_later(self, rank: int, what: int, seconds: float) -> None:
+        """Sends a signal to the engine of `rank` after so many seconds, unless the cluster is left alone before."""
+
+        def wait() -> None:
+            if not self._over.wait(seconds):
+                self.send(rank, what)
+
+        threading.Thread(target=wait, name=f"grace of rank {rank}", daemon=True).start()
+
+    def stopped(self, rank: int) -> str:
+        """That the system has stopped the process of `rank`, in words; "" where it has not, or nobody here knows."""
+        engine = self.cluster.engines[rank]
+        if engine.host == host():
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(engine.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    return f"its process (pid {engine.pid}) is stopped, as SIGSTOP stops one"
+        return ""
+
+    def end(self, rank: int) -> bool:
+        """Ends the engine of `rank` and what it has started, where it is this lab's own; whether it is gone."""
+        return self._end(self.cluster.engines[rank])
+
+    def retire(self, engines: Collection[Engine]) -> None:
+        """Ends engines that are no ranks any more, and what they have started; in order, if that takes no second."""
+        children = []
+        for engine in engines:
+            with contextlib.suppress(psutil.Error):
+                if self.mine(engine):
+                    process = psutil.Process(engine.pid)
+                    children += process.children(recursive=True)
+                    process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + ASKED
+        while time.monotonic() < until and not all(self._death(engine) for engine in engines):
+            time.sleep(SHORTLY)
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        for engine in engines:
+            self._end(engine)
+            self.tell_controller(engine)
+            self.cluster.place.drop_process(engine.pid)
+
+    def _end(self, engine: Engine) -> bool:
+        if not self.mine(engine):
+            return False
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(engine.pid)
+            every = [process, *process.children(recursive=True)]
+            for one in every:
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+            if child := self._child(f"engine {engine.id}"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(ENDING)  # who else waited for it would take away how it ended
+            else:
+                process.wait(ENDING)
+        return self._death(engine) is not None

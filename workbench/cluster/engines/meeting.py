@@ -1,0 +1,148 @@
+"""Engines become ranks of a lab: they are asked what they are, checked, and given what they need to serve it.
+
+Also those that a lab starts later, for more ranks than it had or in the place of ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workbench.cluster.engines import worker
+from workbench.cluster.engines.engines import Engine, check_versions, devices, probe, spans_hosts
+from workbench.cluster.processes.fork_server import Forked
+from workbench.cluster.processes.logs import code_in_words, log_tail
+from workbench.cluster.processes.place import ClusterError, host, this_process
+from workbench.cluster.processes.usual import engines, timed
+from workbench.cluster.processes.whole import whole
+from workbench.experiment.given import MAX_RANKS
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+
+COME_UP = 60.0  # seconds that an engine has to come up
+LOOK = 0.05  # seconds between two looks
+
+
+def meet(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
+    """The engines with these ipyparallel ids, as `ranks`, or as the ranks that come after those that there are.
+
+    Raises ClusterError or KnobError where they cannot train together with this kernel and with each other.
+    """
+    first = len(cluster.engines)
+    ranks = ranks or range(first, first + len(ids))
+    probed = probe(cluster.client, list(ids), cluster.controller())
+    found = [replace(e, rank=rank) for e, rank in zip(probed, ranks, strict=True)]
+    check_versions(found)
+    kept = [e for e in cluster.engines if e.rank not in ranks]
+    places, kind = devices(sorted([*kept, *found], key=lambda e: e.rank), cluster.device)
+    if kept and kind != cluster.kind:
+        raise ClusterError(f"{found[0]} would have to share a GPU, and ranks of one run talk over {cluster.kind}")
+    spans = spans_hosts([*kept, *found])
+    setup = {
+        "lab": cluster.place.path.name, "place": str(cluster.place.path), "client": cluster.keys.public,
+        "owner": this_process(), "host": host(),
+        "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans,
+    }  # fmt: skip
+    open_: list[Engine] = []
+    for engine in found:
+        reach = engine.reach if spans else "127.0.0.1"
+        at = cluster.call(engine.id, worker.open_bench, {**setup, "reach": reach})
+        open_.append(replace(engine, rows=at["rows"], line=at["line"]))
+    cluster.devices, cluster.kind = places, kind
+    return open_
+
+
+def join(cluster: Cluster, engine: Engine) -> int:
+    """One more rank, which is returned, of an engine that is one already: it was left behind, and is free again."""
+    again = replace(engine, rank=len(cluster.engines))
+    cluster.line.reach(again.rank, again.line)
+    cluster.devices = [*cluster.devices, cluster.devices[engine.rank]]
+    cluster.engines.append(again)
+    cluster.note_engines()
+    return again.rank
+
+
+def cannot_start(cluster: Cluster, count: int) -> str:
+    """Why `count` more engines cannot be started, in words; "" where they can."""
+    if cluster.owned is None or cluster.guest:
+        return "another has started its engines"
+    if how := cluster.health.controller():
+        return f"the controller {how}"
+    room = MAX_RANKS - len(cluster.engines)
+    return f"a lab has at most {MAX_RANKS} engines, the lost ones among them" if count > room else ""
+
+
+def start_more(cluster: Cluster, count: int) -> list[int]:
+    """Starts `count` engines more on this machine; their ranks. It takes some seconds, nearly all of them imports.
+
+    Raises ClusterError if they do not come up; then none of them stays.
+    """
+    with cluster.starting:
+        return _started(cluster, count)
+
+
+def _started(cluster: Cluster, count: int) -> list[int]:
+    assert cluster.owned is not None
+    first = cluster.owned.next_engine
+    numbers, joined = list(range(first, first + count)), list[int]()
+    try:
+        with timed(engines(count, " more")) as work:
+            for number in numbers:
+                cluster.owned.start_engine(number)
+            wait_for_engines(cluster, numbers, work.tell)
+            found = meet(cluster, numbers)
+        with whole():
+            joined += [_joined(cluster, engine) for engine in found]
+            cluster.note_engines()
+    except BaseException:  # an interrupt, too: nobody else knows them
+        for number in numbers if not joined else ():
+            cluster.owned.dismiss(number)
+        raise
+    return joined
+
+
+def _joined(cluster: Cluster, engine: Engine) -> int:
+    cluster.line.reach(engine.rank, engine.line)
+    assert cluster.relay is not None
+    cluster.relay.reach(engine.rows)
+    cluster.engines.append(engine)
+    return engine.rank
+
+
+def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine]:
+    """Gives ranks other engines; those that they had. numbers: by rank the ipyparallel id of its new engine."""
+    found = meet(cluster, list(numbers.values()), list(numbers))
+    before = [cluster.engines[rank] for rank in numbers]
+    assert cluster.relay is not None
+    with whole():
+        for old, engine in zip(before, found, strict=True):
+            cluster.relay.leave(old.rows)
+            cluster.relay.reach(engine.rows)
+            for same in [e.rank for e in cluster.engines if e.process == old.process]:
+                cluster.line.reach(same, engine.line)
+                cluster.engines[same] = replace(engine, rank=same)
+        cluster.note_engines()
+    return before
+
+
+def wait_for_engines(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
+    """Waits until engines that were started with these numbers are up. Raises ClusterError if they do not come up."""
+    assert cluster.owned is not None
+    until = time.monotonic() + COME_UP
+    while not set(numbers) <= set(cluster.client.ids):
+        for number in numbers:
+            engine = cluster.owned.started[f"engine {number}"]
+            if (code := engine.poll()) is not None or (isinstance(engine, Forked) and engine.lost):
+                tail = log_tail(cluster.place, f"engine {number}")
+                raise ClusterError(f"engine {number} ended with {code_in_words(code)} before it was up.{tail}")
+        if cluster.closed:
+            raise ClusterError("the lab was closed while an engine came up")
+        if time.monotonic() > until:
+            raise ClusterError(f"engines {list(numbers)} were not up within {COME_UP:g} s")
+        tell()
+        time.sleep(LOOK)

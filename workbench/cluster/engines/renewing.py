@@ -1,0 +1,146 @@
+"""Replaces engines whose earlier runs would change a later run.
+
+After a loop of its own (a script, or a function) the lab replaces the ranks' engines. It starts the new engines while
+the run still trains. Before such a loop begins, the lab also replaces engines that have run anything else.
+Engines that this lab did not start restart themselves: see `anew`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.cluster.engines import worker
+from workbench.cluster.engines.engines import Engine, probe
+from workbench.cluster.engines.meeting import COME_UP, cannot_start, replace_engines, wait_for_engines
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.usual import engines, timed
+from workbench.settings.said import text_of
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+    from workbench.cluster.run.live import Live
+
+REST = 0.3  # seconds after a run in which a lab may be closed before its engines are replaced
+LOOK = 0.05  # seconds between two looks
+SILENT = 10.0  # seconds that engines have to report their earlier runs
+
+
+class Renewal:
+    """Replaces engines of a cluster.
+
+    ahead:   start new engines while a loop of its own still trains? Not where no other run follows
+    trouble: why engines were not replaced, in words; "" if they were
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.ahead, self.trouble = cluster, True, ""
+        self.over = threading.Event()
+        self._ready: list[int] = []  # ipyparallel ids of engines that are up and hold no rank
+        self._lock = threading.Lock()
+
+    def follow(self, live: Live) -> None:
+        """A loop of its own has begun: its engines are replaced at its end, on a thread of their own."""
+        if not self.cluster.guest:
+            threading.Thread(target=self._follow, args=(live,), name="engine renewal", daemon=True).start()
+
+    def _follow(self, live: Live) -> None:
+        try:
+            while not (live.step or live.over.wait(LOOK)):  # with its first step it has loaded what it needs
+                continue
+            if self.ahead and self.cluster.owned is not None and not live.over.is_set():
+                with self._lock:
+                    self._start(len(live.ranks))
+            live.over.wait()
+            if not self.over.wait(REST):
+                self.replace_used(live.ranks, leads=False)
+        except Exception as error:
+            if not self.over.is_set():
+                self.trouble = f"engines that have run a loop of their own are not replaced yet: {text_of(error)}"
+
+    def replace_used(self, ranks: Sequence[int], leads: bool) -> None:
+        """Replaces the engines of `ranks` that the next run must not have.
+
+        leads: is the next run a loop of its own, which needs processes that have run nothing?
+        Raises ClusterError if there are no others.
+        """
+        with self._lock:
+            if used := self._used(ranks, leads):
+                self._replace(used)
+            self.trouble = ""
+
+    def _used(self, ranks: Sequence[int], leads: bool) -> list[int]:
+        """Those of `ranks` that are free and have run what the next run must not meet."""
+        said, silent, until = dict[int, dict[str, Any]](), set(ranks), time.monotonic() + SILENT
+        while silent and time.monotonic() < until:
+            answers = self.cluster.line.ask_all("status", timeout=1.0, ranks=silent)
+            said |= {rank: answer for rank, answer in answers.items() if isinstance(answer, dict)}
+            silent = {rank for rank in ranks if rank not in said and not self.cluster.death(rank)}
+        free = {rank: answer["runs"] for rank, answer in sorted(said.items()) if answer["over"]}
+        return [rank for rank, runs in free.items() if "loop" in runs or (leads and runs)]
+
+    def _replace(self, ranks: list[int]) -> None:
+        cluster = self.cluster
+        if cluster.guest:
+            raise ClusterError(
+                f"the engines of ranks {ranks} have had a run before, and only the kernel that owns lab "
+                f"{cluster.name!r} can replace them; run there, or in a lab of your own: Lab(name='mine')"
+            )
+        with cluster.starting:
+            if cluster.owned is None:
+                with cluster.restarting():
+                    replace_engines(cluster, dict(zip(ranks, self._restarted(ranks), strict=True)))
+                return
+            self._start(len(ranks))
+            old = replace_engines(cluster, dict(zip(ranks, self._ready[: len(ranks)], strict=True)))
+            del self._ready[: len(ranks)]
+        threading.Thread(target=cluster.health.retire, args=(old,), name="engine end", daemon=True).start()
+
+    def _start(self, count: int) -> None:
+        """Starts engines on this machine until `count` are up that hold no rank."""
+        cluster, owned = self.cluster, self.cluster.owned
+        assert owned is not None
+        self._ready = [number for number in self._ready if owned.started[f"engine {number}"].poll() is None]
+        if (missing := count - len(self._ready)) <= 0:
+            return
+        if why := cannot_start(cluster, 0):
+            raise ClusterError(f"engines cannot be replaced: {why}")
+        first = owned.next_engine
+        numbers = list(range(first, first + missing))
+        try:
+            with timed(engines(missing, " more")) as work:
+                for number in numbers:
+                    owned.start_engine(number)
+                wait_for_engines(cluster, numbers, work.tell)
+        except BaseException:
+            for number in numbers:
+                owned.dismiss(number)
+            raise
+        self._ready += numbers
+
+    def _restarted(self, ranks: Collection[int]) -> list[int]:
+        """Restarts engines that this lab did not start. Returns their new ipyparallel ids, in the order of `ranks`."""
+        cluster = self.cluster
+        old, known = [cluster.engines[rank] for rank in ranks], set(cluster.client.ids)
+        with timed(engines(len(old), " more")) as work:
+            for engine in old:
+                cluster.call(engine.id, worker.restart, cluster.place.path.name, timeout=10)
+                cluster.health.tell_controller(engine)
+            found, until = dict[tuple[str, int], int](), time.monotonic() + COME_UP
+            while not all((engine.host, engine.pid) in found for engine in old):
+                if self.over.wait(LOOK) or time.monotonic() > until:
+                    raise ClusterError(_missing([e for e in old if (e.host, e.pid) not in found]))
+                for number in set(cluster.client.ids) - known:
+                    known.add(number)
+                    (came,) = probe(cluster.client, [number], cluster.controller(), timeout=COME_UP)
+                    found[came.host, came.pid] = number
+                work.tell()
+        return [found[engine.host, engine.pid] for engine in old]
+
+
+def _missing(late: Sequence[Engine]) -> str:
+    named = ", ".join(map(str, late))
+    return (f"{named} had to start anew after a loop of its own and did not come up within {COME_UP:g} s; see its log, "
+            f"or start engines again and make the lab anew")  # fmt: skip

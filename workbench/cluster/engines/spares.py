@@ -1,0 +1,84 @@
+"""Spare engines: started and warmed up before anybody needs them, so that who replaces a rank begins at once.
+
+An engine is spare that lives and that the run under way has not used. As soon as there are fewer than were asked for,
+others are started behind those that were taken.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from workbench.cluster.engines import worker
+from workbench.cluster.engines.meeting import cannot_start, start_more
+from workbench.cluster.processes.steady import Steady
+from workbench.settings.said import text_of
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+
+LOOK = 0.5  # seconds between two looks
+QUIET = 3.0  # seconds that one who comes in has the cores to itself, before another is started behind it
+TRIES = 3  # engines that may end unused, or not come up, before no more are started
+WARM = 120.0  # seconds that an engine may take to load what a rank needs
+
+
+class Spares:
+    """Keeps `count` engines of a cluster warm beside those that are in use.
+
+    used: ranks whose engines a run has, or had; trouble: why there are fewer than asked for, in words
+    """
+
+    def __init__(self, cluster: Cluster, count: int) -> None:
+        self.cluster, self.count = cluster, count
+        self.used: Callable[[], Collection[int]] = lambda: range(cluster.ranks)
+        self.trouble = ""
+        self.warm: set[int] = set()
+        self.over = threading.Event()
+        self._lacking: float | None = None  # since when there are too few
+        self._failed = 0
+
+    def start(self) -> None:
+        """From now on; the cluster is up."""
+        if self.count:
+            Steady("spare engines", self._look, self.over).start()
+
+    def there(self) -> list[int]:
+        """The ranks of the engines that are idle."""
+        used, cluster = self.used(), self.cluster
+        busy = {e.process for e in cluster.engines if e.rank in used}
+        return [e.rank for e in cluster.engines if e.process not in busy and not cluster.death(e.rank)]
+
+    def _look(self) -> None:
+        lost = {rank for rank in self.warm if rank not in self.used() and self.cluster.death(rank)}
+        self._failed, self.warm = self._failed + len(lost), self.warm - lost
+        missing = self.count - len(self.there())
+        if missing <= 0:
+            self._lacking = None
+        elif self._failed >= TRIES:
+            self._say(f"{self._failed} of them ended before they were needed, or did not come up")
+        elif self._lacking is None:
+            self._lacking = time.monotonic()
+        elif not self.warm or time.monotonic() - self._lacking > QUIET:
+            self._add(missing)
+        self.over.wait(LOOK)
+
+    def _add(self, missing: int) -> None:
+        if why := cannot_start(self.cluster, missing):
+            return self._say(why)
+        try:
+            for rank in start_more(self.cluster, missing):
+                self.cluster.call(self.cluster.engines[rank].id, worker.warm, timeout=WARM)
+                self.warm.add(rank)
+        except Exception as error:
+            self._failed += 1
+            if not self.cluster.closed:
+                self._say(text_of(error))
+            return
+        self.trouble = ""
+
+    def _say(self, why: str) -> None:
+        there = len(self.there())
+        self.trouble = f"spare={self.count}: {there} spare engines are there, and no more are started: {why}"

@@ -1,0 +1,263 @@
+"""The engine's end: holds its rank's session, publishes its rows and answers the line.
+
+The functions below are called over ipyparallel, before a run. While one goes on everything passes through
+the engine's own two sockets, so that `%%px` may keep the engine's main thread busy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import zmq
+
+from workbench.cluster.engines import anew
+from workbench.cluster.engines.answers import Answers
+from workbench.cluster.engines.preempting import Notice
+from workbench.cluster.processes.place import alive, host
+from workbench.cluster.processes.steady import Steady
+from workbench.cluster.transport.capture import Capture
+from workbench.cluster.transport.keys import Keys, admit
+from workbench.cluster.transport.wire import Batch, encode
+from workbench.settings.said import said, speaks, traceback_of
+
+SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
+
+_bench: Bench | None = None
+
+
+def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
+    """Opens this engine's sockets for one lab; returns their addresses. Refuses while it trains for another."""
+    global _bench
+    if _bench and _bench.busy and _bench.lab != setup["lab"]:
+        raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
+    if _bench:
+        _bench.close()
+    sys.path += [p for p in setup["paths"] if p not in sys.path and os.path.isdir(p)]
+    _bench = Bench(setup)
+    return {"rows": _bench.rows_at, "line": _bench.line_at}
+
+
+def host_store(session: str, where: str) -> tuple[str, int]:
+    """The meeting point of the lab's ranks, kept on this engine; returns its address."""
+    return _opened().host_store(session, where)
+
+
+def begin(job: dict[str, Any], blob: bytes) -> str:
+    """Builds this rank's session of what is pickled in `blob` and starts it; returns where it spools."""
+    try:
+        return _opened().begin(job, blob)
+    except BaseException as error:
+        if speaks(error):
+            raise
+        raise RuntimeError(said(error)) from None  # ipyparallel asks an error for its words as it is
+
+
+def warm() -> None:
+    """Loads all that a rank needs and an engine has not loaded yet, before one is wanted here."""
+    importlib.import_module("workbench.engine.rank.session")
+
+
+def restart(lab: str) -> None:
+    """Has this engine start anew, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
+    if _bench is None or _bench.lab != lab or _bench.busy:
+        raise RuntimeError("this engine serves another lab, or trains")
+    anew.refuse_restart()
+    close_bench()
+    anew.restart_soon()
+
+
+def _opened() -> Bench:
+    if _bench is None:
+        raise RuntimeError("this engine was not opened for a lab")
+    return _bench
+
+
+def close_bench() -> None:
+    """Ends what this engine does for a lab and closes its sockets; the engine itself stays."""
+    global _bench
+    if _bench:
+        _bench.close()
+    _bench = None
+
+
+def _load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Bench(Answers):
+    """One engine's place in a lab: its two sockets, and the session of its rank while one runs."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.lab = setup["lab"]
+        self.owner, self.home = setup["owner"], setup["host"]
+        self.session: Any = None
+        self.job: dict[str, Any] = {}
+        self.blob = b""
+        self.secret = ""  # of the run that begins next
+        self.store: Any = None
+        self.sent: dict[str, int] = {}
+        self.where = Path()
+        self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
+        self.heard = time.monotonic()
+        self.told_over = False  # has the kernel been told that the session is over?
+        self.trouble = ""  # what a look of the line raised last; told with every status
+        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): told to leave before it began
+        self._life = threading.Lock()  # held while a session takes another's place, or heeds an order
+        self._context = zmq.Context()
+        keys = Keys.new()
+        self._doorkeeper = admit(setup["client"], self._context)
+        self._rows, self.rows_at = self._bind(zmq.PUB, keys, setup)
+        self._line, self.line_at = self._bind(zmq.ROUTER, keys, setup)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._notice = Notice(self, Path(setup["place"]))
+        self._notice.listen()
+        self._capture = Capture("rank ", self._log).__enter__()
+        self._thread = Steady("line", self._look, self._closing, self.stumbled, lambda: self._line.close(0)).start()
+
+    def _bind(self, kind: int, keys: Keys, setup: dict[str, Any]) -> tuple[Any, str]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = 5_000
+        keys.lock(socket)
+        port = socket.bind_to_random_port(f"tcp://{'*' if setup['spans_hosts'] else '127.0.0.1'}")
+        return socket, f"tcp://{setup['reach']}:{port} {keys.public}"
+
+    @property
+    def busy(self) -> bool:
+        return self.session is not None and not self.session.join(0)
+
+    # -- a run
+
+    def host_store(self, session: str, where: str) -> tuple[str, int]:
+        if self.store is None:
+            self.store = _load(session).host_store(where)
+        return str(self.store[1]), int(self.store[2])
+
+    def begin(self, job: dict[str, Any], blob: bytes) -> str:
+        if self.busy:
+            self.session.abort()
+            if not self.session.join(5.0):
+                raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
+        anew.refuse_second_loop()
+        where = Path(job["run_dir"])
+        if not (where / "run.json").exists():  # another host: the kernel fetches the rows from here
+            where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
+        experiment, changes, learned = cloudpickle.loads(blob)
+        session = _load(job["session"])(
+            experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
+            run_dir=where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
+            kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
+            **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
+        )  # fmt: skip
+        with self._life:
+            self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
+            anew.note_run(bool(job.get("leads")))
+            self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
+            if (job["generation"], job["rank"]) in self._dismissed:
+                session.abort()
+            self._dismissed = {life for life in self._dismissed if life[0] == job["generation"]}
+        _show_in_cells("workbench_session", session)
+        try:
+            session.start()
+        except BaseException:
+            self.session = None  # one that never started would be waited for
+            raise
+        return str(where)
+
+    def push(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
+        """Publishes rows in one message; where nobody listens they are dropped here and stay on disk."""
+        frames = []
+        for kind, seq, columns in new:
+            batch = Batch(self.job["generation"], kind, self.job["rank"], seq, columns)
+            self.sent[kind] = seq + len(batch)
+            frames += encode(batch)
+        with self._lock:
+            if not self._rows.closed:
+                self._rows.send_multipart(frames)
+
+    def _log(self, stream: str, text: str) -> None:
+        if self.session is not None:
+            self.session.mark("log", {"stream": stream, "text": text})
+
+    # -- the line
+
+    def _look(self) -> None:
+        if self._line.poll(200):
+            who, head, blob = self._line.recv_multipart()
+            self.heard = time.monotonic()
+            self._line.send_multipart([who, *self._reply(json.loads(head), blob)])
+        elif self.busy and self.abandoned():
+            self.session.abort()
+
+    def stumbled(self, error: BaseException) -> None:
+        """A look of the line failed: into the engine's log file, the next status and the record."""
+        text = traceback_of(error)
+        print(text, file=sys.__stderr__, flush=True)
+        self.trouble = said(error)
+        self._log("stderr", f"the engine's line: {text}")
+
+    def _reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
+        answer: dict[str, Any] = {"number": ask.pop("number")}
+        out, of, what = b"", ask.pop("of", None), ask.pop("what")
+        try:
+            value = self._heeded(what, of, blob, ask) if of else getattr(self, f"on_{what}")(blob=blob, **ask)
+            if isinstance(value, bytes):
+                out = value
+            else:
+                answer["value"] = value
+        except BaseException as error:  # a class from a cell may do anything while it is unpickled
+            answer["error"] = said(error)
+        return [json.dumps(answer, default=str).encode(), out]
+
+    def _heeded(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
+        """An order to these ranks of a run: it is nothing to a session that this engine had before, or has since.
+
+        Who is told to leave before it has begun leaves as it begins, for a session comes past the controller, where it
+        may be overtaken.
+        """
+        generation, ranks = of
+        with self._life:
+            if self.job.get("generation") == generation and self.job["rank"] in ranks:
+                return getattr(self, f"on_{what}")(blob=blob, **ask)
+            if what == "abort":
+                self._dismissed |= {(generation, rank) for rank in ranks}
+
+    def abandoned(self) -> bool:
+        """Whether the lab's kernel is gone without having detached."""
+        if self.owner is None:
+            return False
+        if self.home == host():
+            return not alive(self.owner)
+        return time.monotonic() - self.heard > SILENCE
+
+    def close(self) -> None:
+        if self.busy:
+            self.session.abort()
+            self.session.join(5.0)
+        self._notice.forget()
+        self._closing.set()
+        self._thread.join(2.0)
+        self._capture.__exit__()
+        with self._lock:
+            self._rows.close(0)
+        self._doorkeeper.stop()
+        self._context.destroy(0)
+
+
+def _show_in_cells(name: str, value: Any) -> None:
+    """Makes `value` known to `%%px` cells."""
+    from ipyparallel.engine.app import IPEngine
+
+    if IPEngine.initialized():
+        IPEngine.instance().kernel.shell.user_ns[name] = value

@@ -1,0 +1,231 @@
+"""What of a run under way wants a person's attention: ranks that stand still, and (`Recording`) its record.
+
+It is fed what comes from the ranks anyway (rows, marks, answers) and keeps the sentences about it up to date among the
+run's notes: one that is no longer so is replaced by what became of it. It asks nobody and ends nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from workbench.cluster.observe.recording import Recording
+from workbench.cluster.observe.silence import FIRST, GLANCE, TIMES, Seen, Verdict, named, patience, verdict
+from workbench.record.run import Run
+from workbench.record.timeline import Rows
+
+GAP = 5.0  # seconds between two looks after which it is this kernel that stood still
+SLEPT = 2.0  # seconds that a machine sleeps and that are worth a word
+SURE = 2.0  # seconds without a word after which the system is asked about a process
+STEPS = 20  # the last steps, of all ranks, by which their usual length is taken
+
+
+def slept() -> float:
+    """Seconds that this machine has slept so far, where the system tells (Linux); else 0."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.clock_gettime(boot) - time.monotonic() if boot is not None else 0.0
+
+
+class Attention:
+    """One run's. `holdup` is what holds it up right now, in words; "" for nothing.
+
+    hang_after: seconds without a move after which a rank hangs; 0: by what steps usually take
+    process:    what the system says of a rank's process, in words
+    between:    asked who is to blame where all ranks wait
+    hangs:      told of a silence once a second while it lasts, and whether it is a new one
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        ranks: Collection[int],
+        notes: list[str],
+        clock: Callable[[], float] = time.monotonic,
+        asleep: Callable[[], float] = slept,
+    ) -> None:
+        self.run, self.ranks, self.notes = run, ranks, notes
+        self.clock, self.asleep = clock, asleep
+        self.hang_after: Callable[[], float] = lambda: 0.0
+        self.process: Callable[[int], str] = lambda rank: ""
+        self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
+        self.between: Callable[[Verdict], Verdict] = lambda found: found
+        self.holdup = ""
+        self.table: dict[int, Seen] = {}  # where every rank was when they were looked at last
+        self._base = self._looked = clock()  # nothing that was before `_base` counts as silence
+        self._gap = (0.0, float("-inf"))  # the last time that this kernel stood still: seconds, and when it ended
+        self._slept = asleep()
+        self._word: dict[int, float] = {}  # when a rank was heard last
+        self._moved: dict[int, float] = {}  # when its last span came
+        self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
+        self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name of the newest span, and when it came
+        self._lengths: deque[float] = deque(maxlen=STEPS)
+        self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of a rank's last operations, by name
+        self._evaluation = 0.0  # the longest so far, in seconds
+        self._said: dict[Any, str] = {}
+        self._episode: tuple[tuple[int, ...], Verdict] | None = None
+        self._lock = threading.Lock()
+        self.recording = Recording(run, self._say)
+
+    def begun(self) -> None:
+        """The ranks are there; what passed until then is nobody's silence, nor did this kernel stand still."""
+        self._base = self._looked = self.clock()
+        self._slept = self.asleep()
+
+    # -- what comes from the ranks
+
+    def row(self, kind: str, rank: int, columns: dict[str, Any]) -> None:
+        """Rows of a rank have come."""
+        now = self._word[rank] = self.clock()
+        if kind != "spans" or not len(columns["rank"]):
+            return
+        self._moved[rank] = now
+        lanes, names, t0, t1 = texts(columns["lane"]), texts(columns["name"]), columns["t0"], columns["t1"]
+        for i, lane in enumerate(lanes):
+            seconds = float(t1[i] - t0[i])
+            if lane == "step":
+                self._lengths.append(seconds)
+            elif lane == "eval":
+                self._evaluation = max(self._evaluation, seconds)
+            if lane in ("compute", "eval"):
+                self._took.setdefault((rank, names[i]), deque(maxlen=STEPS)).append(seconds)
+        self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
+
+    def known(self, spans: Rows) -> None:
+        """The record says where ranks were last: for a kernel that attaches, who may find some gone."""
+        ranks, back = np.unique(spans.rank[::-1], return_index=True)
+        last = spans[len(spans) - 1 - back]
+        for rank, step, lane, name in zip(ranks, last.step, last.lane, last.name, strict=True):
+            self._row[int(rank)] = int(step), str(lane), str(name), float("-inf")
+
+    def heard(self, rank: int, answer: dict[str, Any]) -> None:
+        """A rank has answered what it is asked all the time: where it is."""
+        now = self._word[rank] = self.clock()
+        self._answers[rank] = now, answer
+        self.recording.heard(rank, int(answer.get("lost", 0)))
+
+    def mark(self, rank: int, step: int, name: str, detail: dict[str, Any]) -> None:
+        """A rank has written down that it, or its record, stood still."""
+        if name == "stood still":
+            seconds = float(detail["seconds"])
+            if detail.get("machine") or self._stood(seconds):
+                word = "slept" if detail.get("machine") else "stood still"
+                return self._say("machine", f"this machine {word} for {seconds:.0f} s, this kernel and its ranks alike")
+            self._say((rank,), f"rank {rank} {detail['text']} (step {step})")
+        elif name == "spool":
+            self.recording.mark(rank, detail)
+
+    def _stood(self, seconds: float) -> bool:
+        """Whether this kernel missed the same time, a moment ago or still."""
+        missed, ended = self._gap
+        now = self.clock()
+        return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * GAP)
+
+    # -- what follows from it
+
+    def look(self, state: str, over: Collection[int] = ()) -> None:
+        """Asks who stands still. To be called about once a second while the ranks are asked."""
+        self._time()
+        self.recording.look()
+        table = self._table(over) if state in ("starting", "running") else {}
+        usual = self._usual(table)
+        limit = max(self.hang_after(), 0.0 if usual is not None and self.hang_after() else patience(usual))
+        table = self.table = {rank: self._known(rank, seen, limit) for rank, seen in table.items()}
+        if state not in ("starting", "running"):
+            self._base, self._episode, self.holdup = self.clock(), None, ""
+        if not table:
+            return
+        found = verdict(table, limit)
+        if found and all(seen.waits for seen in table.values()):
+            found = self.between(found)
+        glance = found or verdict(table, GLANCE * limit)
+        self.holdup = glance.text if glance else ""
+        self._follow(found)
+
+    def _time(self) -> None:
+        """Time in which this kernel, or the whole machine, stood still is nobody's silence."""
+        now, asleep = self.clock(), self.asleep()
+        gap, nap, self._looked, self._slept = now - self._looked, asleep - self._slept, now, asleep
+        if nap > SLEPT:
+            self._say("machine", f"this machine slept for {nap:.0f} s, this kernel and its ranks alike")
+        if gap > GAP:
+            self._gap = gap, now
+        if gap > GAP or nap > SLEPT:
+            self._base = now
+
+    def _table(self, over: Collection[int]) -> dict[int, Seen]:
+        now, table = self.clock(), {}
+        for rank in self.ranks:
+            if rank in over:
+                continue
+            at, answer = self._answers.get(rank, (self._base, {}))
+            still = 0.0 if answer.get("asleep") else answer.get("still", 0.0) + now - at
+            still = min(still, now - self._moved.get(rank, self._base), now - self._base)
+            mute = now - max(self._word.get(rank, self._base), self._base)
+            step, op = self.place(rank)
+            table[rank] = Seen(step, op, bool(answer.get("waits")), still, mute, own=bool(answer.get("own")))
+        return table
+
+    def _known(self, rank: int, seen: Seen, limit: float) -> Seen:
+        """The same, with what is known of it besides: how long it took in the same before, and its process."""
+        took = max(self._took.get((rank, seen.op), ()), default=0.0)
+        least = FIRST if seen.op == "evaluate" and not self._evaluation else TIMES * took
+        return seen._replace(times=max(1.0, least / limit), process=self.process(rank) if seen.mute > SURE else "")
+
+    def _usual(self, table: dict[int, Seen]) -> float | None:
+        """How long what the ranks are in usually takes."""
+        if self._evaluation and any(seen.op == "evaluate" for seen in table.values()):
+            return max(self._evaluation, *self._lengths, 0.0)
+        return statistics.median(self._lengths) if self._lengths else None
+
+    def _follow(self, found: Verdict | None) -> None:
+        """One note per silence, brought up to date while it lasts; then what became of it."""
+        if found:
+            self.hangs(found, self._episode is None)
+            key = self._episode[0] if self._episode else found.odd
+            self._say(key, found.text, fresh=self._episode is None)
+            self._episode = key, found
+        elif self._episode:
+            (key, was), self._episode = self._episode, None
+            if self._said.get(key) == was.text:  # else the rank itself has said more exactly what was
+                self._say(key, f"{named(was.odd)} stood still for {was.seconds:.0f} s and went on")
+
+    def place(self, rank: int) -> tuple[int, str]:
+        """(step, operation) of a rank by what came last from it, be it an answer or a row."""
+        at, answer = self._answers.get(rank, (float("-inf"), {}))
+        step, op = int(answer.get("step", 0)), str(answer.get("busy") or "")
+        if rank not in self._row:
+            return step, op
+        last, lane, name, came = self._row[rank]
+        ended = lane == "step"
+        if (last + ended, came) <= (step, at):
+            return step, op
+        return (last + 1, "") if ended else (last, f"after {name}")
+
+    def death(self, rank: int, how: str) -> dict[str, Any]:
+        """The error of a rank whose engine is gone, at the place where it was last."""
+        step, op = self.place(rank)
+        return {"rank": rank, "step": step, "op": op, "text": f"its engine {how}", "type": "EngineDied"}
+
+    def _say(self, key: Any, text: str, fresh: bool = True) -> None:
+        """Puts a sentence among the notes in place of what was said about the same; `fresh`: as the newest."""
+        with self._lock:
+            old = self._said.get(key)
+            self._said[key] = text
+            if old in self.notes:
+                at = self.notes.index(old)
+                if not fresh:
+                    self.notes[at] = text
+                    return
+                del self.notes[at]
+            self.notes.append(text)
+
+
+def texts(column: Any) -> list[str]:
+    """A column of text as it comes in a message, as texts."""
+    return [str(t) for t in (column.decode() if hasattr(column, "decode") else column)]

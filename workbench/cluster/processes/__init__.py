@@ -1,0 +1,1 @@
+"""processes: to be described."""

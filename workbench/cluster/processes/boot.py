@@ -1,0 +1,150 @@
+"""The first lines of every process that a lab starts: controller, engine, or the server that engines are forks of.
+
+Run as a script. An engine loads torch before it reports, so that "up" means ready; controller and engines watch for
+their owner, and end by themselves when that is gone and the guard has not come for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from workbench.cluster.processes.place import Place
+
+PATIENCE = 6.0  # seconds the guard has before a process ends itself
+DESCRIPTORS = 65_536  # that an engine may have open, where it may: soft limits of 1,024 were made for select()
+FEWER = (DESCRIPTORS, 10_240, 4_096)  # a Mac says that there is no limit, and has one
+COURTESY = 5  # engines step back for the notebook and the page, which draw what they do on the same cores
+
+
+def main(kind: str, file: str) -> None:
+    """Becomes one of them; the remaining arguments are ipyparallel's own."""
+    find_workbench()
+    import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
+
+    if kind == "engines":
+        from workbench.cluster.processes.fork_server import serve
+        return serve(partial(live, Path(file).parent))
+    if kind == "engine":
+        live(Path(file).parent)
+    keep_watch(Path(file).parent)
+    os.register_at_fork(after_in_child=follow)
+    from ipyparallel.controller.app import main as become
+    become()
+
+
+def live(place: Path) -> NoReturn:
+    """Lives as an engine of the lab that is kept in `place`."""
+    from workbench.cluster.processes.stacks import answering
+
+    keep_watch(place)
+    answering(place / "log")
+    import torch  # noqa: F401
+    from ipyparallel.engine.app import main as become
+
+    os.nice(COURTESY)
+    more_descriptors()
+    ends(become)
+
+
+def keep_watch(place: Path) -> None:
+    """Has a thread look for the owner of the lab from now on."""
+    from workbench.cluster.processes.place import Place
+
+    threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()
+
+
+def follow() -> None:
+    """Has a thread end this process, which was forked just now, once its parent is gone, whose threads are not here."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=look, name="parent watch", daemon=True).start()
+
+
+def ends(become: Callable[[], None]) -> NoReturn:
+    """Lives as an engine, and ends at once once that is over, whatever its threads are in.
+
+    An interpreter that ends in good order ends a rank's threads wherever they ask for it next; inside of torch no C++
+    frame lets that through, and the process aborts (SIGABRT). What is to be done at an exit is done before.
+    """
+    code: Any = 0
+    try:
+        become()
+    except SystemExit as left:
+        code = left.code
+    except RuntimeError as error:
+        code = 128 + signal.SIGTERM  # tornado says so of a loop that ipyparallel stops when it is told SIGTERM
+        if "Event loop stopped" not in str(error):
+            traceback.print_exc()
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def more_descriptors() -> None:
+    """As many as this user may have without asking: every wire of a rank has one for each peer."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in FEWER:
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if soft == resource.RLIM_INFINITY or soft >= most:
+            return
+        with contextlib.suppress(ValueError, OSError):
+            return resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def find_workbench() -> None:
+    """Makes `workbench` the one that this file belongs to, wherever it was started from."""
+    here = str(Path(__file__).resolve().parents[2])
+    sys.path.pop(0)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def watch(place: Place) -> None:
+    """Ends this process and its children once nobody owns the lab any more (detached is nobody's loss)."""
+    import psutil
+
+    from workbench.cluster.processes.place import alive
+
+    alone = 0.0
+    while alone < PATIENCE:
+        time.sleep(1.0)
+        state = place.read()
+        orphan = not state or (state["owner"] is not None and not alive(state["owner"]))
+        alone = alone + 1.0 if orphan else 0.0
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    kind, file = sys.argv[1:3]
+    sys.argv[1:3] = []
+    main(kind, file)

@@ -1,0 +1,290 @@
+"""The processes that a lab starts: one controller, one engine per rank, and the guard over them all.
+
+Each is written into the lab's state before anything else happens, and only those are ever signalled, by
+pid and create time. What the engines then say to each other is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workbench.cluster.processes.fork_server import QUIET, Forked, ForkServer, usable
+from workbench.cluster.processes.logs import code_in_words, log_file, log_tail
+from workbench.cluster.processes.place import ClusterError, Place, alive
+from workbench.cluster.processes.ports import listened, ports, taken
+
+_HERE = Path(__file__).parent
+FEW = {"MALLOC_ARENA_MAX": "2"}  # else each thread of a rank keeps what others freed: 40 MB after 500 live changes
+CONTROLLERS = 4  # that are started at most, where ports are taken away before they are bound
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface (lo, lo0)."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == "127.0.0.1" for a in addresses):
+            return name
+    return "lo"
+
+
+def start_guard(place: Place) -> subprocess.Popen[bytes]:
+    """A tiny process that ends the lab's processes once this one is gone; keep its stdin open."""
+    command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
+    command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
+    return _popen(place, "guard", command, subprocess.PIPE, {})
+
+
+_let_go: list[subprocess.Popen[bytes] | Forked] = []  # whose labs were detached
+
+
+class Processes:
+    """Controller and engines on this machine, as children of this process."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.started: dict[str, subprocess.Popen[bytes] | Forked] = {}
+        self._server: ForkServer | None = None
+        self._closed = False
+        self._controllers = 0  # started so far
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """From here on nothing is started: a process under way is noted first, so that none is forgotten."""
+        with self._lock:
+            self._closed = True
+
+    def reap(self) -> None:
+        """Waits for those that were ended, so that none stays a zombie."""
+        until = time.monotonic() + 5.0
+        for child in self.started.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what else a lab has is given back all the same
+                child.wait(max(until - time.monotonic(), 0.0))
+
+    def start(self, ranks: int) -> None:
+        """Starts everything at once: engines load torch while the controller comes up."""
+        self._lock_up()
+        self._start_controller()
+        for number in range(ranks):
+            self.start_engine(number)
+
+    def _start_controller(self) -> None:
+        """One that strikes no engine off because it stands still, within an hour: of dead ones `Health` tells it."""
+        self._spawn("controller", [
+            *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
+            "--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=18000",
+        ], {})  # fmt: skip
+        self._controllers += 1
+
+    @property
+    def _common(self) -> list[str]:
+        return [f"--profile-dir={self.place.path}", "--log-level=30"]
+
+    def start_engine(self, number: int) -> None:
+        """Starts one engine, whose ipyparallel id is `number`; as a fork, where that can be."""
+        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback(), **FEW}
+        arguments = [
+            *self._common, f"--file={self.introduction}", f"--IPEngine.id={number}", "--IPEngine.enable_nanny=False",
+            "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
+        ]  # fmt: skip
+        if usable():
+            self._fork(f"engine {number}", arguments, env)
+        else:
+            self._spawn(f"engine {number}", arguments, env)
+
+    @property
+    def next_engine(self) -> int:
+        """A number that no engine has had, whichever kernel started it."""
+        noted = [what.split() for what in [*self.started, *(p[2] for p in self.place.state.get("processes", []))]]
+        return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
+
+    def dismiss(self, number: int) -> None:
+        """Ends an engine that was to come and cannot."""
+        if child := self.started.get(f"engine {number}"):
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5 if child.pid else 0)  # one that is still to be forked is ended as it comes
+
+    def _lock_up(self) -> None:
+        """Has the controller encrypt its channels and sign what goes over them; no command line shows the key."""
+        config = self.place.path / "ipcontroller_config.py"
+        with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            key = secrets.token_hex(32).encode()
+            file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
+
+    def _spawn(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
+        """One process more. pipes: its input and output are this process's to write and read"""
+        command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
+        with self._lock:
+            self._refuse_closed()
+            child = _popen(self.place, what, command, subprocess.PIPE if pipes else subprocess.DEVNULL, env, pipes)
+            self.started[what] = child
+            self.place.add_process([child.pid, psutil.Process(child.pid).create_time()], what)
+        return child
+
+    def _fork(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
+        """One engine more, by the server, which is started where there is none."""
+        if self._server is None or self._server.over:
+            self._server = ForkServer(self._spawn("engines", [], {**env, **QUIET}, pipes=True), self._note)
+        with self._lock:
+            self._refuse_closed()
+            engine = self.started[what] = Forked(what)
+        self._server.fork(engine, arguments, log_file(self.place, what), env)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClusterError("the lab was closed while it came up")
+
+    def _note(self, what: str, process: list[float]) -> None:
+        with self._lock, contextlib.suppress(OSError):  # its directory may be gone
+            if not self._closed:  # else who ends the lab finds it as the server's child
+                self.place.add_process(process, what)
+
+    @property
+    def introduction(self) -> Path:
+        """The file that engines wait for, to learn where the controller is."""
+        return self.place.path / "engine.json"
+
+    def introduce(self) -> bool:
+        """Shows the engines where the controller is, once its files are whole (an engine would take half a file).
+
+        The controller chooses its ports, lets go of them and binds them later. One that somebody took meanwhile ends
+        it, or leaves it without one of its schedulers, and no engine ever comes up: another is started then.
+        """
+        written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
+        try:
+            texts = [file.read_text() for file in written]
+            asked = set[int]().union(*(ports(json.loads(text)) for text in texts))
+        except (OSError, ValueError):
+            asked = set()
+        if self._robbed(asked):
+            self._another_controller(written)
+            return False
+        if not asked or asked - listened(self.started["controller"].pid):
+            return False
+        draft = self.introduction.with_suffix(".draft")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(texts[1])
+        draft.replace(self.introduction)
+        return True
+
+    def _robbed(self, asked: set[int]) -> bool:
+        """Does the controller lack ports, of which others have one, or has it ended for want of one?"""
+        controller = self.started["controller"]
+        if controller.poll() is not None:
+            return "Address already in use" in log_tail(self.place, "controller")
+        others = [port for port in asked - listened(controller.pid) if taken(port)]
+        return bool(set(others) - listened(controller.pid))  # it may have bound some of them in between
+
+    def _another_controller(self, written: list[Path]) -> None:
+        if self._controllers == CONTROLLERS:
+            raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes")
+        controller = self.started["controller"]
+        if controller.poll() is None:
+            for child in psutil.Process(controller.pid).children(recursive=True):
+                child.kill()
+            controller.kill()
+            controller.wait(5)
+        for file in written:
+            file.unlink(missing_ok=True)
+        self._start_controller()
+
+    def note_children(self) -> None:
+        """Notes the controller's own children, so that they are found even when the controller is gone."""
+        noted = {p[0] for p in self.place.state["processes"]}
+        for child in psutil.Process(self.started["controller"].pid).children(recursive=True):
+            if child.pid not in noted:
+                self.place.add_process([child.pid, child.create_time()], "controller's child")
+
+    def check(self) -> None:
+        """Raises ClusterError if one of them has ended, with the tail of its log."""
+        for what, child in self.started.items():
+            if (code := child.poll()) is not None or (isinstance(child, Forked) and child.lost):
+                how = code_in_words(code)
+                until = "they were" if what == "engines" else "it was"
+                raise ClusterError(f"{what} ended with {how} before {until} up.{log_tail(self.place, what)}")
+
+
+def let_go(owned: Processes | None) -> None:
+    """These go on without their lab, and are this process's children all the same."""
+    if owned:
+        owned.close()  # what it hears from now on is not its to note
+        _let_go.extend(owned.started.values())
+
+
+def end(place: Place, patience: float = 1.0) -> None:
+    """Ends every process that the lab started, with its children; asks first, kills after `patience`."""
+    with contextlib.suppress(OSError):  # the directory may be gone
+        place.write(ends=True)  # else an engine that trains would take this for a preemption
+    found = _living(place)
+    _signal(found, signal.SIGTERM)
+    _, left = psutil.wait_procs(list(found.values()), timeout=patience)
+    late = {p.pid: p for p in left} | _living(place)  # and what was forked while the first were looked for
+    _signal(late, signal.SIGKILL)
+    psutil.wait_procs(list(late.values()), timeout=5.0)
+    _let_go[:] = [child for child in _let_go if child.poll() is None]
+
+
+def _living(place: Place) -> dict[int, psutil.Process]:
+    """Processes of the lab that live, with their children, by pid."""
+    found: dict[int, psutil.Process] = {}
+    for pid, created, _ in place.state.get("processes", []):
+        if alive([pid, created]):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(int(pid))
+                found[process.pid] = process
+                found.update({p.pid: p for p in process.children(recursive=True)})
+    return found
+
+
+def _signal(processes: dict[int, psutil.Process], what: int) -> None:
+    for process in processes.values():
+        try:
+            process.send_signal(what)
+        except psutil.Error:
+            pass
+
+
+def _popen(
+    place: Place, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
+) -> subprocess.Popen[bytes]:
+    """A child in a session of its own (an interrupt at the prompt is not for it), logging to its own file.
+
+    says: what it writes to its output is this process's to read
+    """
+    with open(log_file(place, what), "ab") as log:
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE if says else log, stderr=log, start_new_session=True,
+            env={**os.environ, **env},
+        )  # fmt: skip
+
+
+def memory(place: Place) -> dict[str, float]:
+    """MB of each process that the lab started: its proportional share, or resident where the system knows no other."""
+    out = {}
+    for pid, created, what in place.state.get("processes", []):
+        if alive([pid, created]):
+            info = psutil.Process(int(pid)).memory_full_info()
+            out[f"{what} ({int(pid)})"] = getattr(info, "pss", info.rss) / 1e6
+    return out
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, every: float = 0.05) -> bool:
+    """Waits until `condition()` is true; False if it was not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every)
+    return True

@@ -1,0 +1,95 @@
+"""What every thread of the ranks is in, as Python's stacks; also of a rank whose own code lets no other thread run.
+
+An engine answers on its line's thread. One that does not is asked by a signal, which `faulthandler` answers from C: it
+needs no interpreter that is free. A process that the system has stopped runs nothing, and that is said in its place.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+
+ANSWER = 2.0  # seconds that an engine's line has to answer
+DUMP = 2.0  # seconds that a signal has until the stacks are written
+LOOK = 0.02  # seconds between two looks
+ASK = getattr(signal, "SIGUSR2", None)  # not on Windows
+
+
+class Stacks(dict[int, str]):
+    """By rank the stacks of its threads, the training thread's first; or why there are none."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"rank {rank}: {text}" for rank, text in sorted(self.items()))
+
+    __repr__ = __str__
+
+
+# -- in the engine
+
+
+def stacks() -> str:
+    """The stacks of this process but for the calling thread's; the newest call last."""
+    frames, me = sys._current_frames(), threading.get_ident()
+    threads = sorted((t for t in threading.enumerate() if t.ident != me), key=lambda t: not t.name.endswith("training"))
+    found = []
+    for thread in threads:
+        if (frame := frames.get(thread.ident or 0)) is not None:
+            found.append(f'thread "{thread.name}"\n' + "".join(traceback.format_stack(frame)).rstrip())
+    return "\n".join(found)
+
+
+def answering(folder: Path) -> None:
+    """From now on this process writes its stacks into a file of `folder` when it is asked by a signal."""
+    if ASK is not None:
+        faulthandler.register(ASK, open(_file(folder, os.getpid()), "ab"), all_threads=True)
+
+
+def _file(folder: Path, pid: int) -> Path:
+    return folder / f"stacks-{pid}.log"
+
+
+# -- in the kernel
+
+
+def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
+    """The stacks of these ranks, in a few seconds at most."""
+    ended = {rank: how for rank in ranks if (how := cluster.death(rank))}
+    found = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
+    stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.stopped(rank))}
+    found |= {rank: f"{how}; no thread of it runs" for rank, how in stopped.items()}
+    asked = [rank for rank in ranks if rank not in found]
+    answers = cluster.line.ask_all("stacks", timeout=ANSWER, ranks=asked) if asked else {}
+    for rank, said in answers.items():
+        found[rank] = said if isinstance(said, str) else _by_signal(cluster, rank)
+    return found
+
+
+def _by_signal(cluster: Cluster, rank: int) -> str:
+    """The stacks of an engine that does not answer; the newest call first, as faulthandler writes them."""
+    engine, file = cluster.engines[rank], _file(cluster.place.path / "log", cluster.engines[rank].pid)
+    if ASK is None or not cluster.health.mine(engine) or not file.exists():  # else the signal would end it
+        return "it does not answer, and this lab cannot ask its process on another way"
+    before = seen = file.stat().st_size
+    cluster.health.send(rank, ASK)
+    until = time.monotonic() + DUMP
+    while time.monotonic() < until:
+        time.sleep(LOOK)
+        size = file.stat().st_size
+        if size > before and size == seen:
+            break
+        seen = size
+    with file.open("rb") as written:
+        written.seek(before)
+        text = written.read().decode(errors="replace").strip()
+    return f"it answers nobody, for its code lets no other thread run\n{text}" if text else "it does not answer"

@@ -1,0 +1,72 @@
+"""How long things took on this machine when they were done last: a small file among this user's data; waiting by it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from workbench.cluster.processes.place import runs_dir
+from workbench.record.store import write_atomically
+from workbench.settings.doing import Doing, doing, seen
+
+LOOK = 0.2  # seconds between two looks of who waits at a prompt
+
+
+@contextmanager
+def timed(what: str) -> Iterator[Doing]:
+    """Says that `what` is under way and, by how long it took last, what it has to go; notes how long it took."""
+    began = time.monotonic()
+    with doing(what, usual=usual(what)) as work:
+        yield work
+    took(what, time.monotonic() - began)
+
+
+def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
+    """Whether `ready` is set in time; at a prompt a line says how long `what`, which it waits for, has to go."""
+    if ready.is_set() or not seen():
+        return ready.wait(timeout)
+    until = None if timeout is None else time.monotonic() + timeout
+    with doing(what, usual=usual(what)) as work:
+        while not ready.wait(LOOK):
+            work.tell()
+            if until is not None and time.monotonic() > until:
+                return False
+    return True
+
+
+def engines(count: int, more: str = "") -> str:
+    """What it is called.
+
+    >>> engines(4), engines(1, " more")
+    ('starting 4 engines', 'starting 1 engine more')
+    """
+    return f"starting {count} engine{'s' * (count != 1)}{more}"
+
+
+def usual(what: str) -> float | None:
+    """Seconds that `what` took last; None where nobody knows."""
+    found = _read().get(what)
+    return float(found) if isinstance(found, int | float) and found > 0 else None
+
+
+def took(what: str, seconds: float) -> None:
+    """Notes it for the next time; a disk that cannot be written is no reason to fail."""
+    with suppress(OSError):
+        _file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(_file(), json.dumps({**_read(), what: round(seconds, 2)}))
+
+
+def _file() -> Path:
+    return runs_dir().parent / "usual.json"
+
+
+def _read() -> dict[str, object]:
+    try:
+        found = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,106 @@
+"""How a run begins: every rank is told the run's secret and starts its session, or none goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from workbench.cluster.engines import worker
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.engines.engines import spans_hosts
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run.ending import LEAVE
+from workbench.cluster.run.errors import RankError
+from workbench.settings.said import class_of, text_of
+
+TRUST_TIMEOUT = 30.0  # seconds for all ranks to be told the run's secret
+BEGIN = 60.0  # seconds that all ranks together have to begin
+LOOK = 0.2  # seconds between two looks at engines that are waited for
+
+
+class Late(ClusterError):
+    """An engine has not begun in time, or not soon enough after the run was stopped; it may still begin."""
+
+
+def begin(
+    cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: Sequence[int],
+    unwanted: Callable[[], bool] = lambda: False, *, secret: str,
+) -> dict[int, str]:  # fmt: skip
+    """Starts a session on each rank's engine; {rank: the directory it spools into}.
+
+    secret:   what only these ranks know
+    unwanted: whether the run was stopped a while ago. Raises RankError; then no rank goes on.
+    """
+    first, asked = cluster.engines[0], {}
+    loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
+    try:
+        if not loop:
+            store = cluster.call(first.id, worker.host_store, job["session"], first.reach)
+    except Exception as error:
+        raise RankError([_why(cluster, 0, error)]) from None
+    _entrust(cluster, ranks, secret, unwanted)
+    shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
+    for engine in (cluster.engines[rank] for rank in ranks):
+        own = {"rank": engine.rank, "device": cluster.devices[engine.rank], "ours": cluster.health.mine(engine)}
+        asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin, {**shared, **own}, blob)
+    spools, errors, until = {}, {}, time.monotonic() + BEGIN
+    for rank, answer in asked.items():
+        try:
+            spools[rank] = str(_patiently(cluster, rank, answer, until, unwanted))
+        except Exception as error:
+            errors[rank] = error
+    if errors:
+        late = {rank for rank, error in errors.items() if isinstance(error, Late)}
+        why = [_why(cluster, rank, error) for rank, error in errors.items()]
+        _take_back(cluster, job["generation"], spools, late)
+        raise RankError(why)
+    return spools
+
+
+def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
+    """Tells the ranks a secret of this run, over the encrypted line and nowhere else."""
+    until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
+    while waiting:
+        said = cluster.line.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
+        silent = {rank: error for rank, error in said.items() if isinstance(error, Exception)}
+        late = silent and time.monotonic() > until
+        if late or (silent and unwanted()) or any(cluster.death(rank) for rank in silent):
+            why = [_why(cluster, rank, error) for rank, error in silent.items()]
+            cluster.health.give_up(silent if late else ())
+            raise RankError(why)
+        waiting = set(silent)
+
+
+def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted: Callable[[], bool]) -> Any:
+    """What a rank's engine answers. Nothing comes from one that is gone, nor past a controller that is."""
+    while not answer.ready():
+        answer.wait(LOOK)
+        if cluster.death(rank) or cluster.health.controller():
+            break
+        if time.monotonic() > until or unwanted():
+            raise Late(f"its engine did not begin within {BEGIN:g} s (is a cell running there?)")
+    return answer.get(LOOK)
+
+
+def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
+    """Some ranks could not begin: those that have are told to leave, for they would wait for the others."""
+    cluster.line.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
+    until, inside = time.monotonic() + LEAVE, set(begun)
+    while inside and time.monotonic() < until:
+        said = cluster.line.ask_all("status", timeout=1.0, ranks=inside)
+        inside -= {rank for rank, answer in said.items() if isinstance(answer, dict) and answer["over"]}
+        time.sleep(LOOK)
+    if inside | late:
+        cluster.health.give_up(inside | late)
+
+
+def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
+    """Why a rank could not begin."""
+    about = {"rank": rank, "step": 0, "op": "set-up"}
+    if how := cluster.death(rank):
+        return {**about, "type": "EngineDied", "text": f"its engine {how}"}
+    if how := cluster.health.controller():
+        return {**about, "type": "ControllerDied", "text": f"the controller {how}, so that no run can begin"}
+    name = getattr(error, "ename", class_of(error))
+    return {**about, "type": name, "text": getattr(error, "evalue", text_of(error))}

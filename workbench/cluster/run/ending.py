@@ -1,0 +1,215 @@
+"""How a run comes to its end: who has left it, what went wrong, and how long is still waited for whom.
+
+It is told what is heard and is asked what is due. It has no thread and no socket, and its clock is handed in.
+
+[Note: How long a stop takes] The ranks stop at the next step boundary at which they meet. They get there if any of them
+still makes steps: none for max(`LEAST`, `STEPS` x the longest of the last steps) (`FIRST` before the first step), or
+`MOST` seconds in all where steps are shorter than that, and they are told to leave in the middle of a step. Who has
+not left max(`LEAVE`, `STEPS` x that step) later is given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from workbench.cluster.run.errors import consequence
+from workbench.record.run import FINAL
+
+LEAST = 1.0  # seconds
+STEPS = 3.0
+FIRST = 10.0  # seconds
+MOST = 20.0  # seconds
+LEAVE = 3.0  # seconds
+REUNION = 30.0  # seconds in which those who are to go on without a rank have to find each other
+REPORT = 0.5  # seconds that the others have to report, once a rank has failed, before they are freed
+
+Error = dict[str, Any]
+
+
+class Ending:
+    """The end of one run of `ranks`. Any thread may tell it something.
+
+    coming: ranks that have not joined yet. The end of such a rank says nothing about the run: no rank counts on it.
+    """
+
+    def __init__(self, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.ranks, self.clock = set(ranks), clock
+        self.coming: set[int] = set()
+        self.left: dict[int, str] = {}  # ranks that are over, and the state they ended in
+        self.errors: dict[int, Error] = {}
+        self.lost: dict[int, Error | None] = {}  # ranks without whom the others went on, and how they ended
+        self.outlives: Callable[[], bool] = lambda: False  # do the others go on when one is lost?
+        self.unwatched: Error | None = None  # a loss that is not finite, with nobody there to go on
+        self.asked = False  # was a stop asked?
+        self._told = False  # were the ranks told to leave?
+        self._since = self._moved = 0.0  # when the stop was asked, and when a rank made a step last
+        self._release = self._until = float("inf")
+        self._waiting: float | None = None  # since when only ranks that have not joined are in the run
+        self._steps: dict[int, int] = {}
+        self._lengths: dict[int, float] = {}  # the longest of each rank's last steps, in seconds
+        self._lock = threading.Lock()
+
+    # -- what is heard
+
+    def heard(self, rank: int, status: dict[str, Any]) -> None:
+        """What a rank answered of itself."""
+        self._lengths[rank] = float(status.get("step_s") or 0.0)
+        self.at(rank, int(status["step"]))
+        if status["over"]:
+            self.gone(rank, status["state"] if status["state"] in FINAL else "failed")
+
+    def at(self, rank: int, step: int) -> None:
+        """A rank has come to `step`."""
+        if step > self._steps.get(rank, -1):
+            self._steps[rank], self._moved = step, self.clock()
+
+    def gone(self, rank: int, state: str) -> None:
+        """A rank has left the run; what it says first of its end stands."""
+        self.left.setdefault(rank, state)
+
+    def failed(self, rank: int, error: Error) -> None:
+        """A rank met an error; the first that it reports counts."""
+        with self._lock:
+            if rank in self.errors:
+                return
+            now = self.clock()
+            if rank in self.coming:
+                self.lost.setdefault(rank)
+                self.ranks.discard(rank)
+            if rank in self.lost:
+                self.lost[rank] = self.lost[rank] or {"t": now, **error}
+                return
+            self.errors[rank] = {"t": now, **error}
+            wait = REUNION if self.outlives() else 0.0 if error["type"] == "EngineDied" else REPORT
+            self._release = min(self._release, now + wait)
+
+    def admit(self, new: Iterable[int]) -> None:
+        """These ranks are to join the run."""
+        with self._lock:
+            self.ranks |= set(new)
+            self.coming |= set(new)
+
+    def joined(self, members: Iterable[int]) -> None:
+        """These ranks train now. One of them may have died before the kernel heard that it had joined."""
+        with self._lock:
+            new = self.coming & set(members)
+            self.coming -= new
+            self.ranks |= new
+            died = {rank: error for rank in new if (error := self.lost.pop(rank, None))}
+        for rank, error in died.items():
+            self.failed(rank, error)
+
+    def outlived(self, gone: Iterable[int], step: int) -> None:
+        """The others went on without these ranks, from `step`, before which they may have been already."""
+        with self._lock:
+            self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
+            self.ranks -= set(gone)
+            self.coming -= set(gone)
+            self.lost |= {rank: self.errors.pop(rank, None) or self.lost.get(rank) for rank in gone}
+            if not self.errors:
+                self._release = float("inf")
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """The end of these ranks says nothing about the run."""
+        with self._lock:
+            self.lost |= {rank: self.errors.pop(rank) for rank in ranks}
+
+    # -- what is asked
+
+    def stop(self) -> None:
+        """A stop was asked."""
+        self.asked = True
+        self._since = self.clock()
+
+    def abort(self) -> None:
+        """The ranks are told to leave at once."""
+        self._told = True
+        self._until = min(self._until, self.clock() + self._patience(LEAVE))
+
+    def begun(self) -> None:
+        """The ranks are there: what was asked of them before, they hear now, and their time counts from here."""
+        if self.asked:
+            self._since = self.clock()
+        if self._told:
+            self._until = self.clock() + self._patience(LEAVE)
+
+    # -- what is due
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether a stop was asked so long ago that ranks which have not begun are not waited for."""
+        return self.asked and self.clock() - self._since > FIRST
+
+    @property
+    def dead(self) -> set[int]:
+        return {r for r, e in {**self.lost, **self.errors}.items() if e and e["type"] == "EngineDied"}
+
+    @property
+    def living(self) -> set[int]:
+        return self.ranks - self.dead
+
+    @property
+    def inside(self) -> set[int]:
+        """The ranks that are still waited for."""
+        return self.living - set(self.left)
+
+    @property
+    def near(self) -> bool:
+        """Whether the end is on its way, so that it is worth looking often."""
+        return bool(self.asked or self._told or self.errors or self.left)
+
+    def due(self) -> str:
+        """What is to be done now: "over", "give up", "abort", or "" for nothing."""
+        now = self.clock()
+        if not self.inside:
+            return "over"
+        if now > self._until:
+            return "give up"
+        if not self._told and (now > min(self._release, self._boundary()) or self._only_coming(now)):
+            return "abort"
+        return ""
+
+    def _only_coming(self, now: float) -> bool:
+        """Has the run come to its last step without the ranks that wait to join?"""
+        if self.inside <= self.coming and "done" in self.left.values():
+            self._waiting = self._waiting if self._waiting is not None else now
+            return now - self._waiting > LEAVE  # the word that they have joined may still be on its way
+        return False
+
+    def _boundary(self) -> float:
+        """Until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
+        if not self.asked:
+            return float("inf")
+        begun = any(step > 0 for step in self._steps.values())
+        patience = self._patience(LEAST if begun else FIRST)
+        return min(max(self._since, self._moved) + patience, self._since + max(MOST, patience))
+
+    def _patience(self, least: float) -> float:
+        return max(least, STEPS * max(self._lengths.values(), default=0.0))
+
+    def outcome(self) -> tuple[str, list[Error]]:
+        """(done, stopped, preempted or failed; the errors). A peer's closing after a stop was asked is no failure."""
+        errors = [e for e in self.errors.values() if not (self.asked and consequence(e))]
+        if errors and not self.asked:
+            errors += [_released(rank, step) for rank, step in self._released()]
+        if self.unwatched is not None:
+            errors.insert(0, self.unwatched)
+        if errors:
+            preempted = any(error["type"] == "Preempted" for error in errors)
+            return "preempted" if preempted else "failed", errors
+        states = {self.left.get(rank, "stopped") for rank in self.ranks - self.coming}
+        if states == {"done"}:
+            return "done", []
+        return ("failed" if states == {"failed"} and not self.asked else "stopped"), []
+
+    def _released(self) -> list[tuple[int, int]]:
+        """The ranks that were told to leave before they had missed the one that failed, and where they were."""
+        left = sorted(r for r, state in self.left.items() if state == "stopped" and r not in self.errors)
+        return [(rank, self._steps.get(rank, 0)) for rank in left]
+
+
+def _released(rank: int, step: int) -> Error:
+    return {"rank": rank, "step": step, "op": "", "type": "Left", "text": "was told to leave", "consequence": True}

@@ -1,0 +1,100 @@
+"""The end of a record: the rows that came last, and the end in the name of ranks that could not write it themselves."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.cluster.observe.disk import PATIENCE, within
+from workbench.cluster.processes.processes import wait_for
+from workbench.cluster.transport import spool
+from workbench.record.timeline import KINDS
+from workbench.settings.said import text_of
+
+if TYPE_CHECKING:
+    from workbench.cluster.run.live import Live
+
+ON_THE_WAY = 1.0  # seconds that a message may take
+ALL = 1 << 62  # rows: more than there can be
+
+Marks = list[tuple[int, str, float, dict[str, Any]]]
+
+
+def gather(live: Live, silent: set[int]) -> None:
+    """Fetches what is missing; of ranks that are `silent`, what lies on a disk that is seen here."""
+    time.sleep(0.1)  # what was sent last is on its way
+    wait_for(lambda: _come(live, silent), ON_THE_WAY)  # it need not be on a disk, too
+    for rank in live.ranks:
+        sent = live.status.get(rank, {}).get("sent", {})
+        for kind in KINDS:
+            if rank in silent:
+                of_silent(live, kind, rank)
+            else:
+                live.gaps.mend(kind, rank, sent.get(kind, ALL))
+        if rank not in silent and live.elsewhere(rank):
+            _fetch(live, rank)
+
+
+def _come(live: Live, silent: set[int]) -> bool:
+    """Whether all rows have come that ranks have said to have sent."""
+    told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
+    return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
+
+
+def of_silent(live: Live, kind: str, rank: int) -> None:
+    """What a rank that does not answer left on a disk that is seen here; what came and waited passes in any case.
+
+    It is not asked: each answer that does not come would hold up the rows of all ranks for seconds.
+    """
+    if live.elsewhere(rank):
+        live.gaps.release(kind, rank)
+    else:
+        live.gaps.mend(kind, rank, ALL)
+
+
+def of_left(live: Live, rank: int, sent: dict[str, int]) -> None:
+    """What a rank has recorded that the others left behind, while its engine still knows; the last that is heard."""
+    for kind in KINDS:
+        live.gaps.mend(kind, rank, sent.get(kind, ALL))
+    if live.elsewhere(rank):
+        _fetch(live, rank)
+
+
+def _fetch(live: Live, rank: int) -> None:
+    def read(name: str, start: int) -> bytes:
+        return live.cluster.line.ask(rank, "file", name=name, start=start)[1]
+
+    try:
+        spool.fetch(live.cluster.line.ask(rank, "files")[0], read, Path(live.run.path or "."))
+    except OSError:
+        live.attention.recording.disturbed()
+
+
+def obituary(live: Live, dead: set[int]) -> None:
+    """Writes what the ranks that died could not."""
+    for rank in sorted(dead):
+        about = {k: v for k, v in (live.ending.errors.get(rank) or live.ending.lost[rank] or {}).items() if k != "t"}
+        _add(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
+
+
+def final(live: Live, state: str, error: BaseException | None) -> None:
+    """The record says how the run ended, also where rank 0 could not, or was stopped before it was decided."""
+    said = live.run.details("state")
+    if live.run.path is None or (said and said[-1][2].get("state") == state):
+        return
+    now = max(time.time() - live.run.epoch, said[-1][1] if said else 0.0)
+    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": "" if error is None else text_of(error)})])
+
+
+def _add(live: Live, rank: int, marks: Marks) -> None:
+    steps, names, times, details = zip(*marks, strict=True)
+    columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
+    columns["detail"] = [json.dumps(d) for d in details]
+    live.run.append("marks", rank, live.gaps.next["marks", rank], columns)
+    live.gaps.next["marks", rank] += len(marks)
+    try:
+        within(PATIENCE, lambda: spool.note(Path(live.run.path or "."), rank, marks))
+    except OSError:
+        live.attention.recording.disturbed()

@@ -1,0 +1,296 @@
+"""One run under way, as the kernel sees it: takes rows in, answers changes, notices the end, brings errors home.
+
+Two threads feed it: the relay hands over batches, and its own watch looks at the engines. It does not know how
+engines are started, nor how anything is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.observe.attention import Attention, texts
+from workbench.cluster.observe.disk import PATIENCE, within
+from workbench.cluster.processes.place import ClusterError, host
+from workbench.cluster.processes.steady import Steady
+from workbench.cluster.run import generations, last_rows
+from workbench.cluster.run.alarm import Alarm
+from workbench.cluster.run.asked import Asked
+from workbench.cluster.run.changes import Changes, PendingChange
+from workbench.cluster.run.ending import Ending
+from workbench.cluster.run.evicting import Evicting
+from workbench.cluster.run.orders import Orders
+from workbench.cluster.run.waiting import wait_for_run
+from workbench.cluster.run.watch import Watch
+from workbench.cluster.transport import spool
+from workbench.cluster.transport.gaps import Gaps
+from workbench.cluster.transport.wire import Batch
+from workbench.record import alarms
+from workbench.record.run import FINAL, Run
+from workbench.settings.said import said, text_of
+
+ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back", "preempted",
+            "members", "memory grows", "end")  # fmt: skip
+
+
+class Live(Asked):
+    """Drives and follows one run. `state` is "starting", "running", "paused" or "stopping", or one of `FINAL`.
+
+    watched: asked when a loss is not finite: does anybody see the run, so that it is to pause and not to end?
+    """
+
+    def __init__(
+        self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
+        self.watched = watched
+        self.ranks = range(changes.experiment.ranks)
+        self.began_with = changes.experiment
+        self.members = tuple(self.ranks)  # those who train now
+        self.turn = 0  # the number of their generation, as far as it is known
+        self.been = set(self.ranks)  # those who ever did
+        self.returned: dict[int, int] = {}  # as which rank the engine of one who is not there any more comes again
+        self.inviting = threading.RLock()  # of whoever chooses engines for new ranks, until these have begun
+        self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
+        self.blob, self.secret = b"", ""
+        self.state = "starting"
+        self.step = 0
+        self.loss: float | None = None
+        self.notes: list[str] = []  # what the person should read, newest last
+        self.error: BaseException | None = None
+        self.status: dict[int, dict[str, Any]] = {}
+        self.spools: dict[int, str] = {}
+        self.ending = Ending(self.ranks)
+        self.evicting = Evicting(self)
+        self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
+        self.orders = Orders(self)
+        self.alarm = Alarm(self)
+        self.gaps = Gaps(dict(run._following), self._missed, self._append)
+        self._lock = threading.RLock()
+        self.over = threading.Event()
+        self.attention = Attention(run, self.ranks, self.notes)
+        self.attention.hang_after = lambda: self.changes.experiment.hang_after
+        self.attention.process = lambda rank: cluster.health.stopped(rank)
+        self.attention.hangs, self.attention.between = self.evicting.hangs, self.evicting.between
+        run.live, run._control = True, self
+
+    # -- rows come in (the relay's thread)
+
+    def take(self, batch: Batch) -> None:
+        """Puts a batch into the run, in order and without gaps."""
+        if batch.generation == self.generation:
+            self.gaps.put(batch)
+
+    def _append(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
+        if not (new := self.run.append(kind, rank, seq, columns)):
+            return
+        self.attention.row(kind, rank, columns)
+        if kind == "marks":
+            skip = len(columns["rank"]) - new
+            named = zip(columns["step"], columns["t"], texts(columns["name"]), columns["detail"], strict=True)
+            for step, t, name, detail in named:
+                if skip <= 0:
+                    self._mark(rank, int(step), float(t), name, json.loads(detail))
+                skip -= 1
+        elif kind == "spans":
+            self.ending.at(rank, int(columns["step"][-1]))
+            self.step = max(self.step, int(columns["step"][-1])) if rank == self.orders.first else self.step
+        elif kind == "samples" and rank == self.orders.first:
+            valued = zip(texts(columns["name"]), columns["value"], strict=True)
+            self.loss = next((v for n, v in valued if n == "loss"), self.loss)
+
+    def replay(self) -> None:
+        """Takes in what the record already says, and does nothing about it: for a kernel that attaches."""
+        self.evicting.acts = False
+        for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
+            self._mark(rank, step, t, name, detail)
+        self.evicting.acts = True
+        spans = self.run.timeline.spans.rows()
+        self.attention.known(spans)
+        self.step = int(spans.step.max()) if len(spans) else 0
+
+    @property
+    def steps_done(self) -> int:
+        return self.step + 1 if self.step else 0
+
+    def _missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
+        """Rows that no message brought, from the rank's disk."""
+        if not self.elsewhere(rank):
+            path = Path(self.run.path or ".")
+            return within(PATIENCE, lambda: spool.pieces(path, kind, rank, start))
+        return spool.unpack(self.cluster.line.ask(rank, "rows", kind=kind, start=start)[1])
+
+    def elsewhere(self, rank: int) -> bool:
+        """Whether the rank spools to a disk that this kernel does not see."""
+        return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
+
+    def _mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
+        if name == "change":
+            self.changes.applied(step, detail, rank not in self.members or "again" in detail)
+        elif name == "refused":
+            self.orders.dismiss(self.changes.refused(detail))
+        elif name == "resized":
+            generations.was_resized(self, step, detail)
+        elif name == "state" and detail["state"] not in FINAL and rank in self.members:
+            if detail["state"] == "running":
+                self.alarm.went_on(t)
+            if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
+                self.state = detail["state"]
+        elif name == "error":
+            self.ending.failed(rank, detail)
+        elif name in ("stood still", "spool"):
+            self.attention.mark(rank, step, name, detail)
+        elif name == "end":
+            self.ending.gone(rank, detail["state"])
+        elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
+            self.notes.append(detail["text"])
+        elif name == "memory grows" and detail["text"] not in self.notes:
+            self.notes.append(detail["text"])
+            self.run.warnings = tuple(dict.fromkeys((*self.run.warnings, detail["text"])))
+        elif name in ("rolled back", "not rolled back"):
+            self.alarm.went_back(t, detail)
+        elif name == "preempted":
+            self.notes.append(detail["text"])
+            self.evicting.preempted |= dict.fromkeys(detail["ranks"])
+        elif name == "members":
+            generations.went_on(self, step, detail)
+        elif name in alarms.NAMES:
+            self.alarm.heard(name, rank, step, t, detail)
+
+    def admit(self, new: list[int]) -> None:
+        """These ranks are to come, and are listened to from now on."""
+        self.been |= set(new)
+        self.ranks = self.attention.ranks = range(max(self.been) + 1)
+        self.ending.admit(new)
+
+    def died(self, rank: int, error: dict[str, Any]) -> None:
+        """A rank's engine is gone."""
+        if why := self.evicting.reasons.get(rank):
+            error["text"] = f"was put out: {why}; {error['text']}"
+        self.ending.failed(rank, error)
+        gone_on = rank in self.ending.lost  # their word may come before the engine's end is seen
+        if (gone_on or self.ending.outlives()) and not self.ending.asked:
+            where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # where it ever said it
+            where += f", {error['op']}" if error["op"] else ""
+            self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
+            if self.cluster.engines[rank].host != host():  # a machine that is gone closes no connection
+                self.evicting.leave_behind([rank])
+
+    # -- orders
+
+    def order(self, what: str, everyone: bool = False, **rest: Any) -> None:
+        """Asks the rank that hears for all, or everyone, to do something; done in the order asked."""
+        self.orders.put(what, everyone, **rest)
+
+    def note(self, failure: BaseException) -> None:
+        """Says, once in a row, what went wrong here."""
+        text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
+        if text not in self.notes[-5:]:
+            self.notes.append(text)
+
+    def begun(self) -> None:
+        """The sessions are there: what was asked meanwhile goes out in order, and the watch begins."""
+        self.ending.begun()
+        self.attention.begun()
+        if self.began_with.task.leads:
+            self.cluster.renewal.follow(self)
+        Steady("run orders", self.orders.carry, self.over, self.note).start()
+        Watch(self).start()
+
+    def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
+        """Asks for a change, also of several knobs; classes that the engines do not have go to all of them first."""
+        return self.changes.ask(path, value, self._send_change)
+
+    def whereabouts(self) -> str:
+        """Where each rank was when it last said so, in words."""
+        ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
+        return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
+
+    def _send_change(self, asked: PendingChange, new: list[type]) -> None:
+        asked.whereabouts = self.whereabouts
+        if new:
+            self.order("learn", everyone=True, blob=cloudpickle.dumps(new))
+        self.orders.ask(asked)
+
+    def stop(self) -> None:
+        """Stops at the next step boundary; asked again, aborts. Never a failure of the run.
+
+        Where no boundary comes, the ranks are told to leave in the middle of a step, and the engine of a rank that does
+        not leave is ended; a note says which and where it stood, and the next run gets new engines. All this takes less
+        than 30 s, or seven times the longest step where steps last longer than 3 s. See [Note: How long a stop takes].
+        """
+        if self.state == "stopping":
+            return self.abort()
+        self.come_to_end()
+
+    def keep(self) -> None:
+        """A checkpoint is made at the next step boundary."""
+        self.order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
+
+    def come_to_end(self) -> None:
+        """Stops at the next step boundary."""
+        self.state = "stopping"
+        self.ending.stop()
+        self.order("request", request={"id": "stop", "kind": "stop"})
+        self.order("hurry", everyone=True)
+
+    def abort(self) -> None:
+        """Leaves at once, on every rank."""
+        self.state = "stopping"
+        self.ending.stop()
+        self.free()
+
+    def close(self) -> None:
+        """Stops it; in a few seconds it is over, or told to leave."""
+        if not self.over.is_set():
+            self.stop()
+            if not self.over.wait(3.0):
+                self.abort()
+                self.over.wait(2.0)
+
+    def free(self) -> None:
+        """Tells all ranks to leave in the middle of a step."""
+        self.ending.abort()
+        self.order("abort", everyone=True, asked=self.ending.asked)
+
+    def saved(self, path: Path, rows: int) -> None:
+        """The run was saved in `path` while it is followed here."""
+        self.attention.recording.saved(path, rows, None if self.over.is_set() else self.step)
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Waits for the end, with a line of progress; raises RankError if ranks failed. See `waiting`."""
+        return wait_for_run(self, timeout)
+
+    # -- the end
+
+    def leave(self, why: str) -> None:
+        """From now on the run is not followed here, whatever becomes of it."""
+        if not self.over.is_set():
+            self.changes.end(why)
+            self.run.live = False
+            self.notes.append(why)
+            self.over.set()
+
+    def end(self, state: str, error: BaseException | None = None) -> None:
+        """Marks the run as over, in `state`; its record says the same."""
+        with self._lock:
+            if self.over.is_set():
+                return
+            self.state, self.error = state, error
+            if error:
+                self.notes.append(said(error))
+            try:
+                last_rows.final(self, state, error)
+                self.attention.recording.ended()
+            except Exception as failure:  # whatever the disk does must not keep it from being over
+                self.note(failure)
+            self.changes.end("the run ended before it could be applied")
+            self.run.live = False
+            self.over.set()

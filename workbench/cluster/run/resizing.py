@@ -1,0 +1,141 @@
+"""Ranks added to a run that is live, and taken out of it: the kernel's side.
+
+Who comes has an engine of this lab that is in no run, or one that is started for it. Its session begins, says that it
+waits, and only then those who train are asked; they invite it (`engine/rank/resizing.py`), so that a rank that cannot begin
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from workbench.cluster.engines.meeting import cannot_start, join, start_more
+from workbench.cluster.observe.silence import named
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.whole import whole
+from workbench.cluster.run import last_rows
+from workbench.cluster.run.beginning import begin
+from workbench.cluster.run.changes import PendingChange
+from workbench.experiment.given import MAX_RANKS
+from workbench.settings import KnobError
+from workbench.settings.doing import doing
+
+if TYPE_CHECKING:
+    from workbench.cluster.run.live import Live
+
+WAIT = 60.0  # seconds that a rank which is to come has to say that it waits
+LOOK = 0.05  # seconds between two looks
+ASK = 1.0  # seconds in which an engine that is free again answers
+
+
+class NotBegun(ClusterError):
+    """A rank that was to come has not begun to wait for its invitation."""
+
+
+def resize(live: Live, ranks: int) -> PendingChange:
+    """`ranks` of the run go on together before one of its next steps. Raises KnobError where so many cannot be had."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
+    if live.changes.experiment.task.leads:
+        name = type(live.changes.experiment.task).__name__
+        here = len(live.members)
+        raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")
+    with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.inviting:
+        return _made(live, ranks, list(live.members))  # no other request takes the same engines in between
+
+
+def _made(live: Live, ranks: int, here: list[int]) -> PendingChange:
+    spare = idle(live)
+    if ranks > len(here) + len(spare):
+        with live.cluster.starting:  # one that is coming up is waited for, and nobody else takes one that is back
+            spare = idle(live) + returned(live)
+            return _resized(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
+    return _resized(live, ranks, here, spare, 0)
+
+
+def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
+    if wanting and (why := cannot_start(live.cluster, wanting)):
+        raise KnobError(
+            f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
+            f"started: {why}; take at most {len(here) + len(spare)}"
+        )
+    if ranks > len(here) and (how := live.cluster.health.controller()):
+        raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
+    if live.state not in ("running", "paused"):
+        raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
+    if wanting:
+        spare += start_more(live.cluster, wanting)
+    new, asked = spare[: max(0, ranks - len(here))], None
+    try:
+        if new:
+            _invite(live, new)
+        with whole():
+            asked = live.changes.resizing([*here[:ranks], *new], new)
+            live.orders.ask(asked)
+    except BaseException:  # an interrupt, too
+        if asked is None:  # nobody would ever ask for them; else those who train invite them
+            live.orders.dismiss(new)
+        raise
+    return asked
+
+
+def idle(live: Live) -> list[int]:
+    """Ranks of this lab that were never in this run, and whose engines live and never were in it as other ranks."""
+    engines, been = live.cluster.engines, live.been
+    used = {engines[rank].process for rank in been if rank < len(engines)}
+    fresh = {e.process: e.rank for e in engines if e.process not in used}
+    return [rank for rank in fresh.values() if not live.cluster.death(rank)]
+
+
+def returned(live: Live) -> list[int]:
+    """Engines that this run went on without and that are free again, as ranks of another number.
+
+    So comes back who was taken out, who was to come and was dismissed, and who was out of reach: on a machine that was
+    cut off, or stopped. Its engine says that it is free once it has moved and has found that the others went on. What
+    it recorded as the rank that it was is fetched before.
+    """
+    with live.cluster.starting:
+        return _returned(live)
+
+
+def _returned(live: Live) -> list[int]:
+    cluster, engines = live.cluster, live.cluster.engines
+    here = {engines[rank].process for rank in live.members}
+    last = {engines[rank].process: rank for rank in sorted(live.been) if rank < len(engines)}
+    ends = live.evicting.preempted  # their engines are over soon
+    gone = [rank for process, rank in last.items() if not (process in here or rank in ends or cluster.death(rank))]
+    said = cluster.line.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
+    over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in said.items()
+            if isinstance(one, dict) and one["over"]}  # fmt: skip
+    found = []
+    for rank, begun in over.items():
+        if not (begun or rank in live.orders.dismissed):  # it is about to begin
+            continue
+        if rank not in live.returned and len(engines) < MAX_RANKS:
+            if begun:
+                last_rows.of_left(live, rank, said[rank]["sent"])
+            with whole():
+                live.returned[rank] = join(cluster, engines[rank])
+        if rank in live.returned:
+            found.append(live.returned[rank])
+    return found
+
+
+def _invite(live: Live, new: list[int]) -> None:
+    """Begins the sessions of these ranks; they wait. Raises RankError or NotBegun if one does not."""
+    live.admit(new)
+    live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
+    until = time.monotonic() + WAIT
+    while True:
+        said = live.cluster.line.ask_all("status", timeout=1.0, ranks=new)
+        states = {rank: answer["state"] for rank, answer in said.items() if isinstance(answer, dict)}
+        if set(states.values()) == {"waiting"} and len(states) == len(new):
+            return
+        died = {rank: how for rank in new if (how := live.cluster.death(rank))}
+        if died or time.monotonic() > until or live.over.is_set():
+            live.cluster.line.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
+            why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
+            why = why or f"they did not begin within {WAIT:.0f} s"
+            raise NotBegun(f"{named(new)} did not join: {why}; the run goes on without, ask again")
+        time.sleep(LOOK)

@@ -1,0 +1,73 @@
+"""Waiting for a run at a prompt: one line of progress, and what an interrupt means."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from workbench.cluster.processes.place import ClusterError
+from workbench.settings.doing import doing, seen
+
+if TYPE_CHECKING:
+    from workbench.cluster.run.live import Live
+    from workbench.record.run import Run
+
+STOP = 60.0  # seconds that a new run waits for the run before it, which was asked to stop
+
+
+def wait_for_stop(live: Live, patience: float = STOP) -> None:
+    """Waits until a run that was asked to stop is over. Raises ClusterError if that takes longer than `patience` s."""
+    with doing(f"waiting for {live.run.name} to stop"):
+        if not live.over.wait(patience):
+            raise ClusterError(
+                f"the run {live.run.name} was asked to stop and is not over after {patience:g} s: "
+                f"{live.whereabouts()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
+            )
+
+
+def wait_for_run(live: Live, timeout: float | None = None) -> Run:
+    """Waits until the run is over and returns it; raises what ended it. Interrupting stops it at the next step
+    boundary, interrupting again aborts it. Raises TimeoutError if it is not over in time; it goes on then.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with _line(live) as line:
+        while not live.over.is_set():
+            try:
+                _show(live, line)
+                live.over.wait(0.2)
+                if deadline is not None and time.monotonic() > deadline and not live.over.is_set():
+                    raise TimeoutError(f"the run is not over after {timeout:g} s; it goes on (step {live.step})")
+            except KeyboardInterrupt:
+                if live.state == "stopping":
+                    live.abort()
+                    live.over.wait(3.0)
+                    raise
+                live.stop()
+                line.set_postfix_str("stopping at the next step; interrupt again to abort")
+        _show(live, line)
+    if live.run.unwritten and threading.current_thread() is threading.main_thread():
+        print(f"workbench: {live.attention.recording.said}", file=sys.stderr)
+    if live.error:
+        raise live.error
+    return live.run
+
+
+def _line(live: Live) -> Any:
+    """The line of the whole run: one that is waited for late has made steps and taken time before."""
+    total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
+    line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
+    line.n = line.last_print_n = max(first, live.steps_done)
+    line.start_t = live.run.epoch
+    return line
+
+
+def _show(live: Live, line: Any) -> None:
+    line.update(max(live.steps_done - line.n, 0))
+    if live.state != "stopping":
+        text = live.cluster.progress if live.state == "starting" else live.state
+        text = text if live.loss is None else f"{text}, loss {live.loss:.3f}"
+        line.set_postfix_str(f"{text}; {live.holdup}" if live.holdup else text)

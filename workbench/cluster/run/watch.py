@@ -1,0 +1,135 @@
+"""The watch over one run: looks at its engines, asks its ranks where they are, and brings it to its end.
+
+What is due is said by `Ending`; it is done here, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.cluster.processes.place import ClusterError, alive
+from workbench.cluster.processes.steady import Steady
+from workbench.cluster.run import last_rows
+from workbench.cluster.run.errors import RankError, brought_up, none_holds
+from workbench.record import checkpoints
+from workbench.record.tidy import OFTEN, Tidy
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+    from workbench.cluster.run.live import Live
+
+LOOK = 0.2  # seconds between two looks at the processes
+ASK = 1.0  # seconds between two questions to the sessions
+SILENT = 2.0  # seconds without an answer after which a rank's marks are read from its disk
+
+
+class Watch:
+    """Watches `live` until it is over."""
+
+    def __init__(self, live: Live) -> None:
+        self.live, self.ending = live, live.ending
+        self._asked, self._tidy = 0.0, Tidy(OFTEN)
+        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank's line answered last
+        self.silent: set[int] = set()  # ranks whose lines have not answered for a while
+
+    def start(self) -> None:
+        Steady("run watch", self._turn, self.live.over, self.live.note).start()
+
+    def _turn(self) -> None:
+        try:
+            self._look()
+            if time.monotonic() - self._asked > (LOOK if self.ending.near else ASK):
+                self._asked = time.monotonic()
+                self.ask()
+            self._tidy.due()
+        finally:  # what cannot be looked at must not keep the run from ending
+            self._do(self.ending.due())
+            self.live.over.wait(LOOK)
+
+    def _do(self, due: str) -> None:
+        match due:
+            case "abort":
+                self.live.free()
+            case "give up":
+                self._give_up(sorted(self.ending.inside))
+            case "over":
+                self._finish(self.silent)
+
+    def _look(self) -> None:
+        for rank in self.live.ranks:
+            known = rank in self.ending.errors or rank in self.ending.dead
+            if not known and (how := self.live.cluster.death(rank)) and not self.live.evicting.left(rank):
+                self.live.died(rank, self.live.attention.death(rank, how))
+
+    def ask(self) -> None:
+        """Asks every rank where it is; the marks of one that does not answer are read from a disk seen here."""
+        live, now = self.live, time.monotonic()
+        for rank, answer in live.cluster.line.ask_all("status", timeout=0.8, ranks=self.ending.living).items():
+            if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
+                live.status[rank], self._answered[rank] = answer, now
+                self.silent.discard(rank)
+                live.gaps.remind("marks", rank, answer["sent"].get("marks", 0))  # no later one may show a gap
+                if answer["error"]:
+                    self.ending.failed(rank, answer["error"])
+                self.ending.heard(rank, answer)
+                live.attention.heard(rank, answer)
+                self._stumble(rank, answer.get("trouble", ""))
+            elif now - self._answered.setdefault(rank, now) > SILENT:
+                self.silent.add(rank)
+                last_rows.of_silent(live, "marks", rank)
+
+        live.attention.look("failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost})
+
+    def _stumble(self, rank: int, what: str) -> None:
+        """The line of a rank's engine met an error and went on."""
+        if what and (text := f"rank {rank}'s line met {what}; the traceback is in its log") not in self.live.notes:
+            self.live.notes.append(text)
+
+    def _give_up(self, late: list[int]) -> None:
+        """Ranks that have not left are not waited for any longer."""
+        ended, live = self.live.cluster.health.give_up(late), self.live
+        for rank in late:
+            last = live.status.get(rank, {})
+            said = "does not answer" if rank in self.silent else "did not leave the run"
+            where = f"it was at step {last.get('step', live.step)}"
+            where += f", in {last['busy']}" if last.get("busy") else ""
+            then = "its engine was ended" if rank in ended else "its engine is not used again"
+            live.notes.append(f"rank {rank} {said}: {where}; {then}, and the next run gets new ones")
+        self._finish(self.silent | set(late))
+
+    def _finish(self, silent: set[int]) -> None:
+        """No rank is waited for any more: the last rows come in, then the run is what it is."""
+        live, dead = self.live, self.ending.dead
+        try:
+            left = {r for r in live.evicting.preempted if live.cluster.death(r)} | set(live.returned)
+            last_rows.gather(live, dead | silent | left)
+            brought_up(self.ending.errors, live.changes.experiment)
+            self._tell_none_holds()
+            last_rows.obituary(live, dead)
+        except Exception as failure:  # neither a full disk nor a silent rank may keep it from being over
+            live.note(failure)
+        if self.ending.asked:
+            self.ending.forget(set(self.ending.errors) - set(live.members))  # these were yet to join
+        state, errors = self.ending.outcome()
+        if state != "done" and (why := _orphaned(live.cluster)):
+            return live.end("failed", ClusterError(why))
+        live.end(state, RankError(errors) if errors else None)
+
+
+    def _tell_none_holds(self) -> None:
+        """If all ranks that held the trained state died, their errors say so."""
+        live, ending = self.live, self.ending
+        joining = sorted(live.been - set(live.members) - ending.dead - set(ending.lost))
+        kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
+        none_holds(ending.errors, live.members, joining, str(kept[-1]) if kept else "")
+
+
+def _orphaned(cluster: Cluster) -> str:
+    """On a guest: what became of the kernel that owned these engines, if that is why they are gone; else ""."""
+    if cluster.guest and not alive(cluster.owner):
+        return f"the kernel that owned lab {cluster.name!r} ended, and its ranks with it"
+    if cluster.guest and not cluster.place.read():
+        return f"lab {cluster.name!r} was closed by the kernel that owns it"
+    return ""

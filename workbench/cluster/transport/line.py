@@ -1,0 +1,117 @@
+"""The line to the engines: short questions and orders that must be answered also while `%%px` keeps an engine busy.
+
+JSON and at most one blob each way, over a socket of the engine's own. The engine's end is in `worker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import zmq
+
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.whole import whole
+from workbench.cluster.transport.keys import Keys
+
+
+class Silence(ClusterError):
+    """An engine did not answer in time."""
+
+
+class _Channel:
+    """One engine's wire: a question at a time, an answer that comes too late is dropped."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self.socket, self.address = socket, address
+        self.lock = threading.Lock()
+        self.numbers = itertools.count()
+        self.expects = -1
+
+
+class Line:
+    """Talks to the engine of each rank. Any thread may ask."""
+
+    def __init__(self, addresses: Mapping[int, str], keys: Keys) -> None:
+        self._context, self._keys = zmq.Context(), keys
+        self._wires: dict[int, _Channel] = {}
+        for rank, address in addresses.items():
+            self.reach(rank, address)
+
+    def reach(self, rank: int, address: str) -> None:
+        """From now on the engine of `rank` is asked at `address`."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        self._keys.reach(socket, address)
+        before = self._wires.get(rank)
+        self._wires = {**self._wires, rank: _Channel(socket, address)}
+        if before is not None:
+            with before.lock:
+                before.socket.close(0)
+
+    def leave(self, rank: int, address: str) -> None:
+        """The engine of `rank` at `address` is gone: whoever asks it hears so at once. Not while somebody asks it."""
+        wire = self._wires[rank]
+        if wire.address == address and wire.lock.acquire(blocking=False):
+            try:
+                wire.socket.close(0)
+            finally:
+                wire.lock.release()
+
+    def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
+        """What rank's engine answers to `what`: (plain value, blob). Raises Silence or ClusterError."""
+        wire = self._wires[rank]
+        with wire.lock:
+            self._send(wire, what, blob, rest)
+            return self._receive(rank, wire, what, timeout)
+
+    def ask_all(
+        self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
+    ) -> dict[int, Any]:
+        """Asks every engine (or those of `ranks`) at once; {rank: plain answer, or the error that came instead}."""
+        with whole(), contextlib.ExitStack() as locks:  # else an interrupt would leave one of them taken for ever
+            wires = [(rank, wire) for rank, wire in sorted(self._wires.items()) if ranks is None or rank in ranks]
+            for _, wire in wires:
+                locks.enter_context(wire.lock)
+            for _, wire in wires:
+                self._send(wire, what, blob, rest)
+            until = time.monotonic() + timeout
+            return {rank: self._answer_or_error(rank, wire, what, until) for rank, wire in wires}
+
+    def _answer_or_error(self, rank: int, wire: _Channel, what: str, until: float) -> Any:
+        try:
+            return self._receive(rank, wire, what, max(until - time.monotonic(), 0.01))[0]
+        except ClusterError as error:
+            return error
+
+    def _send(self, wire: _Channel, what: str, blob: bytes, rest: dict[str, Any]) -> None:
+        if wire.socket.closed:
+            return
+        wire.expects = next(wire.numbers)
+        message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
+        with contextlib.suppress(zmq.Again):  # an engine that takes nothing in will not answer either
+            wire.socket.send_multipart(message, zmq.NOBLOCK)
+
+    def _receive(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
+        if wire.socket.closed:
+            raise Silence(f"rank {rank} is gone: nobody is there to answer '{what}'")
+        while wire.socket.poll(int(timeout * 1000)):
+            head, blob = wire.socket.recv_multipart()
+            answer = json.loads(head)
+            if answer["number"] != wire.expects:
+                continue
+            if "error" in answer:
+                raise ClusterError(f"rank {rank}: {answer['error']}")
+            return answer.get("value"), blob
+        raise Silence(f"rank {rank} did not answer '{what}' within {timeout:g} s")
+
+    def close(self) -> None:
+        for wire in self._wires.values():
+            with wire.lock:
+                wire.socket.close(0)
+        self._context.destroy(0)

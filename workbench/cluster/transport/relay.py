@@ -1,0 +1,87 @@
+"""The kernel's ear: one thread that takes in what all engines publish and hands over decoded batches.
+
+It wakes a few times a second and takes everything there is, so that it costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from workbench.cluster.processes.steady import Steady
+from workbench.cluster.transport.keys import Keys
+from workbench.cluster.transport.wire import Batch, batches
+from workbench.settings.said import said
+
+PAUSE = 0.2  # seconds between two looks at a busy wire: five a second are enough for the eye
+
+
+class Relay:
+    """Subscribes to every engine of a lab; calls `take(batch)` on its own thread for each batch."""
+
+    def __init__(self, addresses: Iterable[str], keys: Keys, take: Callable[[Batch], None]) -> None:
+        self.take = take
+        self.seconds = 0.0  # CPU time spent so far
+        self.errors: list[str] = []
+        self._keys, self._coming = keys, queue.SimpleQueue[tuple[bool, str]]()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.rcvhwm = 20_000
+        self._socket.subscribe(b"")
+        for address in addresses:
+            self.reach(address)
+        self._meet()
+        self._closing = threading.Event()
+        self._thread = Steady("relay", self._look, self._closing, self._wrong, self._end).start()
+
+    def reach(self, address: str) -> None:
+        """From now on it hears this engine, too."""
+        self._coming.put((True, address))
+
+    def leave(self, address: str) -> None:
+        """The engine there has ended, and another process may get its port."""
+        self._coming.put((False, address))
+
+    def _meet(self) -> None:
+        """Only the thread that has the socket connects it."""
+        while not self._coming.empty():
+            connect, address = self._coming.get()
+            if connect:
+                self._keys.reach(self._socket, address)
+            else:
+                self._socket.disconnect(address.split()[0])
+
+    def _look(self) -> None:
+        self._meet()
+        if self._socket.poll(250):
+            self._drain()
+            self.seconds = time.thread_time()
+            self._closing.wait(PAUSE)
+
+    def _wrong(self, error: BaseException) -> None:
+        self.errors.append(said(error))
+        del self.errors[:-20]
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                for batch in batches(frames):
+                    self.take(batch)
+            except Exception as error:
+                self._wrong(error)
+
+    def _end(self) -> None:
+        """Closes socket and context on the thread that reads from them: no other thread may."""
+        self._context.destroy(0)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(10.0)  # on a busy machine one look may take seconds

@@ -1,0 +1,80 @@
+"""Reads back what ranks spooled to disk: for a kernel that attaches, missed messages, or is on another host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workbench.cluster.transport.wire import Batch, batches, cut, encode
+from workbench.record import store
+
+CHUNK = 1 << 20  # bytes of a file in one message
+
+Pieces = list[tuple[int, dict[str, Any]]]
+
+
+def pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
+    """(number of the first row, columns) of each stretch of rows that is on disk, from row `start` on."""
+    found = []
+    for part in store.parts(path):
+        if (part.kind, part.rank) != (kind, rank):
+            continue
+        first, columns, _ = store.read_part(part.path)
+        if columns is None or first + len(columns["rank"]) <= start:
+            continue
+        skip = max(start - first, 0)
+        found.append((first + skip, cut(columns, skip)))
+    store.give_back()
+    return found
+
+
+def pack(found: Pieces, kind: str, rank: int) -> bytes:
+    """Pieces as one blob, for the line."""
+    out = []
+    for first, columns in found:
+        frames = encode(Batch("", kind, rank, first, columns))
+        out += [len(f).to_bytes(8, "little") + f for f in frames]
+    return b"".join(out)
+
+
+def unpack(blob: bytes) -> Pieces:
+    """What `pack` packed."""
+    frames, at = [], 0
+    while at < len(blob):
+        n = int.from_bytes(blob[at : at + 8], "little")
+        frames.append(blob[at + 8 : at + 8 + n])
+        at += 8 + n
+    return [(b.seq, b.columns) for b in batches(frames)]
+
+
+def files(path: Path, rank: int) -> list[list[Any]]:
+    """[name, bytes] of each stream file of one rank."""
+    return [[p.path.name, p.path.stat().st_size] for p in store.parts(path) if p.rank == rank]
+
+
+def chunk(path: Path, name: str, start: int) -> bytes:
+    """Part of a stream file."""
+    with open(path / Path(name).name, "rb") as f:
+        f.seek(start)
+        return f.read(CHUNK)
+
+
+def fetch(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
+    """Copies the files of a rank on another host into the run directory here."""
+    for name, size in listing:
+        with open(into / Path(name).name, "wb", opener=store.private) as f:
+            while f.tell() < size and (data := read(name, f.tell())):
+                f.write(data)
+
+
+def note(path: Path, rank: int, marks: list[tuple[int, str, float, dict[str, Any]]]) -> None:
+    """Adds marks (step, name, t, detail) to the record of a rank that is gone and cannot write them itself."""
+    found = pieces(path, "marks", rank)
+    first = max((seq + len(columns["rank"]) for seq, columns in found), default=0)
+    steps, names, times, details = zip(*marks, strict=True)
+    columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
+    writer = store.Writer(path, "marks", rank, first)
+    writer.append({**columns, "detail": [json.dumps(d) for d in details]})
+    writer.close()

@@ -1,0 +1,141 @@
+"""torch's own DistributedDataParallel around the model, for the opaque baseline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.engine.wire.collectives import Wire
+from workbench.engine.wire.lane import Lane
+from workbench.host.placement.layout import Layout
+from workbench.rank import Op, StrategyError
+
+CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
+
+Seen = Callable[[str, float, int], None]  # (name, when it began, bytes) of a bucket that has been exchanged
+Hook = tuple[Any, Callable[[Any, Any], Any]]  # its state, and what exchanges a bucket
+
+
+def bucket_cap(bucket_mb: float) -> float:
+    """The size of buckets as torch's DDP takes it, in MiB, of one in MB."""
+    return bucket_mb * 1e6 / 2**20
+
+
+def wrap(model: torch.nn.Module, wire: Wire, options: dict[str, Any], lane: Lane | None, seen: Seen | None = None,
+         now: Callable[[], float] = float, hook: Hook | None = None) -> DistributedDataParallel:  # fmt: skip
+    """Returns torch's DDP with these options; with `lane` a comm hook sends its buckets over the Link.
+
+    seen: called after each bucket's exchange, if there is no `lane`; now: the time
+    hook: the script's own comm hook and its state, which exchanges the buckets; there is no `lane` then
+    """
+    ddp = DistributedDataParallel(model, process_group=wire.lend(), init_sync=False, **options)
+    if hook is not None:
+        state, exchange = hook
+        ddp.register_comm_hook(state, lambda state, bucket: _timed(exchange(state, bucket), bucket, seen, now()))
+    elif lane is not None:
+        # torch reads the hook's annotations and takes no postponed ones, so what it is given has none
+        ddp.register_comm_hook(lane, lambda lane, bucket: _over_the_link(lane, bucket))
+    elif seen is not None:
+        ddp.register_comm_hook(wire, lambda wire, bucket: _as_torch_does(wire, bucket, seen, now()))
+    return ddp
+
+
+def best(find_unused_parameters: bool = False) -> dict[str, Any]:
+    """The options with which torch's DDP is fastest for a model that uses the same parameters in every step, or not."""
+    graph = {"find_unused_parameters": True} if find_unused_parameters else {"static_graph": True}
+    return {"gradient_as_bucket_view": True, **graph}
+
+
+@contextmanager
+def trainable(layout: Layout) -> Iterator[None]:
+    """Inside, all parameters of the layout want gradients: torch's DDP must register the same ones on every rank."""
+    frozen = [place.param for place in layout.order if not place.param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    yield
+    for param in frozen:
+        param.requires_grad_(False)
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Inside, torch's DDP runs: if a step uses other parameters than the first one, the error names the setting."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in CHANGED):
+            raise
+        raise StrategyError(
+            f"TorchDDP: this step uses other parameters than the first one; set strategy.find_unused_parameters=True. "
+            f"torch says: {error}"
+        ) from error
+
+
+def unwrap(module: Callable[..., Any]) -> None:
+    """Takes torch's hooks off a wrapped model again; kept references would keep the group's sockets open."""
+    if not isinstance(module, DistributedDataParallel):
+        return
+    module._remove_autograd_hooks()
+    del module.reducer
+    for param in module.module.parameters():
+        param.grad = None
+
+
+def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.futures.Future[torch.Tensor]:
+    """The all-reduce that torch makes without a hook, and when it was over; nobody waits for it here."""
+    buffer = _scaled(bucket.buffer(), wire.size)
+    sent = buffer._values() if buffer.is_sparse else buffer
+
+    def over(made: Any) -> torch.Tensor:
+        made.value()  # raises what it failed with
+        seen(f"all_reduce bucket {bucket.index()}", began, sent.numel() * sent.element_size())
+        return buffer
+
+    return wire.group.allreduce([buffer]).get_future().then(over)
+
+
+def _scaled(buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """Divides by the number of ranks in place. torch multiplies dense gradients, so 3 ranks round as without a hook."""
+    return buffer.div_(size) if buffer.is_sparse else buffer.mul_(1.0 / size)
+
+
+def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
+    """What the script's hook returns for a bucket; `seen` is called when it has a value."""
+    if seen is None:
+        return future
+    noted = partial(seen, f"comm hook bucket {bucket.index()}", began, bucket.buffer().nbytes)
+
+    def over(made: Any) -> Any:
+        value = made.value()  # raises what it failed with
+        noted()
+        return value
+
+    return future.then(over)
+
+
+def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Hands torch's bucket to the lane's thread, where the Link shapes it; waiting here would hide nothing."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    buffer = bucket.buffer()
+
+    async def child() -> None:
+        _scaled(buffer, lane.size)
+        await Op("all_reduce", buffer, "sum", f"bucket {bucket.index()}")
+
+    handle = lane.start(child(), f"bucket {bucket.index()}")
+    threading.Thread(target=_settle, args=(lane, handle, future, buffer), daemon=True).start()
+    return future
+
+
+def _settle(lane: Lane, handle: Any, future: Any, buffer: torch.Tensor) -> None:
+    try:
+        lane.wait(handle)
+        future.set_result(buffer)
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""compute: to be described."""

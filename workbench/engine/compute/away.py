@@ -1,0 +1,88 @@
+"""Performs on the engine what a strategy asks about what it keeps away from the device; a lane may ask it, too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.fabric import Ways
+from workbench.fabric.load import stretch
+from workbench.fabric.pace import SHARES, lasts
+from workbench.host.memory.offload import Offloaded, named
+from workbench.host.placement.slots import Settings, require_steppable, settings
+from workbench.rank import Bucket, Op
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.setup import Parts
+
+
+Asked = tuple[Settings, frozenset[str]]  # an optimizer's settings, and the parameters that no rank used
+
+
+class Away:
+    """What one rank keeps away, and the ways there: each operation takes at least as long as the Fabric says."""
+
+    def __init__(self, run: Parts) -> None:
+        self._run = run
+        self.kept = Offloaded(self._out, self._into)
+        self._ways, self._lock = Ways(), threading.Lock()
+        self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload, "fetch": self._fetch}
+
+    def settings(self) -> Asked:
+        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        return settings(self._run.optimizer), frozenset(self._run.layout.unused)
+
+    def perform(self, op: Op, step: int, by: Asked | None) -> Any:
+        """Performs `op`, asked in `step` by a child that was started when the optimizer's settings were `by`."""
+        if op.verb == "update":
+            return self._update(op.args[0], step, by)
+        return self.verbs[op.verb](op, step)
+
+    def _offload(self, op: Op, step: int) -> None:
+        shard, what, to = op.args
+        run, began = self._run, self._run.clock.now()
+        hops = self.kept.send(run.layout, run.optimizer, shard, what, to)
+        self._travelled(op, step, began, hops, out=True)
+
+    def _fetch(self, op: Op, step: int) -> Any:
+        shard, what, to, keep = op.args
+        run, began = self._run, self._run.clock.now()
+        value, hops = self.kept.bring(run.layout, run.optimizer, shard, what, to, keep)
+        self._travelled(op, step, began, hops, out=False)
+        return value
+
+    def _travelled(self, op: Op, step: int, began: float, hops: list[tuple[str, int]], out: bool) -> None:
+        run = self._run
+        if not hops:
+            return
+        with self._lock:
+            until = self._ways.occupy(run.port.fabric, began, hops, out)
+        run.naps.until(until)
+        lane = "measuring" if op.measures else "offload"
+        run.record.span(step, lane, named(op), began, began, run.clock.now(), hops[0][1])
+
+    def _update(self, shard: Bucket, step: int, by: Asked | None) -> None:
+        """The optimizer's step on the host's processor, paced as any update."""
+        run, clock = self._run, self._run.clock
+        require_steppable(run.layout, run.optimizer, shard, run.experiment)
+        began = clock.now()
+        self.kept.step(run.layout, run.optimizer, shard, *(by or self.settings()))
+        pace = run.host.pace
+        if pace.active:
+            asked = pace.seconds * SHARES["update"] * shard.data.numel() / run.layout.numel
+            factor = stretch(pace.faults, run.rank.id, step, "update")
+            run.naps.until(began + lasts(asked, clock.now() - began, factor))
+        run.record.span(step, "offload", f"update {shard.index}", began, began, clock.now(), 0)
+
+    def _out(self, x: Tensor) -> Tensor:
+        there = self._run.chip.to_host(x)
+        return there.clone() if there.untyped_storage()._cdata == x.untyped_storage()._cdata else there
+
+    def _into(self, x: Tensor, device: Any) -> Tensor:
+        made = torch.empty_like(x, device=device)
+        self._run.chip.fill(made, x)
+        return made

@@ -1,0 +1,137 @@
+"""Hooks that catch gradients as autograd finishes them, and hand on buckets as they fill, strictly in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.host.passes.checkpointing import received_twice
+
+_ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
+
+
+class GradientHooks:
+    """Hooks on the gradients of one host's model, listening while a backward is exchanged.
+
+    A hook runs among megabytes of arithmetic that push it out of the caches, so it does little: small gradients
+    are only counted, and copied together once their bucket is full.
+    """
+
+    def __init__(self, host: Any) -> None:
+        self.host = host
+        self.arrived: list[str] = []  # names in the order in which gradients appeared, where that is being learned
+        self._learn = False
+        self._round = 0  # the number of this backward, 0 between them
+        self._left: list[int] = []  # gradients that each bucket still waits for
+        self._next = 0
+        self._had = 0  # elements whose gradients were there before this backward
+        self._removers: list[Any] = []
+        self._frozen: list[Any] = []  # places whose parameters had no hook put on them, for they are not trained
+
+    def open(self, learn: bool) -> None:
+        """A backward begins whose gradients are exchanged. learn: note the order in which they appear."""
+        if learn != self._learn:
+            self.detach()
+            self._learn = learn
+        self.attach()
+        if self._frozen:
+            self._attach_trained()
+        self.host.layout.make_room()
+        self.arrived, self._next, self._had = [], 0, 0
+        self._left = [len(b.parts) for b in self.host.layout.buckets]
+        self._round = next(_ROUNDS)
+
+    @property
+    def listening(self) -> bool:
+        """Is a backward under way whose gradients are exchanged?"""
+        return self._round > 0
+
+    def shut(self) -> None:
+        """From here on gradients stay where autograd puts them."""
+        self._round = 0
+
+    def attach(self) -> None:
+        """Puts hooks on the gradients, if there are none: they note which parameters a backward uses."""
+        if not self._removers:
+            self._frozen = list(self.host.layout.order)
+            self._attach_trained()
+
+    def _attach_trained(self) -> None:
+        """Puts hooks on parameters that have none; torch refuses one on a frozen parameter."""
+        for place in self._frozen:
+            if place.param.requires_grad:
+                self._removers.append(place.param.register_post_accumulate_grad_hook(self._taker(place)))
+        self._frozen = [place for place in self._frozen if not place.param.requires_grad]
+
+    def detach(self) -> None:
+        """Takes the hooks off, until a backward is exchanged again."""
+        for remover in self._removers:
+            remover.remove()
+        self._removers, self._frozen = [], []
+
+    def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
+        keep, learn = self.host.layout.keep, self._learn
+
+        def take(param: nn.Parameter) -> None:
+            now, place.filled = self._round, False
+            if not now:
+                return
+            if place.round == now:
+                raise received_twice(place.name)
+            place.round = now
+            if learn:
+                self.arrived.append(place.name)
+            if not place.small:
+                keep(place, param.grad)
+            left, bucket = self._left, place.bucket
+            left[bucket] -= 1
+            if not left[bucket] and bucket == self._next:
+                self._emit()
+
+        return take
+
+    def _emit(self, computing: bool = True) -> None:
+        layout = self.host.layout
+        if self.host.pace.active and computing and self.host.together is None:  # who meets others is paced there
+            came = sum(p.numel for p in layout.order if p.round == self._round) - self._had
+            self.host.paced(came / max(1, layout.numel - self._had))
+        while self._next < len(self._left) and not self._left[self._next]:
+            self._next += 1
+            self.host.hand_out(layout.full(self._next - 1))
+
+    def have(self, params: set[int]) -> None:
+        """The gradients of these, by id, have come in backwards before this one: whatever is full of them goes out."""
+        for place in self.host.layout.order:
+            if id(place.param) in params and place.param.grad is not None and not place.filled:
+                place.round = self._round
+                self._had += place.numel
+                if self._learn:
+                    self.arrived.append(place.name)
+                if not place.small:
+                    self.host.layout.keep(place, place.param.grad)
+                self._left[place.bucket] -= 1
+        self._emit(computing=False)
+
+    def flush(self) -> None:
+        """After backward: what this backward did not use goes out, too, with what backwards before have added up.
+
+        A parameter that none of them used counts as zero. Who has one says so before a bucket of it goes out.
+        """
+        layout = self.host.layout
+        left = [place for place in layout.order if place.round != self._round]
+        layout.unused = {place.name for place in left if place.param.grad is None or place.filled}
+        if layout.unused:
+            self.host.usage.raise_hand(self.host.rank.step)
+        for place in left:
+            place.round, place.filled = self._round, False
+            grad = torch.zeros_like(place.param) if place.param.grad is None else place.param.grad
+            if place.small:
+                place.param.grad = grad
+            else:
+                layout.keep(place, grad)
+            self._left[place.bucket] -= 1
+        self._emit()

@@ -1,0 +1,59 @@
+"""What a host writes down once a phase or a step is over, on a chip that runs ahead only when it is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Pace
+from workbench.engine.wire.watch import Watch
+from workbench.rank import Rank
+
+
+class StepEnd:
+    """The part of a Host that closes phases and steps."""
+
+    at: Any
+    clock: Any
+    lane: Lane
+    losses: list[Tensor]
+    pace: Pace
+    rank: Rank
+    record: Any
+    watch: Watch
+
+    def paced(self, fraction: float) -> None:
+        """`fraction` of a phase is computed; by a chip that runs ahead too, where a pace or a fault goes by it."""
+        if not self.pace.active:
+            return
+        if self.lane.chip.runs_ahead:
+            self.lane.chip.await_host(self.lane.chip.mark(), self.watch.look)
+        self.pace.reach(fraction)
+
+    def close_step(self, told: Callable[[int, float], None]) -> None:
+        """The step is done, as far as this thread is concerned: what is known of it and of the pace is written down."""
+        if self.losses:  # a step without a forward has none
+            self.watch.loss(self.rank.step, self.losses)
+            self.losses.clear()
+        if self.lane.chip.runs_ahead:
+            self.at("its chip", waits=True)
+        self.watch.settle()
+        if said := self.pace.over():
+            self.record.mark(self.rank.step, "pace", self.clock.now(), json.dumps(said))
+        self._tell(told)
+
+    def catch_up(self, told: Callable[[int, float], None]) -> None:
+        """Waits for what this rank's chip still has to do, and writes it down."""
+        self.watch.flush()
+        self._tell(told)
+
+    def _tell(self, told: Callable[[int, float], None]) -> None:
+        """The training losses known by now, each the mean of a step's, into the record; `told` hears of each."""
+        while self.watch.losses:
+            step, loss = self.watch.losses.popleft()
+            self.record.sample(step, "loss", self.clock.now(), loss)
+            told(step, loss)

@@ -1,0 +1,86 @@
+"""A forward that stops before it reads a bucket: who reads one of its parameters lets the strategy go first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from workbench.engine.compute.compute import INSIDE
+from workbench.host.core.drive import Ended, Later, drive
+from workbench.host.placement import absent
+from workbench.rank import Bucket, Op, StrategyError
+
+_WHILE = {*INSIDE, "update"} - {"hold", "offload", "fetch"}  # what may be asked for between two buckets of a forward
+
+
+class Stops:
+    """The stops of one host's forward. Within `watching` parameters are `absent` until their bucket was handed out.
+
+    Buckets come in the order in which the model reads them; those that it does not read come at its end, the last
+    first.
+    """
+
+    def __init__(self, host: Any, perform: Callable[[Op], Any]) -> None:
+        self.host, self._do = host, perform
+        self._coro: Any = None
+        self._left: list[int] = []  # buckets that were not handed out yet
+        self._bucket: dict[int, int] = {}  # by a parameter's id
+        self._before = 0  # elements of those that were
+        self.ended: Ended | None = None
+
+    @contextmanager
+    def watching(self, coro: Any) -> Iterator[None]:
+        """Inside, a forward runs, and `coro` is resumed with each bucket before it is read."""
+        layout = self.host.layout
+        self._coro, self.ended, self._before = coro, None, 0
+        self._left = [bucket.index for bucket in reversed(layout.buckets)]
+        self._bucket = {id(place.param): place.bucket for place in layout.order}
+        for place in layout.order:
+            absent.leave(place.param, self._asked)
+        try:
+            yield
+        finally:
+            for place in layout.order:
+                absent.come(place.param)
+
+    def rest(self) -> None:
+        """After the forward: the buckets that it has not read."""
+        while self._left:
+            self._stop(self._left[0])
+
+    def _asked(self, params: list[Any], others: list[Any]) -> None:
+        """Something is about to read these parameters."""
+        for index in dict.fromkeys(self._bucket[id(p)] for p in params):
+            self._stop(index)
+
+    def _stop(self, index: int) -> None:
+        host = self.host
+        self._left.remove(index)
+        for place in host.layout.groups[index]:
+            absent.come(place.param)
+        if self.ended is not None:
+            return
+        if host.pace.active and host.computing:
+            host.paced(self._before / host.layout.numel)
+        self._before += host.layout.lies(index).data.numel()
+        around = host.at.now
+        with host.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
+            self._resume(host.layout.lies(index))
+        host.at(*around[:2])
+
+    def _resume(self, bucket: Bucket) -> None:
+        try:
+            self.ended = Ended(drive(self._coro, self._perform, self.host.alone, bucket))
+        except Later:
+            return
+
+    def _perform(self, op: Op) -> Any:
+        if op.verb == "next_params":
+            raise Later
+        if op.verb not in _WHILE or (op.verb == "update" and op.args[0] is None):
+            what = "update of the whole model" if op.verb == "update" else op.verb
+            raise StrategyError(f"{what} cannot be asked for between two buckets of a forward: ask it after its loop")
+        return self._do(op)

@@ -1,0 +1,207 @@
+"""What runs beside the step: a strategy's `background`, on a thread and a wire of its own.
+
+Between two Ops a coroutine has its rank to itself: step, background and the optimizer's update never touch the
+parameters at the same moment, so no update is lost. It does not know why it is to end; see meeting.py.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.engine.control.canonical import gathered
+from workbench.engine.p2p.mailbox import BACKGROUND, SLICE
+from workbench.engine.wire.collectives import Aborted, Wire
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Shaper
+from workbench.engine.wire.wires import Line, opener
+from workbench.host.core.drive import drive
+from workbench.rank import Group, Op, StrategyError, message_name
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.setup import Parts
+
+
+STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")
+
+
+class Background:
+    """One rank's background. Made by all ranks at once, for one strategy's stay, whose wires bear `name`."""
+
+    def __init__(self, run: Parts, name: str, wire: Wire | None, shaper: Shaper) -> None:
+        self.run, self.wire, self._name = run, wire, name
+        open = opener(run.peers, run.port, name, "gloo")
+        self.lane = Lane("background", run.port, run.watch, run.chip, open, Line(wire, shaper, wire))
+        self.lane.eager = True  # its children run on this thread
+        self.lane.hop = run.hop
+        self.lane.take, self.lane.give = run.ledger.buffers.take, run.ledger.buffers.give
+        self.error: BaseException | None = None
+        self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
+        self._moved = threading.Event()  # the step has moved on
+        self._done = threading.Event()
+        self._done.set()
+        self._over = False  # nothing more is to come: whoever waits for a message is told so
+        self._looked = -1  # how many messages had come when this background found that it has to wait for one
+        self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
+        self._did: dict[str, Callable[..., Any]] = {
+            "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
+            "units": lambda: run.host.narrowing.units, "work": lambda of, flops, name: of(),
+            "update_rows": run.host.update_rows,
+            "send": self._send, "recv": self._recv, "wait": self.lane.wait,
+            "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
+        }  # fmt: skip
+        self._thread = threading.Thread(target=self._serve, name=f"rank {run.rank.id} background", daemon=True)
+        self._thread.start()
+
+    # -- called by the training thread --
+
+    def go(self, coro: Coroutine[Op, Any, Any]) -> None:
+        """Begins, or begins again after a meeting."""
+        self._over, self._looked = False, -1
+        self._idle.clear()
+        self._done.clear()
+        self._coros.put(coro)
+
+    def moved(self) -> None:
+        """The step has moved on: there is something new to exchange."""
+        self._moved.set()
+
+    def idle(self) -> None:
+        """The step will not move on before a meeting: this rank no longer asks the others to go on."""
+        self._idle.set()
+        self._moved.set()
+
+    def drain(self, control: Wire | None) -> None:
+        """Every rank's step stands still: lets the backgrounds finish what they have begun with each other, and end."""
+        self.idle()
+        self._until_quiet(control)
+        self._over = True
+        while not self._done.wait(SLICE):
+            self.run.mailbox.nudge()
+            if self.run.leaving.is_set():
+                raise Aborted("left while the background was ending")
+        self.check()
+
+    def _until_quiet(self, control: Wire | None) -> None:
+        """Returns on all ranks at once, when no message is under way and every background has ended or waits for one.
+
+        Two looks in a row must find that, and the same numbers of messages: what one rank tells in between another may
+        not have counted yet. As in Mattern, "Algorithms for distributed termination detection", 1987.
+        """
+        before, rest = [-1, -1], 1e-3
+        while True:
+            self.check()
+            quiet, posted, came = self._state()
+            table = gathered(control, [quiet, posted, came])
+            now = [sum(row[1] for row in table), sum(row[2] for row in table)]
+            if all(row[0] for row in table) and now[0] == now[1] and now == before:
+                return
+            before = now
+            self.run.mailbox.pause(rest)
+            rest = min(2 * rest, SLICE)
+
+    def _state(self) -> tuple[int, int, int]:
+        """Has it ended, or found nothing among the messages that have come? And how many were posted and have come."""
+        done, looked = self._done.is_set(), self._looked  # before it is counted what has come: it waits still, if equal
+        posted, came = self.run.mailbox.posted, self.run.mailbox.came
+        return done or looked == came, posted, came
+
+    def retire(self, patience: float = 3.0) -> None:
+        """Lets the round under way end, here and on the other ranks, for a group that is cut in the middle of one may
+        not hear of it: see [Note: What gloo misses]. Where the round itself failed nobody can end it.
+
+        patience: seconds; on a busy machine the other ranks may need one or two to come to it
+        """
+        end, self._over = time.monotonic() + patience, True  # a server need not wait for messages either
+        self.idle()
+        self.run.mailbox.nudge()
+        if self._done.wait(patience):
+            self.run.peers.come(f"the end of {self._name}", end if self.error is None else 0.0)
+
+    def check(self) -> None:
+        """Raises what the background failed with."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Joins the thread and gives the wire back. Whoever closes before the end has `leaving` set."""
+        self._coros.put(None)
+        self.idle()
+        self._thread.join(5.0)
+        self.lane.close()
+        if self.error is not None:
+            self.error.__traceback__ = None  # a kept traceback keeps the group's sockets open
+        self.run.peers.drop([*self.lane.wires.given_up(), *([self.wire] if self.wire is not None else [])])
+
+    # -- on the background's own thread --
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        self.run.chip.bind()
+        while (coro := self._coros.get()) is not None:
+            try:
+                drive(coro, self._perform, self.run.host.alone)
+            except BaseException as error:
+                self.error = error
+                self.run.mailbox.nudge()
+            self._done.set()
+            self.run.mailbox.nudge()
+
+    def _perform(self, op: Op) -> Any:
+        self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former
+        do = self._did.get(op.verb)
+        if do is not None:
+            return do(*op.args) if op.group is None else do(*op.args, group=op.group)
+        if op.verb in STEPS:
+            raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
+
+        async def child() -> Any:
+            return await op
+
+        return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
+
+    def _again(self, rest: float, alone: bool, group: Group | None = None) -> int:
+        """The step under way, from 1, while any rank's (of a group's) goes on, or `alone` this one's; waits for one to
+        be new.
+        """
+        until = self.run.clock.now() + rest
+        while not self._idle.is_set():
+            left = until - self.run.clock.now()
+            if left > 0:
+                self._idle.wait(min(SLICE, left))
+            elif self._moved.wait(SLICE):
+                break
+            if self.run.leaving.is_set():
+                raise Aborted("left a background")
+        if self.run.mailbox.gone:  # this rank's step will hear of it at its end
+            self._idle.set()
+        self._moved.clear()
+        flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
+        if not alone and (wire := self.lane.wires.of(group).aside) is not None:
+            wire.wait(wire.all_reduce(flag, "max"))
+        step = self.run.lane.step
+        self.run.record.sample(step, "again", self.run.clock.now(), float(flag))
+        return step + 1 if flag else 0
+
+    def _sample(self, name: str, value: float) -> None:
+        self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))
+
+    def _send(self, tensor: torch.Tensor, to: int, kind: str) -> None:
+        self.run.ledger.buffers.post(tensor)
+        self.run.mailbox.send(tensor, to, kind, BACKGROUND)
+
+    def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
+        got = self.run.mailbox.recv(into, source, kind, self._nothing)
+        if source is None and got is not None:
+            self._sample(message_name("recv", kind), got[1])
+        return got
+
+    def _nothing(self) -> bool:
+        """Asked by the mailbox, which has no such message: will none come?"""
+        self._looked = self.run.mailbox.came
+        return self._over

@@ -1,0 +1,114 @@
+"""How the engine's ranks come to agree on the canonical state: over the control wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engine.wire.collectives import Wire
+from workbench.host.observe.evaluating import rms, squares
+from workbench.host.placement.canonical import Disagreement, buffers, check_same
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.signature import description, difference, signature
+
+
+def all_equal(wire: Wire | None, number: int) -> list[int]:
+    """Every rank's `number`, by rank."""
+    if wire is None:
+        return [number]
+    mine = torch.tensor([number], dtype=torch.int64)
+    out = torch.empty(wire.size, dtype=torch.int64)
+    wire.wait(wire.all_gather(out, mine))
+    return out.tolist()
+
+
+def gathered(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
+    """Every rank's `numbers`, equally many, by rank."""
+    if wire is None:
+        return [numbers]
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    out = torch.empty(wire.size, len(numbers), dtype=torch.int64)
+    wire.wait(wire.all_gather(out.view(-1), mine))
+    rows: list[list[int]] = out.tolist()
+    return rows
+
+
+def check_equal(wire: Wire | None, number: int, what: str) -> None:
+    """Raises Disagreement naming the ranks whose `number` differs from rank 0's."""
+    check_same(all_equal(wire, number), what)
+
+
+def check_model(wire: Wire | None, model: nn.Module) -> None:
+    """Raises Disagreement, naming the first parameter in which a rank's model is unlike rank 0's."""
+    numbers = all_equal(wire, signature(model))
+    if wire is None or len(set(numbers)) == 1:
+        return
+    first = json.loads(told(wire, json.dumps(description(model)).encode(), 0))
+    odd = next(r for r, n in enumerate(numbers) if n != numbers[0])
+    mine = difference(first, description(model), wire.rank) if wire.rank == odd else ""
+    raise Disagreement(told(wire, mine.encode(), odd).decode())
+
+
+def told(wire: Wire, text: bytes, source: int) -> bytes:
+    """What rank `source` says, on every rank."""
+    length = torch.tensor([len(text)])
+    wire.wait(wire.broadcast(length, source))
+    body = torch.empty(int(length), dtype=torch.uint8)
+    if wire.rank == source:
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if int(length):
+        wire.wait(wire.broadcast(body, source))
+    return bytes(body.numpy())
+
+
+def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None:
+    """Rank 0's parameters and buffers everywhere."""
+    if wire is None:
+        return
+    frozen = [p.data for p in model.parameters() if not p.requires_grad]
+    for x in [*layout.weights, *frozen, *model.buffers()]:
+        flat = x.detach().contiguous().view(-1)
+        if flat.numel():
+            wire.wait(wire.broadcast(flat, 0))
+            x.copy_(flat.view(x.shape))
+
+
+@contextmanager
+def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: nn.Module) -> Iterator[float]:
+    """Inside, the model is the mean of all ranks' models; yields this rank's RMS distance from it.
+
+    weights: the parameters that may differ from rank to rank
+    """
+    if wire is None:
+        yield 0.0
+        return
+    live = [x for x in [*weights, *buffers(model)] if x.numel()]
+    count, away = sum(w.numel() > 0 for w in weights), 0.0
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for number, x in enumerate(live):
+            if (own := _own_beside_mean(wire, x)) is not None:
+                kept.append((x, own))
+                away += squares(own, x) if number < count else 0.0
+        yield rms(away, layout.numel)
+    finally:
+        for x, own in kept:
+            x.data.copy_(own)
+
+
+def _own_beside_mean(wire: Wire, x: Tensor) -> Tensor | None:
+    """Puts the mean of all ranks' `x` into its place; returns what it was, if that is something else.
+
+    Else a model that is the same on all ranks would be there twice.
+    """
+    mean = x.detach().clone(memory_format=torch.contiguous_format)  # no view of other memory is flat
+    wire.wait(wire.all_reduce(mean.view(-1)))
+    if torch.equal(mean.div_(wire.size), x):
+        return None
+    own = x.detach().clone()
+    x.data.copy_(mean)
+    return own

@@ -1,0 +1,32 @@
+"""Hands that ranks of one host raise in shared memory. See [Note: The raised hand] in workbench/host/sharding/usage.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from workbench.engine.wire.mapped import mapped
+
+
+class Hands:
+    """By rank, the last step in which it raised a hand: one int64 each in a file that the ranks of a host share."""
+
+    def __init__(self, path: Path, place: int, size: int) -> None:
+        self._map = mapped(path, 8 * size)
+        self._steps = np.frombuffer(self._map, dtype=np.int64)
+        self._place = place
+
+    def raise_in(self, step: int) -> None:
+        """This rank left a parameter out in `step`."""
+        self._steps[self._place] = step + 1  # a new file holds zeros
+
+    def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
+        """Whether one of `ranks` left a parameter out in `step`."""
+        return any(self._steps[rank] == step + 1 for rank in ranks)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._steps = np.zeros(self._steps.size, np.int64)
+        self._map.close()

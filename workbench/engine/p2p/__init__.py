@@ -1,0 +1,1 @@
+"""p2p: to be described."""

@@ -1,0 +1,305 @@
+"""Messages between two ranks: posted at once, taken when the receiver asks for them.
+
+A rank connects to another when it first sends to it, and to nobody else; one thread moves all bytes. Not gloo's
+send and recv: there a wait that times out closes the pair of sockets for good, so a receiver could not look up
+from its waiting, and every rank is connected to every other from the start. Nothing here knows what a message says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.engine.device import Chip
+from workbench.engine.p2p.door import Door, found
+from workbench.engine.p2p.sockets import HEAD, Outgoing
+from workbench.engine.wire.collectives import Aborted, Leaving
+from workbench.engine.wire.shaping import Port
+from workbench.rank import Rank, StrategyError, message_name
+
+SLICE = 0.1  # seconds between two looks at whether this rank must leave
+HOST, STEP, BACKGROUND = range(3)  # who sent it: the engine itself, a strategy's step, its background
+ALWAYS = 2**32 - 1  # the page of the engine's own messages, which no change of strategy makes old
+
+
+class Message(NamedTuple):
+    """One message that has come."""
+
+    source: int
+    what: str  # dtype and shape
+    data: bytearray
+    ready: float  # when its last byte has come, on the emulated Link
+
+
+class Mailbox:
+    """One rank's messages. `send` and `recv` may be called from any thread.
+
+    page:  messages of an earlier page are dropped; a page is turned when another strategy takes over
+    meet:  the latest step at which all ranks are to meet that this rank has heard of; every message tells it
+    came:  a strategy's messages that have come so far; posted: those that were posted here
+    secret, limit: what only ranks of this run know, and how many bytes one message may have
+    """
+
+    def __init__(self, rank: Rank, store: Any, where: tuple[str, int], secret: bytes, port: Port, leaving: Leaving,
+                 span: Callable[..., None], local: bool, limit: int = 2**30) -> None:
+        self.number = rank.number
+        self.rank, self.size, self.store, self.where, self.secret = rank.id, rank.size, store, where, secret
+        self.limit = limit
+        self.door: Door | None = None
+        self.step = lambda: rank.step
+        self.chip = Chip()
+        self.port, self.leaving, self.span, self.local = port, leaving, span, local
+        self.tell_strangers: Callable[[int], None] = lambda count: None
+        self.look: Callable[[], object] = lambda: None  # raises when this rank must leave, or a peer is gone
+        self.page, self.meet, self.came, self.posted = 0, -1, 0, 0
+        self.gone: set[int] = set()  # ranks that have closed their end
+        self.heard_from: set[int] = set()  # ranks whose line to this one is open
+        self._why: dict[int, str] = {}  # of ranks that are gone: the reason, where it is more than that
+        self._trouble: Exception | None = None  # what went wrong on the mailbox's own thread
+        self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages in order of arrival
+        self._news = threading.Condition()
+        self._out: dict[int, Outgoing] = {}
+        self._dialling = threading.Lock()
+        self._todo: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    # -- any thread --
+
+    def open(self) -> None:
+        """Opens this rank's door and says where it is. Opening again does nothing."""
+        with self._dialling:
+            if self._thread is not None or self.size == 1:
+                return
+            self.selector = selectors.DefaultSelector()
+            self._bell, self._wake = socket.socketpair()
+            self._bell.setblocking(False)
+            self.selector.register(self._bell, selectors.EVENT_READ, self._hush)
+            self.door = Door(self)
+            self.store.set(f"mailbox/{self.rank}", self.door.where)
+            self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} mailbox", daemon=True)
+            self._thread.start()
+
+    @property
+    def strangers(self) -> int:
+        """Callers so far that were no ranks of this run."""
+        return self.door.strangers if self.door else 0
+
+    @property
+    def partners(self) -> set[int]:
+        """The ranks that this one has connected to."""
+        return set(self._out)
+
+    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm",
+             step: int | None = None) -> None:
+        """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
+        if not 0 <= to < self.size:
+            raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
+        data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())
+        if len(data) > self.limit:
+            raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
+        what, page = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", ALWAYS if origin == HOST else self.page
+        with self._news:  # steps and the background post
+            self.posted += origin != HOST
+        if to == self.rank:
+            return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
+        asked = self.port.now()
+        begun, plain, end = self.port.post(len(data), to) if origin != HOST else (asked, 0.0, asked)
+        text = f"{kind}\n{what}".encode()
+        head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
+        step, name = self.step() if step is None else step, message_name("send", kind, to=to)
+
+        def posted() -> None:
+            if origin != HOST:
+                over = self.port.over(end) if plain else self.port.now()
+                self.span(step, lane, name, asked, min(begun, over), over, len(data))
+
+        self._line(to).put(head + text, data, posted)
+
+    def recv(self, into: Tensor | None, source: int | None, kind: str,
+             over: Callable[[], bool] = lambda: False) -> tuple[Tensor, int] | None:
+        """Waits for a message of `kind` and copies it into `into` (None: a new tensor); None once `over`."""
+        message = self.take(source, kind, over)
+        if message is None:
+            return None
+        self.port.naps.until(message.ready)
+        dtype, shape = message.what[:-1].split("[")
+        sizes = [int(n) for n in shape.split(",") if n]
+        sent = torch.empty(sizes, dtype=getattr(torch, dtype))
+        if message.data:
+            sent = torch.frombuffer(message.data, dtype=sent.dtype).view(sizes)
+        if into is None:
+            return sent, message.source
+        if into.numel() != sent.numel() or into.dtype != sent.dtype:
+            raise StrategyError(
+                f"rank {self.number(message.source)} sent {message.what} of {kind!r} to rank {self.number(self.rank)}, "
+                f"which has room for "
+                f"{str(into.dtype)[6:]}{list(into.shape)}: both ends must agree"
+            )
+        self.chip.fill(into, sent.view(into.shape))
+        return into, message.source
+
+    def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Message | None:
+        """The next message of `kind`; waits for one until `over`. Raises when its sender is gone."""
+        self.open()
+        with self._news:
+            while True:
+                message = self._pick(self.page, source, kind)
+                if message is not None or over():
+                    return message
+                if self.leaving.is_set():
+                    raise Aborted(f"left while waiting for {kind!r}")
+                if self._trouble is not None:
+                    text = f"rank {self.number(self.rank)}'s messages failed: {self._trouble!r}"
+                    raise RuntimeError(text) from self._trouble
+                if self.gone and (source is None or source in self.gone):
+                    gone = source if source is not None else min(self.gone)
+                    if gone in self._why:
+                        line = f"rank {self.number(gone)}'s line to rank {self.number(self.rank)}"
+                        raise StrategyError(f"{line} was closed: {self._why[gone]}")
+                    who = f"rank {self.number(gone)}, of which {kind!r} was awaited"
+                    raise ConnectionError(f"Connection closed by peer: {who}")
+                self._news.wait(SLICE)
+
+    def said(self, kind: str) -> list[tuple[int, int]]:
+        """What other ranks' engines have said under `kind`: (who, a number) each; forgotten once told."""
+        with self._news:
+            said = self._boxes.pop((ALWAYS, kind), ())
+        return [(message.source, int.from_bytes(message.data, "little")) for message in said]
+
+    def say(self, number: int, to: int, kind: str) -> None:
+        """Tells another rank's engine a number; off the Link and off the record."""
+        self.send(torch.tensor([number]), to, kind, HOST)
+
+    def pause(self, seconds: float) -> None:
+        """Waits until something comes, `seconds` at most."""
+        with self._news:
+            self._news.wait(seconds)
+
+    def turn_page(self) -> None:
+        """What was sent under the strategy before is not to be mistaken for the new one's."""
+        with self._news:
+            self.page += 1
+            self._boxes = {key: box for key, box in self._boxes.items() if key[0] >= self.page}
+
+    def nudge(self) -> None:
+        """Makes whoever waits look at its `over` again."""
+        with self._news:
+            self._news.notify_all()
+
+    def reach(self, ranks: Iterable[int]) -> None:
+        """Connects to `ranks` before there is anything to say: whoever of the two goes, the other hears of it."""
+        for other in ranks:
+            self._line(other)
+
+    def cut(self) -> None:
+        """Closes all lines at once; the peers hear of it."""
+        self._end(hurry=True)
+
+    def close(self) -> None:
+        """Sends what is posted, then closes everything and joins the thread."""
+        self._end(hurry=False)
+        if self._thread is not None:
+            self._thread.join(5.0)
+        if self.strangers:
+            self.tell_strangers(self.strangers)
+        self.store = None
+
+    # -- inside --
+
+    def _pick(self, page: int, source: int | None, kind: str) -> Message | None:
+        box = self._boxes.get((page, kind), deque())
+        for at, message in enumerate(box):
+            if source is None or message.source == source:
+                del box[at]
+                return message
+        return None
+
+    def arrived(self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float,
+                plain: float) -> None:
+        """A message is here, whole. Called by the mailbox's thread."""
+        kind, what = text.rsplit("\n", 1)
+        ready = self.port.take(source, begun, plain)
+        with self._news:
+            self.came += origin != HOST
+            self.meet = max(self.meet, meet)
+            if page >= self.page:
+                self._boxes.setdefault((page, kind), deque()).append(Message(source, what, data, ready))
+            self._news.notify_all()
+
+    def _line(self, to: int) -> Outgoing:
+        self.open()
+        with self._dialling:
+            if to not in self._out:
+                self._out[to] = Outgoing(self, to, found(self.store, f"mailbox/{to}", self.look))
+            return self._out[to]
+
+    def do(self, what: Callable[[], None]) -> None:
+        """Has the mailbox's thread do something with its selector."""
+        self._todo.append(what)
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+
+    def lose(self, rank: int, why: str = "") -> None:
+        """A rank has closed its end, or had to be left for a reason."""
+        with self._news:
+            self.gone.add(rank)
+            if why:
+                self._why[rank] = why
+            self._news.notify_all()
+
+    def _end(self, hurry: bool) -> None:
+        with self._dialling:
+            if self._thread is None or self._closing:
+                return
+            self._closing = True
+        self._hurry = hurry
+        self.do(lambda: None)
+
+    # -- the mailbox's own thread --
+
+    def _serve(self) -> None:
+        until = float("inf")
+        while True:
+            lines = list(self._out.values())
+            for key, _ in self.selector.select(min([SLICE, *(line.rest for line in lines)])):
+                self._do(key.data)
+            for line in lines:
+                self._do(line.look)
+            while self._todo:
+                self._do(self._todo.popleft())
+            if self._closing:
+                until = min(until, time.monotonic() + (0.0 if self._hurry else 2.0))
+                if time.monotonic() >= until or not any(line.waiting for line in self._out.values()):
+                    break
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        for line in self._out.values():
+            line.socket.close()
+        self._wake.close()
+        self.selector.close()
+
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(4096)
+
+    def _do(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception as error:  # said where messages are awaited; a thread that died would leave them waiting
+            self._trouble = error
+            self.nudge()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of `x`, in memory of the host: (n,) uint8, a view where that can be."""
+    return x.contiguous().reshape(-1).view(torch.uint8)

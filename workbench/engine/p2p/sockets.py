@@ -1,0 +1,196 @@
+"""The two ends of a line between two ranks: messages go out of one and come in at the other, never the other way.
+
+Both live on the thread of their Mailbox, which calls them when the system says that bytes can move. They know how a
+message is framed and nothing of who waits for it. Before the first message both ends have greeted, see greeting.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+from workbench.engine.p2p import greeting
+
+HEAD = struct.Struct("<HBIqddQ")  # length of the kind, from whom, page, meeting, begun, seconds, length of the data
+READ = selectors.EVENT_READ
+BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+TRIES = 400  # times that a rank calls before it was greeted: strangers may have crowded it out at the other's door
+PAUSE = 0.02  # seconds before it calls again, later up to LONGER: 20 s of pauses in all, for a busy rank to answer in
+LONGER = 0.05
+NEVER = float("inf")
+
+
+class Outgoing:
+    """The sender's end: what is put is written as fast as the system takes it, in order, once both have greeted."""
+
+    def __init__(self, mailbox: Any, to: int, door: str) -> None:
+        self.mailbox, self.to, self.door = mailbox, to, door
+        self.socket = socket.socket()
+        self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
+        self._known = self._over = False
+        self._tries = 0
+        self._due = NEVER  # when it is to call again
+        mailbox.do(self._dial)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._queue)
+
+    @property
+    def rest(self) -> float:
+        """Seconds until it is to call again."""
+        return max(self._due - time.monotonic(), 0.0)
+
+    def look(self) -> None:
+        """Calls again once it is time to. Called by the mailbox's thread."""
+        if time.monotonic() >= self._due:
+            self._due = NEVER
+            self._dial()
+
+    def put(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
+        """Queues a frame, from any thread; `written` is called on the mailbox's thread when its last byte is out."""
+        self.mailbox.do(lambda: self._queue_up(head, data, written))
+
+    def _dial(self) -> None:
+        self._tries += 1
+        self.socket.close()
+        self.socket = s = socket.socket()
+        s.setblocking(False)
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._greeting = greeting.call(self.mailbox.secret, self.mailbox.rank, self.to, self.door, s.sendall)
+        self._left = next(self._greeting)
+        host, port = self.door.rsplit(" ", 1)
+        failed = s.connect_ex((host, int(port)))
+        self.mailbox.selector.register(s, READ, self._move)
+        if failed not in (0, errno.EINPROGRESS):
+            self._lost(OSError(failed, "no connection"))
+
+    def _queue_up(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
+        if self.to in self.mailbox.gone or self._over:
+            return
+        self._queue.append((memoryview(head), _nothing))
+        self._queue.append((memoryview(data), written))
+        if self._known:
+            self._move()
+
+    def _move(self) -> None:
+        try:
+            if not self._known:
+                self._greet()
+            while self._known and self._queue:
+                left, written = self._queue[0]
+                if len(left):
+                    left = left[self.socket.send(left):]
+                if len(left):
+                    self._queue[0] = (left, written)
+                else:
+                    self._queue.popleft()
+                    written()
+        except BlockingIOError:
+            pass
+        except Exception as error:
+            return self._lost(error)
+        self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
+        try:
+            if self._known and not self.socket.recv(1):  # nobody speaks here any more: readable means closed
+                self._lost(ConnectionResetError())
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost(error)
+
+    def _greet(self) -> None:
+        while not self._known:
+            n = self.socket.recv_into(self._left)
+            if not n:
+                raise ConnectionResetError
+            self._left = self._left[n:]
+            if not len(self._left):
+                try:
+                    self._left = next(self._greeting)
+                except StopIteration:
+                    self._known = True
+
+    def _lost(self, error: Exception) -> None:
+        """The peer is gone once its own line to this rank has ended, too: what it sent last may still be in there."""
+        self.mailbox.selector.unregister(self.socket)
+        self.socket.close()
+        closed = isinstance(error, ConnectionResetError | BrokenPipeError)
+        if closed and not self._known and self._tries < TRIES:
+            self._due = time.monotonic() + pause(self._tries)
+            return
+        self._over = True
+        self._queue.clear()
+        if not closed or self.to not in self.mailbox.heard_from:
+            self.mailbox.lose(self.to, str(error) if isinstance(error, greeting.Stranger) else "")
+
+
+class Incoming:
+    """The receiver's end: puts frames together and hands each over once it is whole."""
+
+    def __init__(self, mailbox: Any, s: socket.socket) -> None:
+        self.mailbox, self.socket = mailbox, s
+        self.source = -1  # nobody's until it has proved whose it is
+        self._over = False
+        self._frames = self._read()
+        self._left = next(self._frames)
+
+    def move(self) -> None:
+        try:
+            for _ in range(64):  # then the other lines have their turn
+                n = self.socket.recv_into(self._left)
+                if not n:
+                    return self.end()
+                self._left = self._left[n:]
+                while not len(self._left):
+                    self._left = next(self._frames)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.end()
+        except Exception as error:  # one line that cannot go on must not end the thread of all
+            self.end(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+    def _read(self) -> Generator[memoryview, None, None]:
+        mailbox, tell = self.mailbox, self.socket.sendall
+        source = yield from greeting.answer(mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell)
+        if source in mailbox.heard_from:
+            raise greeting.Stranger(f"rank {mailbox.number(source)} has a line to this rank already")
+        self.source = source
+        mailbox.door.known(self)
+        head = bytearray(HEAD.size)
+        while True:
+            yield memoryview(head)
+            length, origin, page, meet, begun, seconds, nbytes = HEAD.unpack(head)
+            if nbytes > mailbox.limit:
+                raise ValueError(f"a message of {nbytes} bytes was announced; {mailbox.limit} is the most in this run")
+            kind, data = bytearray(length), bytearray(nbytes)
+            if length:
+                yield memoryview(kind)
+            if nbytes:
+                yield memoryview(data)
+            mailbox.arrived(source, kind.decode(), data, origin, page, meet, begun, seconds)
+
+    def end(self, why: str = "") -> None:
+        """Closes this end; the mailbox hears that its rank is gone, or that a stranger was there."""
+        if self._over:
+            return
+        self._over = True
+        self.mailbox.selector.unregister(self.socket)
+        self.socket.close()
+        self.mailbox.door.left(self, why)
+
+
+def pause(tries: int) -> float:
+    """Seconds between the call number `tries` and the next."""
+    return min(PAUSE + tries * 1e-3, LONGER)
+
+
+def _nothing() -> None:
+    """A head that is out is nothing to speak of."""

@@ -1,0 +1,1 @@
+"""rank: to be described."""

@@ -1,0 +1,238 @@
+"""What a change asks of the engine; what it consists of is in workbench/host/reconfigure/changes.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engine.baselines.opaque import best, bucket_cap, trainable, unwrap, wrap
+from workbench.engine.control.canonical import all_equal, told
+from workbench.engine.rank.setup import Parts
+from workbench.experiment import Experiment
+from workbench.experiment.partitioned import drawn
+from workbench.fabric.load import crashed, pauses
+from workbench.host.passes.checkpointing import units_of
+from workbench.host.passes.meetings import Plans, plans_of
+from workbench.host.passes.recomputing import recomputed
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.spread import Spread
+from workbench.host.reconfigure.changes import in_step, take_role
+from workbench.host.sharding.foreseen import foreseen
+from workbench.rank import Op
+from workbench.settings import KnobError
+from workbench.tasks import at_rate
+
+
+class Turnable(Parts):
+    """One rank of a run as a change sees it; see workbench.host.core.changing."""
+
+    workers: Any
+
+    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
+        """The Link, the pace and the faults; a fault that is new may stand its rank still, or end it."""
+        self.port.fabric = wanted.fabric
+        self.host.pace.seconds = wanted.pace * 1e-3
+        self.host.pace.faults = wanted.fabric.faults
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
+
+    def choose_lane(self) -> None:
+        """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
+        alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators were under way at a time
+        quick = self.rank.compressor.immediate and not self.port.active and not self.experiment.strategy.offloads
+        quick = quick and self.port.fabric.algorithm.native
+        self.lane.eager = quick and alone
+
+    @property
+    def kept_away(self) -> Any:
+        return self.away.kept
+
+    def cut_anew(self, bucket_mb: float) -> None:
+        self.layout.rebucket(bucket_mb)
+
+    def lie_bare(self, seed: int) -> None:
+        self.host.lie(None, seed)
+
+    def lie_anew(self) -> None:
+        self.layout = Layout(self.model, self.experiment.bucket_mb)
+        self.optimizer = self.make_optimizer(self.experiment)
+        at_rate(self.optimizer, self.rank.lr)
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        self.optimizer = self.host.optimizer = optimizer
+
+    def sample(self, name: str, value: float) -> None:
+        self.record.sample(self.rank.step, name, self.clock.now(), value)
+
+    async def drive_step(self, strategy: Any) -> int:
+        """For how many steps that counts; 0: none was made."""
+        if strategy.workers > 1:
+            self.host.at("workers")
+            return await Op("do", self.workers.step) or 1
+        return await Op("drive", self.finite.step(self.measuring.step(self))) or 1
+
+    async def rebucket(self, bucket_mb: float) -> None:
+        self.shared.relay(lambda: self.layout.rebucket(bucket_mb))
+        self.mark_buckets()
+
+    async def leave(self, strategy: Any) -> None:
+        await strategy.leave(self.rank.replicas, self.state)
+        self.shared.leave()
+        self.layout.clear()
+
+    def enter(self, was: Experiment | None, wanted: Experiment) -> None:
+        """Another strategy takes over."""
+        if wanted.strategy.shared:
+            self.shared.enter()
+        take_role(self, wanted)
+        self.state = wanted.strategy.init(self.rank.replicas, self.layout.params())
+        self.regrouped()
+        self.meeting.enter()
+
+    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
+        """Of the model these parameters lie here from now on; or are to, in shards, and are not `held` yet."""
+        self.host.forget_hooks()
+        self.layout.take(self.model, names, held)
+        seed = drawn(self.experiment, self.rank.id, self.rank.step)
+        self.host.lie(spread, seed)
+        if (spread and spread.split) or (self.spread and self.spread.split):
+            torch.manual_seed(seed)
+        self.spread, self.twin = spread, None
+        self.tuned()
+        self.mark_buckets()
+
+    def tuned(self) -> None:
+        """The partition has other knobs than before, and the model lies as it did."""
+        e, split = self.experiment, self.spread.split if self.spread else None
+        units = units_of(self.model, self.learner, e.partition)
+        self.host.tune(self._planned(self.spread), units, recomputed(e, self.learner, split))
+
+    def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
+        """By piece of the model when ranks that have slices meet; nothing where nobody can tell."""
+        if spread is None or spread.split is None:
+            return ()
+        try:
+            return plans_of(self.experiment, self.learner, spread.split)
+        except KnobError:  # a pace is kept less finely then
+            return ()
+
+    def sharded(self, buckets: Any) -> None:
+        """What the optimizer remembers lies where it does."""
+
+    def regrouped(self) -> None:
+        """Wires of groups that are over are closed, and children are counted anew."""
+        for lane in self.host.lanes:
+            self.peers.drop(lane.wires.given_up(self.rank.mesh.generation))
+            lane.started = lane.completed = 0
+        flat = self.rank.mesh.flat and not self.rank.mesh.inside
+        self.tickets.enter(self.experiment.strategy, self.lane, flat)
+
+    @property
+    def sent(self) -> int:
+        return self.host.lanes.sent
+
+    async def gather(self, number: int) -> list[int]:
+        """Every rank's number, by rank."""
+        return all_equal(self.control, number)
+
+    async def told(self, text: str, by: int = 0) -> str:
+        """What rank `by` says, on every rank."""
+        return self.told_at_once(text, by)
+
+    def told_at_once(self, text: str, by: int = 0) -> str:
+        """The same, while no strategy is asked."""
+        return told(self.control, text.encode(), by).decode() if self.control is not None else text
+
+    @contextmanager
+    def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        if in_step(was):
+            self.meeting.latest = self.rank.step
+        self.rank.step = self.meeting.latest
+        began, sent = self.now, self.sent
+        self.lane.step = self.rank.step
+        self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
+        yield
+        self.host.forget_hooks()
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
+
+    def enter_opaque(self) -> None:
+        """Wraps the model in torch's own DDP, or a copy in fully_shard; on an emulated Link both go over our lane."""
+        if self.peers.data is None:
+            return
+        self.host.forget_hooks()
+        lane = self.lane if self.port.active else None
+        if self.experiment.strategy.shards:
+            from workbench.engine.baselines.fully_sharded import FullySharded  # takes a second to import
+
+            self.host.fully = FullySharded(self, self.peers.data, lane)
+            self.host.module = self.host.fully.module
+        else:
+            options = best(getattr(self.experiment.strategy, "find_unused_parameters", False))
+            options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
+            with trainable(self.layout):
+                self.host.module = wrap(self.model, self.peers.data, options, lane)
+
+    async def leave_opaque(self) -> None:
+        if self.host.fully is not None:
+            await self.host.fully.give_back()
+        self.unwrap()
+
+    def unwrap(self) -> None:
+        """Forward calls the model itself."""
+        unwrap(self.host.module)
+        fully, self.host.module, self.host.fully = self.host.fully, self.model, None
+        if fully is not None:
+            fully.end()
+            del fully
+            gc.collect()  # torch's hooks and the copy hold each other, its shards and the group's sockets
+
+    def _first_of_replicas(self, order: Tensor) -> Tensor:
+        """What the first rank says of those that hold the same of the model as this one."""
+        assert self.control is not None
+        if self.spread is None:
+            self.control.wait(self.control.broadcast(order, 0))
+            return order
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        for place in range(len(self.spread)):
+            count = len(self.spread.trained(place, trained))
+            said = order if place == self.rank.id % len(self.spread) else torch.empty(count, dtype=torch.int64)
+            self.control.wait(self.control.broadcast(said, place))
+        return order
+
+    def said_by_first(self, names: list[str]) -> list[str]:
+        """Rank 0's order of gradients on all ranks; where the model is spread, of each part its first rank's."""
+        index = {p.name: i for i, p in enumerate(self.layout.order)}
+        order = torch.tensor([index[n] for n in names], dtype=torch.int64)
+        if self.control is not None:
+            if self.tickets.asked:
+                self.pocket = self.tickets.take()
+            order = self._first_of_replicas(order)
+        return [self.layout.order[i].name for i in order.tolist()]
+
+    def adopt(self, names: list[str]) -> None:
+        """Lays parameters out in this order, once, as torch's DDP rebuilds its buckets once."""
+        self.host.forget_hooks()
+        self.shared.relay(lambda: self.layout.reorder(names))
+        self.mark_buckets()
+
+    def foreseen(self, cheaply: bool) -> Any:
+        """What a step is going to read; None where nobody can tell."""
+        return foreseen(self.learner, self.experiment, cheaply)
+
+    def mark_start(self) -> None:
+        """Where this rank trains, and what."""
+        self.mark("start", {
+            "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
+            "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
+            "clock_offset": self.peers.offset,
+            "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
+        })  # fmt: skip

@@ -1,0 +1,184 @@
+"""How a generation forms: its ranks meet, each gets the full state, and all confirm that they hold it.
+
+[Note: Formed or not] A new rank holds nothing of the run when it meets the old ranks. It has no vote and enters no
+average until the new generation has formed. A generation has formed when each of its ranks has said in the store that
+it holds the full state and that its digest equals the digest of every other rank. Until then the generation before
+stands. Each old rank keeps its former state. If a rank dies or a connection is cut, the old ranks go back to
+that state and vote again, in the generation before and among old ranks only; new ranks leave. A rank that has met an
+error never says that it holds the state. So either all ranks go on in the new generation, or none does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from workbench.engine.control import membership
+from workbench.engine.control.membership import Spare
+from workbench.engine.wire.collectives import Aborted, Wire, connect_store, of_own, peer_left
+from workbench.host.core.answers import KNOWN, Answer
+from workbench.host.core.dealing import NO_INDEX, may_come_again
+from workbench.host.elastic.leaving import StateBefore
+from workbench.host.elastic.voting import Next, named
+from workbench.host.placement.canonical import Disagreement
+from workbench.settings.said import text_of
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+    from workbench.engine.rank.training import Training
+
+OF_GENERATION = ("rank", "members", "generation", "voting", "began_with", "used", "training", "words", "outlives_next")
+
+
+class Forming:
+    """The next generation of one rank, until it has formed.
+
+    to:    how it begins
+    place: of this rank in it; None: this rank is not needed and only looks on
+    was:   the attributes of the session that belong to a generation, as they were before
+    state: this rank's state before; None for a new rank, and until the ranks have met
+    marks: rows of the record that count only if the generation forms
+    """
+
+    def __init__(self, session: Session, to: Next) -> None:
+        members = to.came.members
+        self.to, self.began = to, session.clock.now()
+        self.place = members.index(session.member) if session.member in members else None
+        self.was = {name: getattr(session, name) for name in OF_GENERATION}
+        self.state: StateBefore | None = None
+        self.marks: list[tuple[int, str, float, str]] = []
+        self.name = f"{session.base}+{session.turn}"
+
+    def store(self, session: Session, timeout: float = 60.0) -> Any:
+        """Where the ranks of the next generation meet."""
+        return connect_store(*session.where, self.name, timeout)
+
+    def gather(self, session: Session, what: str) -> None:
+        """Waits until all ranks of the next generation have said `what`; ConnectionError if one is lost before."""
+        members, see = self.to.came.members, partial(look, session)
+        membership.gather(self.store(session), what, self.place, self.to.processes, see, members)
+
+
+def look(session: Session) -> None:
+    """Raises Aborted when this rank must leave."""
+    if session.ends:
+        raise Aborted("told to leave while the ranks that are left were looking for each other")
+
+
+def confirm(session: Session) -> None:
+    """This rank holds the full state: waits until all ranks of the generation do. Raises as `Forming.gather` does."""
+    forming = session.forming
+    assert forming is not None
+    forming.gather(session, "formed")
+    session.forming, session.words, session.outlives_next = None, None, False
+    if forming.place == 0:
+        about = {**forming.to.mark, "turn": session.turn}
+        session.mark("members", about, forming.began)
+        _answer(session)
+        if not session.set_up_already.learner.indexed:
+            session.mark("data", may_come_again(NO_INDEX))
+        for what in forming.to.asked:
+            session.inbox.put(what)
+    for row in forming.marks:
+        session.record.mark(*row)
+    session.undone = None
+
+
+def undo(session: Session, error: BaseException) -> bool:
+    """The generation did not form: this rank has the state with which it came, in the generation before.
+
+    Returns whether a rank or a connection was lost, so that the old ranks can vote again. Raises Spare on a new rank
+    if that is so.
+    """
+    forming, session.forming = session.forming, None
+    assert forming is not None
+    broke = _broke(session, forming, error)
+    with contextlib.suppress(RuntimeError):  # the host of the store may be gone
+        if forming.place is not None:
+            membership.gone(forming.store(session, 1.0), forming.place)
+    session.leaving.set()
+    session.cut()
+    before, after = forming.was["training"], session.training
+    if before is None:
+        if broke:
+            raise Spare(_left_out(forming)) from None
+        return False
+    if after is not before and after is not None:
+        _take_apart(after)
+    give_back(session)
+    for name, value in forming.was.items():
+        setattr(session, name, value)
+    if forming.state is not None:
+        forming.state.restore()
+    _vote_again(session, forming)
+    return broke
+
+
+def _broke(session: Session, forming: Forming, error: BaseException) -> bool:
+    """Did the generation not form because a rank or a connection was lost, or a new rank got another state?"""
+    if not isinstance(error, Exception) or isinstance(error, Aborted | Spare) or of_own(error):
+        return False
+    if peer_left(error, text_of(error)):
+        return True
+    if isinstance(error, Disagreement) and len(forming.to.came.members) > len(forming.to.came.places):
+        return True
+    try:  # while wires are opened, and after a peer has left, the error may say anything
+        membership.require(forming.store(session, 1.0), range(len(forming.to.processes)))
+    except (ConnectionError, RuntimeError):
+        return True
+    return False
+
+
+def _take_apart(training: Training) -> None:
+    """Gives back what belonged to the generation that did not form; the model computes as it did before."""
+    training.close()
+    if training.shared.held:
+        training.layout.lie_in([w.clone() for w in training.layout.weights])
+        training.shared.held = False
+    training.lie_bare(training.experiment.seed)
+
+
+def give_back(session: Session) -> None:
+    """Closes the wires of a generation, on a thread of its own: one that was cut may take seconds."""
+    wires, session.wires = session.wires, []
+    threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
+
+
+def _close(wires: list[Wire]) -> None:
+    for wire in wires:
+        wire.close()
+
+
+def _vote_again(session: Session, forming: Forming) -> None:
+    """The next vote is another one, of the ranks that voted before."""
+    before, session.voting = session.voting, f"{session.generation} after {session.turn}"
+    with contextlib.suppress(RuntimeError):
+        again = connect_store(*session.where, session.voting)
+        membership.hand_down(again, connect_store(*session.where, before), session.rank.size)
+    session.undone = session.undone if session.undone and "id" in session.undone.mark else forming.to
+
+
+def _left_out(forming: Forming) -> str:
+    """Why a new rank leaves, in words."""
+    came = forming.to.came
+    old = range(len(came.places))
+    if not any(membership.runs(json.dumps(forming.to.processes[place])) for place in old):
+        return (f"{named([came.members[place] for place in old])} died while this rank joined, and no other rank held "
+                f"the trained state")  # fmt: skip
+    return "a rank or a connection was lost while this rank joined; the others go on without it"
+
+
+def _answer(session: Session) -> None:
+    """Tells who asked for other ranks that these did not come, because a rank was lost while they joined."""
+    undone = session.undone
+    if undone is None or "id" not in undone.mark or undone.mark["preempted"]:
+        return
+    ranks = len(undone.came.members)
+    reason = f"ranks={ranks}: a rank or a connection was lost in the join; ask again"
+    refusal = {"path": "ranks", "value": ranks, "id": undone.mark["id"], "reason": reason}
+    session.mark("refused", refusal)
+    answer = Answer("refused", session.rank.step, session.set_up_already.now, refusal)
+    session.inbox.put({"kind": KNOWN, "id": refusal["id"], "answer": answer})

@@ -1,0 +1,93 @@
+"""A rank whose machine is about to be ended leaves: after the step in hand, by the door by which ranks go when asked.
+
+[Note: Preemption] Slurm, Kubernetes and spot instances say SIGTERM, and end a process some time later. Who is told it
+says so in the store of the run, where the first place looks with every beat of its pulse: no kernel is needed, and
+whoever has the first place after a death looks again. What it finds there is a request like any other, which all heed
+before the same step. Where nobody can go on, the run keeps a checkpoint and ends in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.engine.rank.resizing import part
+from workbench.engine.rank.salvaging import saved
+from workbench.engine.wire.collectives import connect_store
+from workbench.host.elastic.reentry import fitting
+from workbench.host.elastic.voting import are, named
+from workbench.rank import Op
+from workbench.settings import KnobError
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+    from workbench.engine.rank.training import Training
+
+SOME = "preempted"  # what is in the store once any rank is
+
+
+class Preempted(RuntimeError):
+    """Ranks are told to leave, and the others cannot go on without them."""
+
+
+def announce(session: Session) -> None:
+    """This rank is told to leave, on whatever thread: all others hear of it before one of their next steps."""
+    text = f"{named([session.member])} is preempted: it leaves after the step in hand"
+    session.mark(SOME, {"ranks": [session.member], "step": session.rank.step, "text": text})
+    store = connect_store(*session.where, session.base)
+    store.set(f"{SOME} {session.member}", "1")
+    store.set(SOME, "1")
+
+
+class Lookout:
+    """Looks for ranks that are told to leave, on the first place, and asks once in a generation that they do."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._store: Any = None
+        self._asked: set[tuple[str, int]] = set()
+
+    def __call__(self) -> None:
+        """Called with every beat of the pulse."""
+        session, members, generation = self.session, self.session.members, self.session.generation
+        if session.rank.id or session.training is None or not session.training.begun or session.ends:
+            return
+        with contextlib.suppress(RuntimeError, OSError):  # whose host keeps the store may be gone
+            self._store = self._store or connect_store(*session.where, session.base)
+            if not self._store.check([SOME]):
+                return
+            found = [m for m in members if (generation, m) not in self._asked and self._store.check([f"{SOME} {m}"])]
+            if found:
+                self._asked |= {(generation, m) for m in found}
+                name = f"preempt {', '.join(map(str, found))} of {generation}"
+                session.request({"kind": "preempt", "members": found, "id": name})
+
+
+async def leave(training: Training, members: Sequence[int], number: str) -> None:
+    """These `members` go, and the others go on. Raises Resized; or Preempted where they cannot."""
+    session = training.session
+    gone = [m for m in members if m in session.members]
+    left = [place for place, m in enumerate(session.members) if m not in gone]
+    if not gone:
+        return
+    try:
+        if not left:
+            raise KnobError("nobody is left to go on")
+        wanted, places = fitting(training.experiment, left, training.able)
+    except KnobError as error:
+        raise Preempted(await _ended(training, gone, str(error))) from None
+    await part(training, places, tuple(session.members[place] for place in places), wanted, number, tuple(gone))
+
+
+async def _ended(training: Training, gone: list[int], reason: str) -> str:
+    """Keeps a checkpoint where there is a place for one; why the run ends, in words that are the same on all ranks."""
+    session, step = training.session, training.rank.step
+    text = f"{named(gone)} {are(gone)} preempted, and the run cannot go on: {reason}"
+    if session.run_dir is None:
+        return f"{text}; there is no run directory to keep a checkpoint in"
+    await training.saving.make(asked=True)
+    await Op("do", training.saving.end)
+    kept = await training.gather(int(training.rank.id == 0 and step in saved(session)))
+    then = f"a checkpoint before step {step} is kept; go on from it with lab.run(resume=...)"
+    return f"{text}; {then if any(kept) else f'no checkpoint could be made before step {step}'}"

@@ -1,0 +1,47 @@
+"""What a rank sees besides when others are lost: which checkpoints there are, and who is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.engine.control import membership
+from workbench.engine.wire.collectives import connect_store
+from workbench.host.checkpoint.reread import Former, formerly
+from workbench.host.elastic.settling import Survivor
+from workbench.record import checkpoints
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+
+
+def survivor(session: Session) -> Survivor:
+    """This rank as one of those who settle how they go on."""
+    folder = Path(session.run_dir or ".") / checkpoints.FOLDER
+    return Survivor(
+        member=session.member, place=session.rank.id, size=session.rank.size, run=session.set_up_already,
+        mark=session.mark, missed=partial(missed, session),
+        checkpoint=lambda step: str(folder / checkpoints.name(step)),
+    )  # fmt: skip
+
+
+def saved(session: Session) -> list[int]:
+    """The steps before which there are checkpoints of this run that are whole, as far as this rank sees."""
+    if session.run_dir is None:
+        return []
+    return [checkpoints.step_of(path) for path in checkpoints.found(Path(session.run_dir) / checkpoints.FOLDER)]
+
+
+def missed(session: Session, here: Collection[int]) -> tuple[list[int], list[int]]:
+    """Who is counted and not `here`: who is lost; and who lives and was only to come."""
+    store, away = connect_store(*session.where, session.base), [m for m in session.counted if m not in here]
+    left_out = [m for m in away if m not in session.members and membership.runs(store.get(f"member {m}"))]
+    return [m for m in away if m not in left_out], left_out
+
+
+def former(path: str) -> Former:
+    """A checkpoint to which all go back. Raises RunError where it cannot be read."""
+    checkpoint = checkpoints.Checkpoint.open(path)
+    return formerly(checkpoint, checkpoints.Bytes(checkpoint))

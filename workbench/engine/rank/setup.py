@@ -1,0 +1,304 @@
+"""What one rank trains with: peers, model, lane, host. Every rank makes the same and checks that it did."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.engine.compute import shared
+from workbench.engine.compute.away import Away
+from workbench.engine.compute.host import Host
+from workbench.engine.control.canonical import broadcast_model, check_model
+from workbench.engine.control.meeting import Meeting
+from workbench.engine.control.peers import Peers
+from workbench.engine.control.ticket import Tickets
+from workbench.engine.device import chip
+from workbench.engine.p2p.mailbox import BACKGROUND, Mailbox
+from workbench.engine.rank.keeping import Kept
+from workbench.engine.wire.collectives import Aborted
+from workbench.engine.wire.job import Job
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Pace, Port, Shaper
+from workbench.engine.wire.watch import watch
+from workbench.engine.wire.wires import Line, opener
+from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
+from workbench.host.checkpoint.back import Back
+from workbench.host.checkpoint.saving import Saving
+from workbench.host.core.rate import Rate
+from workbench.host.elastic.rollback import Rollback
+from workbench.host.loop.life import Life
+from workbench.host.memory.batches import Batches, Chance, Numbers, example, numbers
+from workbench.host.memory.counted import Counted
+from workbench.host.memory.ledger import Ledger
+from workbench.host.memory.offload import LANES
+from workbench.host.observe.finite import Finite
+from workbench.host.observe.measuring import Measuring
+from workbench.host.passes.narrowing import Narrowing
+from workbench.host.passes.waves import Waves
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.slots import require_steppable
+from workbench.host.placement.spread import Spread
+from workbench.host.reconfigure import refusing
+from workbench.host.reconfigure.steering import Overheard, Steering
+from workbench.host.sharding.reading import Reading
+from workbench.host.sharding.usage import Usage
+from workbench.host.transfer.tables import read
+from workbench.optimizers import built
+from workbench.rank import Op, StrategyError
+from workbench.settings import KnobError
+from workbench.tasks import at_rate, rate
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+
+MODELS = 16  # a message may have as many times the bytes of the model
+MESSAGE = 2**26  # bytes; so much it may have in any run
+
+
+class Parts(Life):
+    """A rank's life with all that it needs on the engine. What cannot be trained here is refused in words.
+
+    paused, credit: do the ranks make no steps; but for so many
+    pocket:         requests that were heard before their turn
+    evaluated:      seconds, of the longest evaluation so far
+    spread:         how a replica lies on several ranks; None while every rank holds all of it
+    twin:           a copy of the model, to be evaluated while the model itself goes on being changed
+    """
+
+    def __init__(self, session: Session, before: Parts | None = None) -> None:
+        """before: the same rank in the generation before, of which it takes over what is its own."""
+        torch.set_num_threads(1)
+        self.session, self.experiment, self.rank = session, session.experiment, session.rank
+        self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
+        self.steering = before.steering if before else Steering(self)
+        self.steering.run, self.record = self, Overheard(session.record, self.steering)
+        self.planned = before.planned if before else session.planned
+        self.chip = chip(session.device)
+        self.chip.bind()
+        self.peers = Peers(session)
+        self.control = self.peers.control
+        if reason := self.refused(self.experiment.strategy):
+            raise KnobError(reason)
+        self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.flag())
+        self.spread: Spread | None = None
+        self._take_over(before) if before else self._make_model()
+        self.able(self.experiment)
+        self._make_host(before.finite.first if before else None)
+        self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
+        self.meeting = Meeting(self)
+        self.state: Any = None
+        self.saving = Saving(self, session.keeper(self), None if before or session.joins else session.saved())
+        self.measuring, self.back = Measuring(), Back(self, Kept(session.run_dir))
+        self.rollback = self.host.rollback = Rollback(self)
+        self.paused, self.credit = False, 0
+        self.pocket: list[dict[str, Any]] | None = None
+        self.evaluated = 0.0
+        self.twin: nn.Module | None = None
+
+    def _make_model(self) -> None:
+        e, rank, device = self.experiment, self.rank, self.session.device
+        self.learner = e.task.build()
+        torch.manual_seed(e.seed)
+        random.seed(e.seed)
+        model = self.learner.model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+        self.model = model.to(device).train()
+        self.layout = Layout(self.model, e.bucket_mb)
+        if not self.session.joins:  # else it is given what the others have
+            check_model(self.control, self.model)
+            broadcast_model(self.control, self.layout, self.model)
+        self.optimizer = self.make_optimizer(e)
+        torch.manual_seed(e.seed * 100_003 + rank.id + 1)
+        rank.lr = e.lr or rate(self.optimizer)
+        self.rate = Rate(e, self.optimizer)
+        self.batches = Batches(self.learner.data, rank.id, rank.size, device, self.learner.indexed)
+        self.restart_data(self.session.used)
+
+    def _take_over(self, before: Parts) -> None:
+        """What a rank keeps when its generation is over: model, optimizer, data, and what it has learned of them."""
+        self.learner, self.model, self.layout = before.learner, before.model, before.layout
+        self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
+        self.layout.clear()
+        self.restart_data(self.session.used)
+
+    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:
+        """For the parameters that lie here, or for these."""
+        if params is None:
+            here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
+            params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
+        return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
+
+    def _made_for(self, params: list[nn.Parameter]) -> Any:
+        """The run's optimizer for these parameters, at the present rate, with nothing that it remembers."""
+        optimizer = self.make_optimizer(self.experiment, params)
+        at_rate(optimizer, self.rank.lr)
+        return optimizer
+
+    def example(self, wanted: Experiment) -> Any:
+        """A batch, the same on all ranks, that training does not miss."""
+        return example(self.learner, wanted, self.session.device)
+
+    @property
+    def reads(self) -> Batches:
+        return self.batches
+
+    @property
+    def draws(self) -> Numbers | None:
+        return numbers()
+
+    def draw_on(self, states: Numbers | None) -> None:
+        if states is not None:
+            Chance(states).begin()
+
+    @property
+    def crowd(self) -> tuple[int, int] | None:
+        return self.host.together.at if self.host.together is not None else None
+
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
+        if at is not None and self.host.together is not None:
+            self.host.together.at = at
+
+    def restart_data(self, used: int) -> None:
+        self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))
+        self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step, used)
+
+    def _make_host(self, first: float | None) -> None:
+        rank, session, peers = self.rank, self.session, self.peers
+        self.port = Port(rank.id, rank.size, self.naps, self.experiment.seed)
+        self.mailbox = Mailbox(rank, peers.store, session.where, session.secret, self.port, self.leaving,
+                               self.record.span, session.loopback, max(MESSAGE, MODELS * self.layout.nbytes))
+        self.mailbox.step = lambda: self.lane.step
+        self.mailbox.tell_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
+        self.mailbox.chip, self.mailbox.look = self.chip, self.peers.look
+        seen = watch(self.chip, self.clock, self.record, self._look)
+        self.watch = seen
+        run: Any = self  # a Training is Changing
+        self.away = Away(self)
+        counts = Counted(run, lambda: self.host.opened(), lambda: self.batches.nbytes, lambda: self.host.fully,
+                         lambda: self.host.narrowing.trained)  # fmt: skip
+        self.ledger = Ledger(run, counts, self.away.kept, self._allocator)
+        self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
+        self.lane.before = self.tickets.ring
+        self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
+                         Pace(rank.id, self.naps), seen)
+        self.host.use(Usage(self.peers.hands()))
+        self.host.strategy = lambda: self.experiment.strategy
+        self.host.lanes.open = self.open_lane
+        self.host.still_well = lambda: self.meeting.check()
+        self.host.follow = self.peers.follow
+        self.host.batches, self.host.coming = self.batches.next, self.batches.coming
+        self.host.client, self.host.waves = self.batches.client, Waves(self.model, self.learner)
+        self.host.narrowing = Narrowing(self.model, self.learner, self._made_for, lambda: self.experiment)
+        self.host.rows_of = lambda batch: read(self.learner, batch, self.layout)
+        self.flow = self.host.flow
+        self.host.partition = lambda: self.experiment.partition
+        self.host.flow.steps = lambda: self.experiment.steps
+        self.host.clip = lambda: self.experiment.clip
+        self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
+        self.host.ledger, self.host.away = self.ledger, self.away
+        self.reading = self.host.reading = Reading(run, self.host.read, listens=True)
+        self.finite = self.host.finite = Finite(run, self.alarmed, first)
+
+    def _allocator(self) -> dict[str, int]:
+        """What the allocator of this rank's chip says, where it has one that says something."""
+        here = {"allocated": self.chip.allocated(), "allocated peak": self.chip.peak()}
+        return here if any(here.values()) else {}
+
+    def open_lane(self, name: str, whole: Line | None = None) -> Lane:
+        """One more lane, whose wires open when they are asked for."""
+        kind = self.session.kind
+        if kind != "gloo" and name not in ("comm", *LANES):
+            raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
+        lane = Lane(name, self.port, self.watch, self.chip, opener(self.peers, self.port, name, kind), whole)
+        lane.take, lane.give = self.ledger.buffers.take, self.ledger.buffers.give
+        lane.wireless = name in LANES
+        lane.beside = dict.fromkeys(("offload", "fetch", "update"), self._beside)
+        lane.beside["wait"] = lambda op, job: self.host.lanes.wait(*op.args)
+        lane.beside["work"] = lane.work
+        lane.settings = self.away.settings if lane.wireless else lane.settings
+        lane.hop = self.hop
+        return lane
+
+    def hop(self, op: Op, step: int) -> Any:
+        """A message of an all-reduce, which a lane sends or waits for: no step's own, so no meeting counts it."""
+        if op.verb == "send":
+            x, to, kind = op.args
+            return self.mailbox.send(x, to, kind, BACKGROUND, step=step)
+        into, source, kind = op.args
+        return self.mailbox.recv(into, source, kind, self._parted)
+
+    def _parted(self) -> bool:
+        """Raises when this rank must leave, or a peer has been gone for a while; nothing ends such a wait otherwise."""
+        self.peers.follow()
+        return False
+
+    def _beside(self, op: Op, job: Job) -> Any:
+        """What a child asks for that crosses no wire."""
+        if op.verb == "update" and op.args[2] != "host":
+            raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
+        return self.away.perform(op, job.step, job.by)
+
+    def _look(self) -> None:
+        """Raises when this rank must leave, or a peer is gone; asked while the host waits for its chip."""
+        if self.peers.data is not None:
+            self.peers.data.check()
+        elif self.leaving.is_set():
+            raise Aborted("told to leave")
+
+    def refused(self, strategy: Any) -> str | None:
+        """Why the engine cannot do here what `strategy` claims, in a sentence that says what would do; or None."""
+        if reason := shared.refused(strategy, self.rank.size, self.session.device, self.peers.local):
+            return reason
+        name = type(strategy).__name__
+        if strategy.opaque and strategy.shards and (self.session.kind != "gloo" or self.session.device != "cpu"):
+            return f"strategy={name}: torch's fully_shard was tried on CPUs over gloo only; take ZeRO3"
+        if strategy.late_update and self.session.kind != "gloo":
+            return (
+                f"strategy={name}: over {self.session.kind} children run in the order of their start, and it has "
+                f"priorities; take DDP"
+            )
+        if strategy.workers > 1 and self.session.device != "cpu":
+            return (
+                f"strategy={name}: workers={strategy.workers} have their parameters in the memory of their host, and "
+                f"these are on {self.session.device}; take workers=1, or a lab with device='cpu'"
+            )
+        return None
+
+    def able(self, wanted: Experiment) -> Experiment:
+        """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
+        made = partial(self.make_optimizer, wanted)
+        if not wanted.fabric.algorithm.native and self.session.device != "cpu":
+            raise KnobError(
+                f"fabric.algorithm={type(wanted.fabric.algorithm).__name__}: its messages go through a host's memory, "
+                f"and this run is on {self.session.device}; take Native(), or device='cpu'"
+            )
+        reason = self.refused(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made)
+        if reason := reason or sparse.refused(wanted, made) or closures.refused(wanted, made):
+            raise KnobError(reason)
+        refusing.able(self, wanted)
+        return wanted
+
+    def alarmed(self, does: str) -> None:
+        """A loss is no number, or has run away: rank 0 has all ranks pause, stop or go back; others the lab hears."""
+        if self.rank.id == 0:
+            self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
+
+    # -- saying --
+
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        self.record.span(self.rank.step, lane, name, began, began, self.now, nbytes)
+
+    def mark(self, name: str, detail: dict[str, Any]) -> None:
+        self.session.mark(name, detail)
+
+    def say(self, phase: str) -> None:
+        self.session.say(phase)

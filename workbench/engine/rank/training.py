@@ -1,0 +1,324 @@
+"""One rank's life on the wall clock: what workbench/host/loop/life.py asks of the engine between two steps, and in one.
+
+It meets its peers once per step or round to learn of changes (see ticket.py). On which thread it lives, and what
+becomes of the rank afterwards, is its session's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from workbench.engine.compute.cost import Cost
+from workbench.engine.compute.workers import Workers
+from workbench.engine.control.located import Place
+from workbench.engine.rank.changes import Turnable
+from workbench.engine.rank.crashing import crash
+from workbench.engine.rank.evaluate import known_evaluated, mean_evaluated
+from workbench.engine.rank.forming import confirm
+from workbench.engine.rank.preempting import leave
+from workbench.engine.rank.resizing import resize
+from workbench.engine.record.growth import Growth
+from workbench.engine.wire.collectives import Aborted
+from workbench.host.core.answers import KNOWN, Answer, Done, remember
+from workbench.host.elastic.reentry import Came
+from workbench.host.observe.evaluating import Evaluated
+from workbench.host.reconfigure import changes
+from workbench.host.sharding.usage import Usage
+from workbench.host.transfer import residual
+from workbench.rank import Bucket, Op
+from workbench.record.tidy import Tidy
+from workbench.settings import Change
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+
+ANSWERED = ("change", "resize")  # kinds of requests for whose answer somebody waits
+SHORT = 1e-3  # seconds: a wait for the next step that is no row of the record
+
+
+class Training(Turnable):
+    """One rank under way. Making it waits for the other ranks, and refuses in words what cannot be trained here.
+
+    begun: does all lie where it belongs, so that a rank could be lost and the others go on?
+    """
+
+    begun = False
+    _stale = False  # has it evaluated since the last ticket was asked for?
+
+    def __init__(self, session: Session, before: Training | None = None) -> None:
+        super().__init__(session, before)
+        self.host.before_update = self.before_update
+        self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
+        self.workers = Workers(self)
+        self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
+        self.done: Done = {}  # what was, lately
+        self.cost, self.tidy = Cost(session.record, self.clock), Tidy()
+        self.growth = Growth(session.member, lambda found: session.mark("memory grows", found))
+        self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
+
+    def begin(self) -> None:
+        """The first strategy takes over, as one that is switched to does."""
+        self.set_fabric(None, self.experiment)
+        residual.begin(self)
+        changes.note_idle(self)
+        if self.saving.saved is not None:
+            self.saving.saved.begin(self)
+        self.enter(None, self.experiment)
+        if self.experiment.strategy.opaque:
+            self.enter_opaque()
+        self.choose_lane()
+        self.mark_start()
+
+    def locate_script(self) -> Place | None:
+        """Where a loop of its own is; None without one."""
+        return None
+
+    @property
+    def ended(self) -> bool:
+        return self.session.stopping or self.meeting.over
+
+    @property
+    def drawn(self) -> int:
+        return self.batches.taken
+
+    @property
+    def met(self) -> bool:
+        return self.host.met
+
+    @property
+    def called_for(self) -> int:
+        return self.meeting.due
+
+    async def live(self) -> None:
+        self.cost.begin()
+        await super().live()
+
+    async def live_on(self, came: Came) -> None:
+        self.cost.begin()
+        await super().live_on(came)
+
+    async def make(self) -> int:
+        host, strategy = self.host, self.experiment.strategy
+        host.met, host.lanes.aside = strategy.opaque or self._hears_each_step, False
+        self.lane.step = self.rank.step
+        self.session.profiler.begin(self.rank.step)
+        host.at("step")
+        since, began = self.clock.now(), self._begun()
+        made = await self.drive_step(strategy)
+        if not made:
+            return 0
+        host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
+        await Op("do", partial(host.close_step, self.finite.told))
+        self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
+        self.session.profiler.end(made)
+        self.cost.due(self.rank.step)
+        self.tidy.due()
+        self.growth.look(self.rank.step)
+        return made
+
+    def _begun(self) -> Any:
+        """When this step began, with the time for which this rank has waited for it."""
+        return self.end_wait()
+
+    def end_wait(self) -> Any:
+        """Records for how long this rank has waited for the next step. Returns when that step began."""
+        now, since, self._since = self.host.watch.now(), self._since, None
+        if since is None or self.clock.now() - since[0] < SHORT:
+            return now
+        self.host.watch.write(self.rank.step, "wait", "next step", since[1], since[1], now, 0)
+        return since[1]
+
+    @property
+    def _hears_each_step(self) -> bool:
+        """Is there no meeting of replicas to hear at: one replica, whose stages go in step, or only neighbours meet?"""
+        size = self.rank.replicas.size
+        return bool(self.rank.mesh.inside) and (size == 1 or self.experiment.strategy.propagation(size) > 0)
+
+    @property
+    def usage(self) -> Usage:
+        return self.host.usage
+
+    @property
+    def reorders(self) -> bool:
+        return self.host.knows_order
+
+    async def learned(self) -> list[str]:
+        return await self.agreed(self.host.learned_order())
+
+    async def agreed(self, names: list[str]) -> list[str]:
+        found: list[str] = await Op("do", partial(self.said_by_first, names))
+        return found
+
+    async def relay_in(self, names: list[str]) -> None:
+        await Op("do", partial(self.adopt, names))
+
+    def moved(self, made: int) -> None:
+        self.before_update()  # where the step made none
+        self.host.met = False  # what is still updated before the next one asks for no ticket
+        if self.credit:
+            self.credit = max(0, self.credit - made)
+            self.paused = self.credit == 0
+
+    async def crash(self, mine: bool) -> None:
+        await Op("do", partial(crash, self.session, mine))
+
+    async def finish(self) -> None:
+        await self.leave_opaque()
+        await Op("do", partial(self.host.catch_up, self.finite.told))
+        await Op("do", self.saving.end)
+        self.host.at("wait for all ranks to end", waits=True)
+        await Op("do", self.peers.await_ends)
+        self.say("stopped" if self.session.stopping else "done")
+
+    def before_update(self) -> None:
+        """Asks for the ticket, where there is to be one, so that it hides behind the update."""
+        if self.host.met and not self.tickets.asked:
+            if self.tickets.raised(self.lane.completed) or self.host.lanes.aside:  # no flag for other lanes
+                self.tickets.ask()
+
+    # -- between steps --
+
+    async def evaluate(self, together: bool) -> None:
+        began, self.lane.step = self.now, self.rank.step
+        self.host.at("evaluate")
+        if self.host.fully is not None:
+            with self.reading.passing("evaluation"):
+                await self.host.fully.fetch()
+        await super().evaluate(together)
+        if self.host.fully is not None:
+            self.host.fully.let_go()
+        self.evaluated = max(self.evaluated, self.now - began)
+        self._stale = together  # what was asked meanwhile is heard before the next step, for all have met
+
+    async def mean_evaluated(self) -> Evaluated:
+        return await Op("do", partial(mean_evaluated, self))
+
+    async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
+        return await Op("do", partial(known_evaluated, self, known))
+
+    async def lay_out(self) -> None:
+        await super().lay_out()
+        self.begun = True
+
+    async def formed(self) -> None:
+        await Op("do", partial(confirm, self.session))
+
+    async def boundary(self) -> None:
+        self.host.at("between two steps")
+        await super().boundary()
+
+    async def called(self) -> bool:
+        return await Op("do", self.meeting.called)
+
+    async def assemble(self) -> None:
+        await Op("do", self.meeting.assemble)
+
+    def go_on(self) -> None:
+        self.meeting.go_on()
+
+    async def obey(self, change: Change) -> bool:
+        self.lane.step = self.rank.step
+        return await super().obey(change)
+
+    async def listen(self, apart: bool) -> None:
+        if self.pocket is not None:
+            requests, self.pocket = self.pocket, None
+            await self._heed(requests)
+        elif apart or self.tickets.asked or self.rank.step == 0 or self.control is None:
+            if not self.tickets.asked:
+                self.tickets.ask()
+            since, quiet = (self.clock.now(), self.host.watch.now()), not apart
+            while self.tickets.waiting > self.experiment.partition.ahead(0):
+                requests = await Op("do", self.tickets.take)
+                quiet = quiet and not requests
+                await self._heed(requests)
+            self.tickets.asked = False
+            self._since = since if quiet and self.rank.step else None
+        if self._stale and not (apart or self.experiment.partition.ahead(0)):
+            await self._heed(await Op("do", partial(self._hear, 0.0)))
+        self._stale = False
+        if self.paused and not self.session.stopping:
+            await Op("do", partial(self.host.catch_up, self.finite.told))
+            self.say("paused")
+            self._since = None
+            while self.paused and not self.session.stopping:
+                await self._heed(await Op("do", partial(self._hear, 0.5)))
+            self.say("stopping" if self.session.stopping else "running")
+
+    @property
+    def unheeded(self) -> list[dict[str, Any]]:
+        """What was asked of this rank and is not done yet, as far as it has left the inbox."""
+        return [*self.asked, *(self.pocket or []), *self.tickets.unheard]
+
+    def _hear(self, wait: float) -> list[dict[str, Any]]:
+        """The requests of the next ticket, the same on every rank; rank 0 waits so many seconds for one."""
+        if not self.tickets.asked:
+            self.tickets.ask(wait)
+        return self.tickets.take()
+
+    async def _heed(self, requests: list[dict[str, Any]]) -> None:
+        if self.leaving.is_set():  # one rank alone has no wire to hear it on
+            raise Aborted("told to leave")
+        self.asked = requests
+        self.asked = sorted(requests, key=lambda what: what["kind"] != KNOWN)
+        while self.asked:
+            what, self.answer = self.asked[0], None
+            if what["kind"] in ANSWERED and what.get("id") in self.done:  # it was asked again of those who are left
+                self._answer_again(what["id"])
+                del self.asked[0]
+                continue
+            match what["kind"]:
+                case "change":
+                    await self.obey(Change.read(what))
+                case "pause":
+                    self.paused, self.credit = True, 0
+                case "resume":
+                    self.paused, self.credit = False, 0
+                    self.finite.forget()
+                case "step":
+                    self.paused, self.credit = False, int(what.get("n", 1))
+                    self.finite.forget()
+                case "resize":
+                    await resize(self, tuple(what["members"]), what.get("id", ""))
+                case "preempt" if not self.session.stopping:
+                    await leave(self, what["members"], what.get("id", ""))
+                case "roll back":
+                    await Op("do", partial(self.host.catch_up, self.finite.told))
+                    if not await self.back.go(int(what.get("step", 0))):
+                        self.paused, self.credit = True, 0
+                    self.ledger.stir()
+                case kind if kind == KNOWN:
+                    self.answer = Answer(*what["answer"])
+                case "checkpoint":
+                    await self.saving.make(asked=True)
+                case "stop":
+                    self.session.stopping = True
+            remember(self.done, what.get("id", ""), self.answer)
+            del self.asked[0]
+            if what["kind"] == "change":
+                self.obeyed_one()
+                await self._fall()
+
+    def _answer_again(self, name: str) -> None:
+        """Who asked has not heard what became of a request: the rank that said it is lost, with its last rows."""
+        if self.rank.id == 0 and (known := self.done[name]):
+            answer = Answer(*known)
+            self.record.mark(answer.step, answer.name, answer.t, json.dumps({**answer.detail, "again": True}))
+
+    def close(self) -> None:
+        """Gives back all but the wires, which are the session's to close."""
+        self.cost.tell(self.rank.step)
+        self.host.watch.salvage(self.rank.step)
+        self.leaving.set()  # whatever still waits beside this thread
+        self.saving.end(patience=5.0)
+        self.meeting.leave()
+        self.host.forget_hooks()
+        self.unwrap()
+        self.host.lanes.close()
+        self.tickets.close()
+        self.host.usage.close()
+        self.mailbox.close()
+        self.peers.store = None

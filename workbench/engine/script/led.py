@@ -1,0 +1,318 @@
+"""A rank that is led by a loop of its own: a script's or a function's, which makes the steps that a strategy follows.
+
+[Note: Hand in hand] The loop has a thread beside the rank's, and only one of the two runs at a time. What a strategy
+asks for the loop is let go on to: a forward ends where the loop asks for a backward, an update where its optimizers
+have stepped. The backward itself is the rank's, so that buckets fill, overlap and are exchanged as in any step. Between
+the update and the next forward the rank takes what is due, and pauses if it is told to. So a strategy, its compressor
+and a change know nothing of loops, and the loop nothing of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workbench.engine.script.dealing import Dealing
+from workbench.engine.script.theirs import Theirs, held
+from workbench.engine.script.torchrun import as_main
+from workbench.engine.script.wrapped import Over, Wrapped, heard, one_loss
+from workbench.engine.wire.collectives import Aborted
+from workbench.host.memory.batches import numbers
+from workbench.settings import KnobError
+from workbench.tasks import Learner, TaskError
+from workbench.tasks._chance import Chance, Numbers
+from workbench.tasks._loops import LEADS
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.following import Following
+
+LOOK = 0.2  # seconds between two looks whether this rank must leave
+PATIENCE = 5.0  # seconds that a loop has to leave what it is in, at the end
+SHARDED = {"DTensor", "FlatParameter"}  # parameters as FSDP2 and FSDP make them
+
+
+class NoSteps(RuntimeError):
+    """A script has wrapped a model and ended well, but has trained no step."""
+
+
+class Led(Dealing):
+    """One rank's loop, from both threads. See [Note: Hand in hand].
+
+    at:         where the loop waits: "forward", "backward", "updated"; "end": it is over
+    model:      what it trains, from its first forward on
+    wrappers:   the DistributedDataParallels that the loop has made
+    optimizers: those that hold its parameters
+    began:      when it was let go on to the step that comes
+    """
+
+    def __init__(self, run: Following) -> None:
+        super().__init__()
+        heard()
+        self.run, self.task = run, run.experiment.task
+        self.at, self.began = "", None
+        self.model: nn.Module | None = None
+        self.wrappers: list[ref[Wrapped]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.gone = False  # has the rank left?
+        self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # to go back from, to be shown; how to go back
+        self._open = self._updating = self._exchanges = False  # does the backward of the last forward exchange?
+        self._summed = False  # is what lies in `grad` summed over ranks?
+        self._local: list[Tensor] = []  # losses of backwards that were not exchanged
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # sums of before, to which the loop adds
+        self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
+        self._updated = False  # has an optimizer of the loop begun an update?
+        self._chance: Numbers | None = None
+        self._thread = threading.Thread(target=self._live, name=f"rank {run.rank.id} loop", daemon=True)
+
+    # -- on the rank's thread --
+
+    def learner(self) -> Learner:
+        """The loop as a task: what its functions are asked for it is let go on to."""
+        return Learner(model=self._begin, data=lambda *_: itertools.repeat(None), loss=self._forward,
+                       optimizer=self._theirs)  # fmt: skip
+
+    def _theirs(self, params: Iterable[Any], lr: float) -> Any:
+        return Theirs(self)
+
+    def _begin(self) -> nn.Module:
+        """To the first forward, where model and optimizers are there."""
+        self._thread.start()
+        self._hear()
+        if self.at == "end" and self.wrappers and not self._updated:
+            raise NoSteps(f"{self.name}: ended without a step, as a script does that resumes what was finished")
+        if self.model is None or self.at != "forward":
+            raise TaskError(
+                f"{self.name}: ended without a step; it must call a DistributedDataParallel with gradients, or loop "
+                f"over workbench.steps(loader, model)"
+            )
+        self._chance = numbers()
+        mine = {id(p) for p in self.model.parameters()}
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer) and mine & held(one):  # not isinstance: it asks the object
+                self.optimizers.append(one)
+        if not self.optimizers:
+            raise TaskError(f"{self.name}: no optimizer has a parameter of its model; make it before the first forward")
+        self._require_one_model()
+        return self.model
+
+    def _require_one_model(self) -> None:
+        """Raises KnobError if an optimizer steps a second wrapped model; later that would be found inside of a step."""
+        mine = {id(p) for p in self.model.parameters()} if self.model is not None else set()
+        found = [one for made in self.wrappers if (one := made()) is not None and one.module is not self.model]
+        theirs = [{id(p) for p in one.module.parameters() if p.requires_grad} - mine for one in found]
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer) and any(other & held(one) for other in theirs):
+                raise KnobError(self._two_models)
+
+    @property
+    def _two_models(self) -> str:
+        return f"{self.name}: trains two models, and one can be exchanged; wrap one, or put both into one"
+
+    @property
+    def wrapper(self) -> Wrapped | None:
+        """The DistributedDataParallel around the model that is trained; None if the loop has wrapped none."""
+        every = [one for made in self.wrappers if (one := made()) is not None and one.module is self.model]
+        return every[-1] if every else None
+
+    def another(self) -> bool:
+        """To the next forward; or is the loop over?"""
+        self.began = self.run.host.watch.now()
+        if self.at == "updated":
+            self._on()
+        return self.at != "end"
+
+    def _forward(self, module: Any, batch: Any) -> Tensor:
+        """To the end of a forward, where the loop goes back from its loss."""
+        if self.at == "forward":
+            self._on()
+        if self.at != "backward":
+            raise Over
+        return self._loss[0]
+
+    def shown(self, loss: Tensor) -> Tensor:
+        """A step's loss: of all that was gone back from, before any scaling."""
+        every = [*self._local, self._loss[1]]
+        return every[0] if len(every) == 1 else torch.stack([x.double() for x in every]).sum()
+
+    def go_back(self, loss: Tensor, share: float | None) -> None:
+        """The backward that the loop asked for, of `share` of its loss; and of what it has added up before."""
+        share = 1.0 if share is None else float(share)
+        for p in self.run.model.parameters() if self._local and share != 1.0 else ():
+            if p.grad is not None:
+                p.grad.mul_(share)
+        self._summed = self.run.host.exchanging or self.run.experiment.strategy.opaque
+        loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
+
+    def sums(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """What the loop goes on adding to, of steps whose update it has not made."""
+        params = self.model.parameters() if self._summed and self.model is not None else ()
+        return [(p, p.grad.clone()) for p in params if p.grad is not None]
+
+    def update(self) -> None:
+        """To the end of an update: all have been stepped that have a gradient, or the loop goes on without."""
+        for p, before in self._kept:
+            p.grad = before if p.grad is None else p.grad.add_(before)
+        self._kept, self._local = [], []
+        self._stepped.clear()
+        self._updating, self._open = True, False
+        self._on()
+        self._updating = False
+
+    def _on(self) -> None:
+        """Lets the loop go on to where it waits next."""
+        if self._chance is not None:
+            Chance(self._chance).begin()
+            self._chance = None
+        self._go.put(True)
+        self._hear()
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                self.at, error = self._came.get(timeout=LOOK)
+            except queue.Empty:
+                if self.run.leaving.is_set():
+                    raise Aborted("told to leave") from None
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def settle(self) -> None:
+        """All ranks are alike: lets the loop go on behind its block, to its own end."""
+        self.settled = self.gone = True
+        self._go.put(False)
+        self.at = ""
+        while self.at != "end" and not self.exits:
+            self._hear()
+
+    def close(self) -> None:
+        """The rank is done: the loop is left where it waits, and has given back what it had of the process."""
+        self.gone = True
+        self._go.put(False)
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE)
+
+    @property
+    def thread(self) -> int | None:
+        """The identifier of the loop's thread."""
+        return self._thread.ident
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return str(getattr(self.task, "file", "") or getattr(getattr(self.task, "run", None), "__name__", "loop"))
+
+    # -- on the loop's thread --
+
+    def _live(self) -> None:
+        LEADS[threading.get_ident()] = self
+        error: BaseException | None = None
+        task: Any = self.task
+        try:
+            torch.set_num_threads(1)
+            script = hasattr(task, "file")
+            with (
+                self.run.session.children.of_this_thread(),
+                as_main(self.run, task) if script else nullcontext(task.run) as train,
+            ):
+                train()
+        except Over:
+            pass
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                error = TaskError(f"{self.name}: ended with exit code {left.code}")
+        except BaseException as failed:
+            error = failed
+        finally:
+            del LEADS[threading.get_ident()]
+            self.give_back()
+            self._came.put(("end", error))
+
+    def _meet(self, where: str) -> None:
+        """Waits there until the rank lets it go on."""
+        if self.gone:
+            raise Over
+        self._came.put((where, None))
+        if not self._go.get():
+            raise Over
+
+    def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any]:
+        """Waits until the rank may compute a forward with gradients. Returns what the loop calls in the model's place.
+
+        exchanges: is the backward of this forward exchanged?
+        """
+        if self.settled:
+            return model
+        if self.model is not None and self.model is not model:
+            raise KnobError(self._two_models)
+        self.model, self._exchanges = model, exchanges
+        if not self._open:
+            self._open = True
+            self._meet("forward")
+        around: Any = self.run.host.module
+        if around is not model:
+            around.require_backward_grad_sync = exchanges
+        return around
+
+    def backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
+        """The loop goes back: the rank does it where gradients are to be exchanged, else it is done here."""
+        if not self._open or self.gone or self._inside or how["inputs"] is not None:
+            return really(loss, given, **how)
+        self._set_aside()
+        one = one_loss(loss, given)
+        told = getattr(one, "unscaled", one.detach())
+        if self._exchanges:
+            self._loss = one, told, how
+            return self._meet("backward")
+        self._local.append(told)
+        self._inside = True
+        try:
+            with self.run.host.within("backward"):
+                really(one, None, **how)
+        finally:
+            self._inside = False
+
+    def _set_aside(self) -> None:
+        """Sums over ranks to which the loop adds are no rank's own: they are added again once its own are summed."""
+        if self._summed and not self.run.experiment.strategy.opaque:
+            self._kept += self.sums()
+            for p, _ in self._kept:
+                p.grad = None
+        self._summed = False
+
+    def will_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises KnobError at the first update of a script that no strategy can follow."""
+        self._updated = True
+        if self.model is not None or self.wrappers or self.in_block:
+            return
+        kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
+        if kinds & SHARDED:
+            raise KnobError(f"{self.name}: shards its model itself (fully_shard, FullyShardedDataParallel), and no "
+                            f"strategy can follow that; wrap it in DistributedDataParallel instead")  # fmt: skip
+        if dist.is_initialized():
+            raise KnobError(f"{self.name}: updates a model without a DistributedDataParallel around it, so no strategy "
+                            f"can exchange its gradients; wrap it before the first update")  # fmt: skip
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the loop has stepped: the update is over once all have been that have a gradient."""
+        mine = held(optimizer)
+        params = [p for p in self.model.parameters() if p.requires_grad] if self.model is not None else []
+        if not mine.intersection(map(id, params)):
+            return
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        self._stepped |= mine
+        if self._updating and all(p.grad is None or id(p) in self._stepped for p in params):
+            self._meet("updated")

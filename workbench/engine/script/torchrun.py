@@ -1,0 +1,85 @@
+"""A script as torchrun starts it, on a thread: `__main__`, its words, its folder, and the environment of its rank."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from workbench.engine.p2p.door import address
+from workbench.engine.wire.collectives import LOOPBACK
+from workbench.tasks import TaskError
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.following import Following
+
+
+def environment(run: Following) -> dict[str, str]:
+    """What torchrun tells a script of its rank. All ranks ask for it together."""
+    rank, size, session = run.rank.id, run.rank.size, run.session
+    here = LOOPBACK if run.peers.local else address(session.where)
+    if rank == 0:  # as torchrun's agent: a port that is only chosen may be taken before the script opens it
+        run.script_store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+    where, port = run.told_at_once(f"{here} {run.script_store.port if rank == 0 else 0}").split()
+    hosts = [run.told_at_once(here, r) for r in range(size)]
+    names = list(dict.fromkeys(hosts))
+    local, on, number = hosts[:rank].count(here), hosts.count(here), names.index(here)
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(on),
+        "GROUP_RANK": str(number), "GROUP_WORLD_SIZE": str(len(names)), "ROLE_RANK": str(rank), "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(size), "MASTER_ADDR": where, "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": session.generation, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }  # fmt: skip
+
+
+@contextmanager
+def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
+    """Inside, the process is as torchrun would have made it for this script; what runs it is given.
+
+    Raises TaskError if there is no such script, or if a process group is open already.
+    """
+    file: Path = script.path
+    if not file.is_file():
+        raise TaskError(f"file={script.file!r}: there is no such file at {file} on this machine")
+    if dist.is_initialized():
+        raise TaskError(f"file={script.file!r}: a process group is open in this engine already, as from a %%px cell; "
+                        f"close it with torch.distributed.destroy_process_group()")  # fmt: skip
+    where, words, paths, known = Path.cwd(), sys.argv, list(sys.path), set(sys.modules)
+    told = environment(run)
+    before = {name: os.environ.get(name) for name in told}
+    prompt = sys.__dict__.pop("ps1", None)  # an engine's; libraries take it for a notebook
+    try:
+        os.environ.update(told)
+        os.chdir(script.folder)
+        sys.argv = [str(script.file), *script.args]
+        sys.path.insert(0, str(file.parent))
+        yield partial(runpy.run_path, str(file), run_name="__main__")
+    finally:
+        if dist.is_initialized():
+            with suppress(Exception):  # peers may have gone before
+                dist.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
+        sys.argv, sys.path[:] = words, paths
+        if prompt is not None:
+            sys.ps1 = prompt
+        with suppress(OSError):
+            os.chdir(where)
+        _forget(file.parent, known)
+
+
+def _forget(folder: Path, known: set[str]) -> None:
+    """Modules beside the script are read again by the next run, for they may have been edited."""
+    for name in set(sys.modules) - known:
+        found = getattr(sys.modules[name], "__file__", None)
+        if found and Path(found).is_relative_to(folder) and "site-packages" not in found:
+            del sys.modules[name]

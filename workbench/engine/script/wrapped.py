@@ -1,0 +1,203 @@
+"""What a loop of its own asks of torch, heard: its DistributedDataParallel, its backwards, its optimizers' steps.
+
+Each is torch's own again on threads that are nobody's loop (see workbench.tasks.LEADS), the engine's among them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from workbench.host.memory.batches import to_device
+from workbench.settings import KnobError
+from workbench.tasks._loops import leads
+
+INNER = ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "gradient_as_bucket_view", "static_graph",
+         "skip_all_reduce_unused_params", "batched_grad_copy")  # fmt: skip
+REFUSED = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
+ASKED = inspect.signature(DistributedDataParallel.__init__)
+
+
+class Over(BaseException):
+    """The loop is over, or is to leave: the rank that it leads has ended."""
+
+
+class Wrapped(DistributedDataParallel):
+    """A script's DistributedDataParallel, whose forward goes through what the strategy has put around the model.
+
+    torch's own constructor checks the arguments and synchronises parameters and buffers. Its reducer then goes, because
+    the strategy exchanges the gradients. Buffers are synchronised here, so that this is the same under all strategies.
+
+    options:   the script's arguments for torch's reducer, which TorchDDP gives to its own
+    comm_hook: (state, hook) of the script, which TorchDDP registers with its own
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = ASKED.bind(self, *args, **kwargs).arguments
+        given = {name: value for name, value in given.items() if value is not None}
+        if name := next((name for name in REFUSED if name in given), None):
+            raise KnobError(f"DistributedDataParallel({name}=...): no strategy here exchanges gradients so; leave it "
+                            f"out, or run the script with torchrun")  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._remove_autograd_hooks()
+        del self.reducer, self.logger
+        self.led = leads()
+        self._require_all()
+        self.options = {name: given[name] for name in INNER if name in given}
+        self.comm_hook: tuple[object, Callable[..., Any]] | None = None
+        self.led.wrappers.append(weakref.ref(self))
+
+    def _require_all(self) -> None:
+        """Raises KnobError if torch would leave out ranks or parameters, which no strategy leaves out."""
+        size, every = dist.get_world_size(self.process_group), dist.get_world_size()
+        if size != every:
+            raise KnobError(f"DistributedDataParallel(process_group=...): the group has {size} of {every} ranks, and a "
+                            f"run exchanges over all; give it all ranks")  # fmt: skip
+        trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        if left := sorted(trained & set(self.parameters_to_ignore)):
+            raise KnobError(f"DistributedDataParallel: the module has it ignore parameter {left[0]!r}, and a run "
+                            f"exchanges all that are trained; freeze it, or run the script with torchrun")  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.device_ids:
+            args, kwargs = to_device((args, kwargs), str(self.device))
+        learns = torch.is_grad_enabled()
+        run = self.led.enter_forward(self.module, self.require_backward_grad_sync) if learns else self.module
+        if self.will_sync_module_buffers() and (self.led.settled or not self.led.gone):
+            self._sync_buffers()
+        self.require_forward_param_sync = learns and self.require_backward_grad_sync  # torch's rule
+        return run(*args, **kwargs)
+
+    def join(self, *_: Any, **__: Any) -> Any:
+        raise KnobError("join(): ranks with unequal numbers of batches cannot be followed; give each as many, as "
+                        "DistributedSampler does")  # fmt: skip
+
+    join_hook = join  # `torch.distributed.algorithms.Join` asks for it
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        self._check_comm_hook(hook)
+        self._require_no_hook("register_comm_hook")
+        self.comm_hook = state, hook
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._require_no_hook("_register_builtin_comm_hook")
+        raise KnobError(f"{comm_hook_type}: TorchDDP takes hooks that are written in Python; take the one of that name "
+                        f"in torch.distributed.algorithms.ddp_comm_hooks.default_hooks")  # fmt: skip
+
+    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> None:
+        raise KnobError("_register_buffer_comm_hook: buffers are broadcast from rank 0; leave the hook out")
+
+    def _register_fused_optim(self, *_: Any, **__: Any) -> None:
+        raise KnobError("_register_fused_optim: an update inside of a backward cannot be followed; let the loop step "
+                        "its optimizer")  # fmt: skip
+
+    def _require_no_hook(self, name: str) -> None:
+        if self.comm_hook is not None:
+            raise RuntimeError(f"{name}: a communication hook can be registered only once")
+        if self.led.model is self.module:
+            raise KnobError(f"{name}: the first step has begun; register the hook before the first forward")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "led")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super(DistributedDataParallel, self).__setstate__(state)
+        self.process_group, self.led = dist.distributed_c10d._get_default_group(), leads()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+    def _set_static_graph(self) -> None:
+        if hasattr(self, "reducer"):  # torch's constructor asks
+            super()._set_static_graph()
+        else:
+            self.static_graph = self.options["static_graph"] = True
+
+
+def hook_name(hook: tuple[object, Callable[..., Any]]) -> str:
+    """What the script calls its communication hook."""
+    return str(getattr(hook[1], "__name__", type(hook[1]).__name__))
+
+
+@cache
+def heard() -> None:
+    """From now on what loops ask of torch is heard. For good: on other threads nothing is otherwise."""
+    DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign]
+    torch.autograd.backward = _backward(torch.autograd.backward)
+    torch.amp.grad_scaler.GradScaler.scale = _scale(torch.amp.grad_scaler.GradScaler.scale)  # type: ignore[method-assign]
+    torch.multiprocessing.spawn = _spawn(torch.multiprocessing.spawn)
+    register_optimizer_step_pre_hook(_will_step)
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _new(cls: Any, *_: Any, **__: Any) -> Any:
+    return object.__new__(cls if leads() is None or issubclass(cls, Wrapped) else _wrapping(cls))
+
+
+@cache
+def _wrapping(cls: type[Any]) -> type:
+    """Wrapped, or a script's own subclass of DistributedDataParallel over it."""
+    return Wrapped if cls is DistributedDataParallel else type(cls.__name__, (cls, Wrapped), {})
+
+
+def _backward(really: Callable[..., None]) -> Callable[..., None]:
+    @wraps(really)
+    def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+                 grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
+        if (led := leads()) is None:
+            return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        given = grad_variables if grad_tensors is None else grad_tensors
+        led.backward(really, tensors, given, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+
+    return backward
+
+
+def one_loss(losses: Any, given: Any) -> Tensor:
+    """The number of which the gradients are those of `losses`, a tensor or several, weighted as `given`."""
+    of = [losses] if isinstance(losses, Tensor) else list(losses)
+    if len(of) == 1 and given is None and of[0].numel() == 1:
+        return of[0]
+    weights = [given] if isinstance(given, Tensor) else given or [None] * len(of)
+    parts = [(x if weight is None else x * weight).sum() for x, weight in zip(of, weights, strict=True)]
+    return torch.stack(parts).sum()
+
+
+def _scale(really: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(really)
+    def scale(self: Any, outputs: Any) -> Any:
+        made = really(self, outputs)
+        if leads() is not None and isinstance(made, Tensor) and made is not outputs:
+            made.unscaled = outputs.detach()  # type: ignore[attr-defined]
+        return made
+
+    return scale
+
+
+def _spawn(really: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(really)
+    def spawn(*args: Any, **kwargs: Any) -> Any:
+        if leads() is None:
+            return really(*args, **kwargs)
+        raise KnobError("mp.spawn: starts ranks of its own; let the script read RANK and WORLD_SIZE, as for torchrun")
+
+    return spawn
+
+
+def _will_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if (led := leads()) is not None:
+        led.will_step(optimizer)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if (led := leads()) is not None:
+        led.stepped(optimizer)

@@ -1,0 +1,46 @@
+"""A child under way on a lane, and a collective that it has asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from workbench.engine.wire.wires import Line
+from workbench.fabric import Load
+from workbench.rank import Op
+
+
+class Job:
+    """A child under way: its coroutine, its result, and when what happened."""
+
+    __slots__ = ("after", "asked", "began", "by", "child", "done", "error", "event", "flight", "held", "measures",
+                 "name", "number", "priority", "resumed", "share", "step", "value")
+
+    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: Any, done: threading.Event | None,
+                 step: int, number: int) -> None:
+        self.child, self.name, self.asked, self.number = child, name, asked, number
+        self.step = step  # that it was started in, which is the step of all that it does
+        self.done = done  # None where the thread that waits also runs it
+        self.priority, self.share = 0, 1.0
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.flight: Flight | None = None
+        self.resumed = self.began = asked  # when it last got an answer, and when it began to work on it
+        self.measures = False  # was what it asked for last a part of measuring?
+        self.by: Any = None  # an optimizer's settings when it was started
+        self.after: Any = None  # on a GPU: the event after which it may begin,
+        self.event: Any = None  # the one after which it is over,
+        self.held: Any = None  # and what it was given, kept until then
+
+
+class Flight:
+    """A collective issued and not yet waited for."""
+
+    __slots__ = ("arrived", "asked", "finished", "hold", "line", "load", "op", "step", "what", "work")
+
+    def __init__(self, op: Op, what: str, line: Line, work: Any, asked: Any, arrived: Any, load: Load, hold: Any,
+                 step: int) -> None:
+        self.op, self.what, self.line, self.work, self.asked, self.arrived = op, what, line, work, asked, arrived
+        self.load, self.hold, self.step = load, hold, step
+        self.finished = 0.0

@@ -1,0 +1,290 @@
+"""Lanes: the threads on which children run beside the step, and the performing of what they ask.
+
+One lane, one thread, and a wire for all ranks and for each group that is asked for (see wires.py). Children run one
+after the other in the order in which they were started, which is the same on all ranks, or in rank 0's where they have
+priorities (see turns.py). Encoding happens here and so overlaps with backward.
+
+On a GPU the lane has a stream, too, and what is said of threads holds of streams; see [Note: Order on a GPU] in
+engine/device/cuda.py. On an emulated Link the lane's thread waits there until a collective is done on the GPU, sleeps
+until it would be over on the Link, and only then lets the stream go on: the times are the host's then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+
+from workbench.engine.device import Chip
+from workbench.engine.wire.collectives import Wire
+from workbench.engine.wire.job import Flight, Job
+from workbench.engine.wire.shaping import Port
+from workbench.engine.wire.turns import ROOM, Turns
+from workbench.engine.wire.verbs import Verbs, alone
+from workbench.engine.wire.watch import CODEC_FLOOR, Watch
+from workbench.engine.wire.wires import Line, Wires
+from workbench.host.core import summing
+from workbench.host.core.drive import Later, drive
+from workbench.rank import Group, Handle, Op, StrategyError, collective
+
+
+class Lane(Verbs):
+    """One lane of one rank: performs the collectives that children ask for and records them.
+
+    `eager` runs children on the caller's thread up to their first collective, which goes on by itself; what
+    follows it is done when the child is waited for. It saves a thread when there is nothing to compute or to
+    sleep for.
+    """
+
+    def __init__(self, name: str, port: Port, watch: Watch, chip: Chip, open: Callable[[Group | None], Line],
+                 whole: Line | None = None) -> None:
+        self.name, self.port, self.watch, self.chip = name, port, watch, chip
+        self.clock, self.record, self.span = watch.clock, watch.record, watch.write
+        self.wires = Wires(whole, open)
+        self.size, self.rank = port.size, port.rank
+        self.eager = False
+        self.now = self._moment if chip.runs_ahead else self.clock.now
+        self.sent = 0  # bytes sent so far
+        self.step = 0
+        self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
+        self.before: Callable[[int], None] = lambda number: None  # called before a child begins
+        self.take: Callable[[Job, Op], None] = lambda job, op: None  # a child asks for a collective,
+        # and is over, with a value that is kept until it is waited for: what it held meanwhile is counted
+        self.give: Callable[[Job, Any], None] = lambda job, value: None
+        self.beside: dict[str, Callable[[Op, Job], Any]] = {}  # performs what a child asks for and no wire carries
+        self.settings: Callable[[], Any] = lambda: None
+        self.hop: Callable[[Op, int], Any] = lambda op, step: None  # performs a message of an all-reduce
+        self.wireless = False  # do its children ask for no collective?
+        self._turns = Turns(self._agreed, self.rank == 0)
+        self._thread: threading.Thread | None = None
+        self._busy = ""
+        self._broken: BaseException | None = None  # what a child failed with, or the thread
+        self._stream = chip.stream()
+        self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: what is not over yet, and the event of its end
+        self._kept: deque[Job] = deque()
+
+    @property
+    def busy(self) -> str:
+        """The collective that is under way now; "" if none is."""
+        return next((what for what, end in list(self._aloft) if not self.chip.reached(end)), self._busy)
+
+    # -- called by the host's thread --
+
+    def start(self, child: Coroutine[Op, Any, Any], name: str, priority: int = 0, share: float = 1.0) -> Handle:
+        handle = Handle(name, self.name)
+        self.eager = self.eager and not priority  # who may be overtaken must not have begun
+        here = (self.eager or self.size == 1) and not self.wireless
+        self.started += 1
+        self.before(self.started)
+        done = None if here else threading.Event()
+        job = handle._state = Job(child, name, self.now(), done, self.step, self.started)
+        job.by, job.priority, job.share = self.settings(), priority, share
+        if self.chip.runs_ahead:
+            self._keep(job)
+        if here:
+            self._advance(job, finish=False)
+        else:
+            if self._thread is None:
+                self._open()
+            self._turns.put(job)
+        return handle
+
+    def wait(self, handle: Handle) -> Any:
+        job: Job = handle._state
+        if job.flight is not None:
+            self._advance(job, finish=True)
+        if job.done is not None:
+            job.done.wait()
+        if job.error is not None:
+            raise job.error
+        if job.event is not None:
+            self.chip.follow(job.event, job.value)
+        self.completed = max(self.completed, job.number)
+        self.give(job, None)
+        return job.value
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._turns.put(None)
+            self._thread.join(5)
+            self._thread = None
+        self.wires.close()
+
+    def _open(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} {self.name}", daemon=True)
+        self._thread.start()
+
+    def _keep(self, job: Job) -> None:
+        """What `job` is given stays until it is over; see [Note: Memory that crosses] in engine/device/cuda.py."""
+        job.after, job.held = self.chip.mark(), self.chip.held(job.child)
+        while self._kept and self._kept[0].event is not None and self.chip.reached(self._kept[0].event):
+            self._kept.popleft()
+        self._kept.append(job)
+
+    # -- on the lane's own thread --
+
+    def _moment(self) -> Any:
+        """Now: on the stream, but on an emulated Link by the host's clock."""
+        return self.clock.now() if self.port.active else self.watch.now()
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            self.chip.bind()
+        except BaseException as error:
+            self._broken = error
+        while (job := self._next()) is not None:
+            self._advance(job, finish=True)
+
+    def _next(self) -> Job | None:
+        try:
+            return self._turns.get(agreeing=self._broken is None)
+        except BaseException as error:  # a wire is cut: whoever waits is to hear why
+            self._broken = error
+            return self._turns.get(agreeing=False)
+
+    def _agreed(self, chosen: list[int] | None) -> list[int]:
+        """What rank 0 has chosen, on every rank; it crosses beside the Link, as tickets do."""
+        wire = self.wires.of(None).aside
+        assert wire is not None
+        numbers = torch.tensor(chosen or [0] * ROOM, dtype=torch.int64)
+        wire.wait(wire.broadcast(numbers, 0))
+        return numbers.tolist()
+
+    def _advance(self, job: Job, finish: bool) -> None:
+        """Runs the child on; with `finish` to its end, else until its first collective is under way."""
+        failed = self._broken  # ranks no longer ask alike here: whoever waits is to hear why
+        if failed is not None:
+            return self._over(job, failed)
+        try:
+            with torch.no_grad(), self.chip.inside(self._stream, job.after):
+                try:
+                    self._drive(job, finish)
+                except BaseException as error:
+                    job.error = error
+                    self._broken = None if isinstance(error, StrategyError) else error  # that all ranks meet with
+                if self.chip.runs_ahead and job.flight is None:
+                    job.event = self.chip.mark()
+        except BaseException as error:  # the chip's own: it must not end the thread that all children run on
+            failed = error
+        self._over(job, failed)
+
+    def _over(self, job: Job, failed: BaseException | None) -> None:
+        """Frees whoever waits for `job`; failed: what went wrong outside the child, which comes after its own error."""
+        if job.flight is None or failed is not None:
+            self.give(job, job.value)
+        if failed is not None:
+            job.error, job.flight = job.error or failed, None
+            with contextlib.suppress(Exception):  # it may not even have begun, and never will
+                job.child.close()
+        if job.done is not None:
+            job.done.set()
+
+    def _drive(self, job: Job, finish: bool) -> None:
+        flight, job.flight = job.flight, None
+        value = self._complete(flight) if flight is not None else None  # its first collective went on by itself
+        job.began = self.now()
+
+        def perform(op: Op) -> Any:
+            self._codec(job)
+            if (by := summing.algorithm(self.port.fabric, self.size, op)) is not None:
+                value = self._summed(by, op, job)
+                job.resumed = job.began = self.now()
+                return value
+            if op.verb in self.beside:
+                job.measures = op.measures
+                value = self.beside[op.verb](op, job)
+                job.resumed = job.began = self.now()
+                return value
+            flight = self._issue(op, job)
+            if not finish and flight is not None:
+                job.flight = flight
+                raise Later
+            value = self._complete(flight) if flight else alone(op)
+            job.resumed = job.began = self.now()
+            return value
+
+        try:
+            job.value = drive(job.child, perform, value=value)
+        except Later:
+            return
+        self._codec(job)
+
+    def _codec(self, job: Job) -> None:
+        now, began = self.now(), job.began
+        if isinstance(now, float) and now - began <= CODEC_FLOOR:
+            return
+        self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
+
+    def work(self, op: Op, job: Job) -> Any:
+        """A strategy's own arithmetic, in a child."""
+        of, flops, name = op.args
+        began = self.now()
+        value = of()
+        self.span(job.step, "codec", name, began, began, self.now(), 0)
+        self.record.sample(job.step, f"flops {name}", self.clock.now(), float(flops))
+        return value
+
+    # -- one collective --
+
+    def _issue(self, op: Op, job: Job) -> Flight | None:
+        """Puts a collective on the wire; None when one rank is all there is, or for a Sample."""
+        if op.verb == "sample":
+            name, value = op.args
+            return self.record.sample(job.step, name, self.clock.now(), float(value))
+        issue = getattr(self, f"_{op.verb}", None)
+        if issue is None:
+            raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
+        job.measures = op.measures
+        self._busy = what = collective(op, job.name)
+        wire, shaper, *_ = line = self.wires.of(op.group)
+        if wire is None:
+            self._busy = ""
+            return None
+        self.take(job, op)
+        if shaper.active and self.chip.runs_ahead:  # the Link counts from when there is something to send
+            self.chip.await_host(self.chip.mark(), wire.check)
+        now = self.now()
+        if shaper.active:
+            shaper.ready(now, job.asked)
+        work, hold = issue(wire, op)
+        flight = Flight(op, what, line, work, job.resumed, now, self._load(wire, op), hold, job.step)
+        if self.eager and not self.chip.runs_ahead:
+            work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))
+        return flight
+
+    def _complete(self, flight: Flight) -> Any:
+        wire, shaper, aside, _ = flight.line
+        assert wire is not None
+        if self.chip.runs_ahead and shaper.active:
+            wire.finish(flight.work)
+        else:
+            wire.wait(flight.work)
+        end = flight.finished or self.now()
+        lane = "measuring" if flight.op.measures else "comm"
+        if shaper.active:
+            began, own, end = shaper.finish(flight.load, lambda: _last_arrival(aside, self.clock.now()))
+            if lane == "comm":
+                self.record.span(flight.step, "port", flight.what, began, began, own, 0)
+            end = max(end, self.clock.now())
+        self.sent += flight.load.sent
+        self.span(flight.step, lane, flight.what, flight.asked, flight.arrived, end, flight.load.sent)
+        self._busy = ""
+        if self.chip.runs_ahead:
+            while self._aloft and self.chip.reached(self._aloft[0][1]):
+                self._aloft.popleft()
+            self._aloft.append((flight.what, self.chip.mark()))
+        return self._finish(wire, flight.op, flight.hold)
+
+
+def _last_arrival(aside: Wire | None, now: float) -> float:
+    """The last arrival by asking everybody, where ranks share no file; not over NCCL, which takes no CPU tensor."""
+    assert aside is not None
+    mine = torch.tensor([now], dtype=torch.float64)
+    aside.wait(aside.all_reduce(mine, "max"))
+    return float(mine[0])
+

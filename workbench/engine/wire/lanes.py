@@ -1,0 +1,52 @@
+"""All lanes of one rank: the first carries what is asked for outside of children, others open when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from workbench.engine.wire.lane import Lane
+from workbench.rank import Handle, Op
+
+
+class Lanes:
+    """Lanes by name; every child runs on the one that it is started on.
+
+    open:  how a lane is made
+    aside: was a child of this step on another lane than the first?
+    """
+
+    def __init__(self, first: Lane, open: Callable[[str], Lane]) -> None:
+        self.first, self.open = first, open
+        self._lanes = {first.name: first}
+        self.aside = False
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(list(self._lanes.values()))
+
+    @property
+    def busy(self) -> str:
+        """A collective that is under way now; "" if none is."""
+        return next((lane.busy for lane in self if lane.busy), "")
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent so far."""
+        return sum(lane.sent for lane in self)
+
+    def start(self, child: Coroutine[Op, Any, Any], name: str, lane: str, priority: int = 0,
+              share: float = 1.0) -> Handle:  # fmt: skip
+        if lane == self.first.name:
+            return self.first.start(child, name, priority, share)
+        if lane not in self._lanes:
+            self._lanes[lane] = self.open(lane)
+        self.aside = self.aside or not self._lanes[lane].wireless
+        self._lanes[lane].step = self.first.step
+        return self._lanes[lane].start(child, name, priority, share)
+
+    def wait(self, handle: Handle) -> Any:
+        return self._lanes[handle.lane].wait(handle)
+
+    def close(self) -> None:
+        for lane in self:
+            lane.close()

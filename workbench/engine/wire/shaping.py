@@ -1,0 +1,261 @@
+"""Slowing real work down to a description: the Link on the wire, the pace and the faults on compute.
+
+User space only. A shaped operation really happens first; its ranks then sleep until the time at which it would
+have ended on the Link. That time counts from the arrival of the last participant, or early ranks would
+transfer for free; arrivals are exchanged through a small shared file, or over the wire between hosts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from workbench.engine.wire.mapped import mapped
+from workbench.fabric import Fabric, Fault, Load
+from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds, stretch
+from workbench.fabric.pace import SHARES, Kept, lasts
+from workbench.rank import Group
+
+RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
+
+
+class Clock:
+    """Seconds since the run began. `base` is what `perf_counter` showed then, on this rank."""
+
+    def __init__(self, epoch: float) -> None:
+        self.base = time.perf_counter() - (time.time() - epoch)
+
+    def now(self) -> float:
+        return time.perf_counter() - self.base
+
+
+class Naps:
+    """Sleeping that ends early when a stop is asked."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.hurried = False
+        self._end = 0.0  # of the longest sleep so far
+
+    @property
+    def asleep(self) -> bool:
+        """Whether this rank stands still because its settings say so."""
+        return not self.hurried and self.clock.now() < self._end
+
+    def until(self, t: float) -> None:
+        self._end = max(self._end, t)
+        while not self.hurried:
+            left = t - self.clock.now()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.05))
+
+
+class ArrivalTable:
+    """A small file shared by the ranks of one host, in which each writes when it was ready for an operation."""
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        nbytes = RING * size * 8
+        self._map = mapped(path, nbytes)
+        self._cells = np.frombuffer(self._map, dtype=np.float64).reshape(RING, size)
+        self.rank = rank
+
+    def post(self, number: int, ready: float) -> None:
+        self._cells[number % RING, self.rank] = ready
+
+    def last(self, number: int) -> float:
+        """The last arrival; call it once the operation itself has completed, so that all have posted."""
+        return float(self._cells[number % RING].max())
+
+    def close(self) -> None:
+        """Gives the file's descriptor back."""
+        self._cells = np.zeros((RING, 1))
+        self._map.close()
+
+
+class Port:
+    """This rank's port on the emulated Link, shared by all its wires and messages: what is sent queues here.
+
+    In and out do not disturb each other (full duplex). A message leaves when the sender's port is free, and has
+    come once the receiver's has taken it in; both take as long as the slower of the two ports needs.
+    """
+
+    def __init__(self, rank: int, size: int, naps: Naps, seed: int) -> None:
+        self.rank, self.size, self.naps, self.seed = rank, size, naps, seed
+        self.fabric = Fabric()
+        self.free = 0.0  # when the port is free again to send
+        self._taken = 0.0  # and to take in
+        self._messages = 0
+        self._last: Shaper | None = None  # whose collective took the port last
+        self._lock = threading.Lock()
+
+    @property
+    def active(self) -> bool:
+        return self.size > 1 and self.fabric.shaped
+
+    def occupy(self, wire: Shaper, ready: float, seconds: float) -> tuple[float, float]:
+        """A collective of `wire`, whose ranks were all `ready` then, takes the port: (when it begins, when it ends).
+
+        Another wire may have taken the port since this rank said that it was ready.
+        """
+        with self._lock:
+            began = ready if self._last is wire else max(ready, self.free)
+            self._last, self.free = wire, max(self.free, began + seconds)
+        return began, began + seconds
+
+    def let_go(self, now: float) -> None:
+        """A stop was asked: what would still keep it busy is over."""
+        with self._lock:
+            self.free = min(self.free, now)
+
+    def over(self, end: float) -> float:
+        """When that is over which the Link would end then: at once after a stop, for nobody waits for it."""
+        return min(end, self.now()) if self.naps.hurried else end
+
+    def now(self) -> float:
+        return self.naps.clock.now()
+
+    def post(self, nbytes: int, to: int) -> tuple[float, float, float]:
+        """A message goes out to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
+        now = self.now()
+        if not self.active:
+            return now, 0.0, now
+        with self._lock:
+            self._messages += 1
+            seconds = message_seconds(self.fabric, nbytes, self.size, self.seed, self.rank, to, self._messages)
+            begun, self.free = leaves(now, self.free, seconds * choke(self.fabric.faults, self.rank))
+            return begun, seconds, self.free
+
+    def take(self, source: int, begun: float, seconds: float) -> float:
+        """A message comes in that began to be sent at `begun`: when it has come, on the Link."""
+        if not seconds:
+            return 0.0
+        with self._lock:
+            slower = max(choke(self.fabric.faults, source), choke(self.fabric.faults, self.rank))
+            self._taken = comes(begun, self._taken, seconds * slower)
+            return self._taken
+
+
+class Shaper:
+    """One wire's use of this rank's port. One collective at a time, in the order asked.
+
+    group: whose wire it is; None: that of all ranks
+    """
+
+    def __init__(self, port: Port, table: ArrivalTable | None, group: Group | None = None) -> None:
+        self.port, self.table, self.naps, self.group = port, table, port.naps, group
+        self.ranks: Sequence[int] = group.ranks if group else range(port.size)
+        self.number = 0
+        self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
+
+    @property
+    def active(self) -> bool:
+        return self.port.active and self.port.fabric.path(self.ranks).shaped
+
+    def ready(self, arrived: float, asked: float) -> float:
+        """Says when this rank and its port are ready for the next operation, whose child was `asked` for then.
+
+        A sleep ends a little late. A child that was there by then counts as begun on time: a real port would not
+        have paused between two operations.
+        """
+        self.number += 1
+        arrived -= max(self._woke - max(asked, self._ended), 0.0)
+        ready = max(arrived, self.port.free)
+        if self.table:
+            self.table.post(self.number, ready)
+        return ready
+
+    def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
+        """Sleeps until the operation would have ended, or a stop is asked: (began, own port's end, end for all)."""
+        mine, slowest = self.cost(load)
+        noise = self.port.fabric.path(self.ranks).noise(self.port.seed, self.number)
+        began, end = self.port.occupy(self, self.table.last(self.number) if self.table else last(), slowest * noise)
+        own, self._ended = began + mine * noise, max(end, self.naps.clock.now())
+        self.naps.until(end)
+        self._woke = self.naps.clock.now()
+        if self.naps.hurried:  # nobody waited for what would have been: it ended when the rank went on
+            self.port.let_go(self._woke)
+            began, own, end, self._ended = (min(t, self._woke) for t in (began, own, end, self._ended))
+        return began, own, end
+
+    def cost(self, load: Load) -> tuple[float, float]:
+        """Seconds that this rank's port, and the slowest port, would be busy."""
+        fabric = self.port.fabric
+        plain = port_seconds(fabric.path(self.ranks), fabric.shared, load, self.group.parallel if self.group else 1)
+        return plain * choke(fabric.faults, self.port.rank), plain * max(choke(fabric.faults, r) for r in self.ranks)
+
+
+class Pace:
+    """Stretches this rank's compute to a stated duration, and by its faults: see `workbench.fabric.pace`.
+
+    A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within
+    backward the slices end in proportion to the gradients that are ready.
+    """
+
+    shares: ClassVar[dict[str, float]] = SHARES
+
+    def __init__(self, rank: int, naps: Naps) -> None:
+        self.rank, self.naps = rank, naps
+        self.seconds = 0.0
+        self.faults: tuple[Fault, ...] = ()
+        self._kept = Kept()
+        self._began = self._slept = 0.0
+        self._stretch = 1.0
+        self._asked = self._took = 0.0  # of the present phase: seconds that it is to take, and takes without faults
+        self._step = [0.0, 0.0]  # the same of this step's phases before it
+
+    @property
+    def active(self) -> bool:
+        return bool(self.seconds or self.faults)
+
+    def begin(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
+        """A phase begins, or such a share of one, in which so much of the forward is computed again."""
+        if not self.active:
+            return
+        self._count()
+        self._began, self._slept = self.naps.clock.now(), 0.0
+        self._stretch = stretch(self.faults, self.rank, step, phase)
+        self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
+
+    def put_off(self, seconds: float) -> None:
+        """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""
+        self._began += seconds
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Inside, another phase begins and ends, as an update in a forward does, and the present one stands still."""
+        kept, since = (self._slept, self._stretch, self._asked, self._took), self.naps.clock.now()
+        began, self._asked, self._took = self._began, 0.0, 0.0
+        yield
+        self._count()
+        self._slept, self._stretch, self._asked, self._took = kept
+        self._began = began + self.naps.clock.now() - since
+
+    def reach(self, fraction: float) -> None:
+        """`fraction` of the phase is computed: sleep until as much of its time is over."""
+        if not self.active:
+            return
+        now = self.naps.clock.now()
+        computed = now - self._began - self._slept
+        until = self._began + lasts(self._asked * fraction, computed, self._stretch)
+        if until > now:
+            self.naps.until(until)
+            self._slept += self.naps.clock.now() - now
+        self._took = (self.naps.clock.now() - self._began) / self._stretch
+
+    def over(self) -> dict[str, Any] | None:
+        """A step is over; what there is to say of the pace, if that is news."""
+        self._count()
+        (asked, took), self._step = self._step, [0.0, 0.0]
+        return self._kept.step(self.seconds, asked, took)
+
+    def _count(self) -> None:
+        self._step[0] += self._asked
+        self._step[1] += self._took
+        self._asked = self._took = 0.0

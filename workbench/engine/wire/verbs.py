@@ -1,0 +1,114 @@
+"""How each collective that a child may ask for is put on a wire, and what comes back is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engine.device import Chip
+from workbench.engine.wire.collectives import Wire
+from workbench.fabric import Algorithm, Load, even, uneven
+from workbench.host.core import summing
+from workbench.host.core.drive import drive
+from workbench.host.placement.canonical import added_up
+from workbench.rank import Op, Rank, collective
+
+
+class Verbs:
+    """The part of a lane that knows the collectives: each goes on `wire` and answers (work, its result to be)."""
+
+    chip: Chip
+    name: str
+    rank: int
+    size: int
+    sent: int
+    hop: Callable[[Op, int], Any]
+    take: Callable[[Any, Op], None]
+
+    def _summed(self, by: Algorithm, op: Op, job: Any) -> Any:
+        """An all-reduce in messages, each of which is a span of its own."""
+        aside = "" if self.name == "comm" else f" on {self.name}"
+        self._busy = name = f"{collective(op, job.name)}{aside}"
+        self.take(job, op)
+
+        def perform(message: Op) -> Any:
+            if message.verb == "send":
+                self.sent += message.args[0].numel() * message.args[0].element_size()
+            return self.hop(message, job.step)
+
+        value = drive(summing.summed(by, Rank(self.rank, self.size), op, name), perform)
+        self._busy = ""
+        return value
+
+    def _load(self, wire: Wire, op: Op) -> Load:
+        """What the ports have to carry."""
+        x = op.args[0]
+        if op.verb == "all_to_allv":
+            return uneven(op.args[1], x[0].element_size(), wire.rank)
+        return even(op.verb, x.numel() * x.element_size(), wire.size)
+
+    def _all_reduce(self, wire: Wire, op: Op) -> tuple[Any, Any]:
+        x, how, _ = op.args
+        return wire.all_reduce(x, how), x
+
+    def _broadcast(self, wire: Wire, op: Op) -> tuple[Any, Any]:
+        x, source, _ = op.args
+        return wire.broadcast(x, source), x
+
+    def _all_gather(self, wire: Wire, op: Op) -> tuple[Any, Any]:
+        x = wire.carriable(_wire_view(op.args[0]))
+        out = self.chip.room(x, wire.size * x.numel())
+        return wire.all_gather(out, x), out
+
+    def _all_to_all(self, wire: Wire, op: Op) -> tuple[Any, Any]:
+        x = wire.carriable(_wire_view(op.args[0]))
+        out = torch.empty_like(x)
+        return wire.all_to_all(out, x), out
+
+    def _all_to_allv(self, wire: Wire, op: Op) -> tuple[Any, Any]:
+        rows, lengths, _ = op.args
+        width = rows[0].element_size()
+        gives = [width * n for n in lengths[wire.rank]]
+        takes = [width * row[wire.rank] for row in lengths]
+        x = torch.cat([row.reshape(-1) for row in rows]).view(torch.uint8)
+        out = self.chip.room(x, sum(takes))
+        return wire.all_to_all(out, x, takes, gives), out.split(takes)
+
+    def _reduce_scatter(self, wire: Wire, op: Op) -> tuple[Any, Any]:
+        """gloo's own moves a whole all-reduce's bytes; an all-to-all and a local sum do not."""
+        x = wire.carriable(_wire_view(op.args[0]))
+        out = torch.empty_like(x)
+        return wire.all_to_all(out, x), out
+
+    def _finish(self, wire: Wire, op: Op, hold: Any) -> Any:
+        like: Any = op.args[0]
+        match op.verb:
+            case "all_to_allv":
+                return [row.view(like[0].dtype) for row in hold]
+            case "all_gather":
+                return hold.view(like.dtype).view(wire.size, *like.shape)
+            case "all_to_all":
+                return hold.view(like.dtype).view(like.shape)
+            case "reduce_scatter":
+                return added_up(hold.view(like.dtype).view(wire.size, -1))
+            case "all_reduce" if op.args[1] == "mean":
+                return hold.div_(wire.size)
+        return hold
+
+
+def _wire_view(x: Tensor) -> Tensor:
+    """`x` as contiguous bytes where gloo cannot carry its dtype in a collective."""
+    x = x.contiguous()
+    odd = x.is_complex() or x.dtype in (torch.int16, torch.uint16) or "float8" in str(x.dtype)
+    return x.view(torch.uint8) if odd else x
+
+
+def alone(op: Op) -> Any:
+    """With one rank every collective is the identity; a Sample has no answer."""
+    if op.verb == "sample":
+        return None
+    x = op.args[0]
+    return x.unsqueeze(0) if op.verb == "all_gather" else x

@@ -1,0 +1,121 @@
+"""The lines of one lane: that of all ranks, and one for each group, opened when its first collective is asked for.
+
+[Note: Opening beside training] Ranks of a group come to its first collective at different times, and one may never
+come. So they first say in the store that they are there, and look meanwhile whether this rank must leave or a peer is
+gone; only then they open the group itself, which cannot be interrupted. Whether that is so is one value in the store,
+which is written once: by the first rank when all are there, or by one that leaves before. Else one might leave whom
+another has just counted in, and waits for. All this goes over a connection of its own, for torch's stores let one
+thread wait at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.engine.wire.collectives import Wire, connect_store, meeting
+from workbench.engine.wire.shaping import Shaper
+from workbench.rank import Group
+
+if TYPE_CHECKING:
+    from workbench.engine.control.peers import Peers
+    from workbench.engine.wire.shaping import Port
+
+
+class Line(NamedTuple):
+    """What the collectives of one group need on one lane; `wire` and `aside` are None where one rank is all there is.
+
+    aside: the wire for tensors in the host's memory
+    met:   the file in which its ranks met to open it, if they did
+    """
+
+    wire: Wire | None
+    shaper: Shaper
+    aside: Wire | None
+    met: Path | None = None
+
+
+class Wires:
+    """One lane's lines by group. Used by the lane's thread only, and by whoever closes them while it stands still."""
+
+    def __init__(self, whole: Line | None, open: Callable[[Group | None], Line]) -> None:
+        self._lines: dict[Group | None, Line] = {} if whole is None else {None: whole}
+        self._open = open
+        self._past: list[Path] = []  # files that were needed before the last change of groups
+
+    def of(self, group: Group | None) -> Line:
+        """The line of `group` (None: of all ranks), opened now if this is the first that is asked of it."""
+        line = self._lines.get(group)
+        if line is None:
+            line = self._lines[group] = self._open(group)
+        return line
+
+    def given_up(self, generation: int | None = None) -> list[Wire]:
+        """Forgets the groups of other generations than this one; returns their wires, which are to be closed."""
+        old = [group for group in self._lines if group is not None and group.generation != generation]
+        lines = [self._lines.pop(group) for group in old]
+        _put_away(lines)
+        for file in self._past:  # not sooner: another rank may have opened its end just now
+            file.unlink(missing_ok=True)
+        self._past = [line.met for line in lines if line.met is not None]
+        return list({id(wire): wire for line in lines for wire in (line.wire, line.aside) if wire is not None}.values())
+
+    def close(self) -> None:
+        """Gives files back; the wires are their session's to close."""
+        _put_away(self._lines.values())
+
+
+def _put_away(lines: Iterable[Line]) -> None:
+    for line in lines:
+        if line.shaper.table is not None:
+            line.shaper.table.close()
+
+
+def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], Line]:
+    """How the lines of `lane` are opened on this rank, over gloo or NCCL; all ranks of the group open at once."""
+
+    def opened(group: Group | None) -> Line:
+        if len(group or range(port.size)) == 1:
+            return Line(None, Shaper(port, None, group), None)
+        session = peers.session
+        tag = f"{lane} {group or 'all'} {group.generation if group else ''}".rstrip()
+        ranks = group.ranks if group else tuple(range(port.size))
+        (host, at), name = session.where, f"{session.generation} {tag}"
+        store = connect_store(host, at, name)
+        _gather(store, tag, session.rank.id, ranks, peers.look)
+        wire = peers.open(tag, ranks=ranks, store=store, precise=session.experiment.precise, kind=kind,
+                          on=session.device, beside=peers.parted)
+        aside = wire
+        if kind != "gloo" and not peers.local:
+            aside = peers.open(f"{tag} arrivals", ranks=ranks, store=store)
+        file = f"-{lane}" if group is None else f"-{lane}-{'+'.join(group.dims)}-{group.generation}-{ranks[0]}"
+        met = None if group is None or at else Path(meeting(host, name))
+        return Line(wire, Shaper(port, peers.arrival_table(file, ranks), group), aside, met)
+
+    return opened
+
+
+def _gather(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
+    """Waits until all of `ranks` are here; `look` raises when this one must leave.
+
+    See [Note: Opening beside training].
+    """
+    store.set(f"{tag} {rank}", b"here")
+    keys, verdict, rest = [f"{tag} {other}" for other in ranks], f"{tag} verdict", 0.001
+    while True:
+        if rank == ranks[0] and store.check(keys):
+            store.compare_set(verdict, "", "open")
+        if store.check([verdict]):
+            if store.get(verdict) == b"open":
+                return
+            raise ConnectionError("Connection closed by peer before it had opened its end of a group")
+        try:
+            look()
+        except Exception:
+            if store.compare_set(verdict, "", "left") == b"open":
+                return  # the others count on it: this one leaves from the group's first collective
+            raise
+        time.sleep(rest)
+        rest = min(2 * rest, 0.05)

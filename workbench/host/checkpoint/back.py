@@ -1,0 +1,99 @@
+"""A run that goes back to a checkpoint in its midst, after a loss that is no number or has run away.
+
+What the ranks held then, they hold again: model, optimizer, what strategy and compressor remember. The numbers of the
+steps go on, and so do the data: the same steps on the same examples would in lockstep meet the same number to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from workbench.host.checkpoint.regain import FITS_NOT, Regained
+from workbench.host.passes.pipelining import drained
+from workbench.rank import Op
+from workbench.settings import KnobError
+
+TIMES = 3  # so often it goes back to one and the same checkpoint
+LOOKED_AT = 4  # the newest checkpoints, of which the newest that will do is taken
+SAME = ("strategy", "partition", "compressor", "optimizer", "bucket_mb", "ranks")  # else what was held does not fit
+
+
+class Kept(Protocol):
+    """The checkpoints of a run, as one rank sees them."""
+
+    def there(self) -> list[int]:
+        """The steps of those that are whole, the newest first."""
+
+    def open(self, step: int, rank: int) -> tuple[dict[str, Any], Regained]:
+        """The settings of one, and what a rank held then. Raises KnobError where it cannot be read."""
+
+
+class Back:
+    """One rank's way back."""
+
+    def __init__(self, run: Any, kept: Kept) -> None:
+        self.run, self.kept = run, kept
+        self._since = -1  # the step before which it went back last: what was met before that is settled
+        self._to, self._times = -1, 0  # the step of the checkpoint that it went back to, and how often it did
+
+    async def go(self, met: int) -> bool:
+        """All ranks go back for what one of them met in step `met`; or a Mark says why they cannot. Did they?"""
+        run = self.run
+        if met < self._since:
+            return True
+        await Op("do", run.saving.end)  # one that is being written counts
+        listed = json.loads(await run.told(json.dumps(self.kept.there()[:LOOKED_AT]) if run.rank.id == 0 else ""))
+        reason = "there is no checkpoint yet; set save_every, or make one with lab.checkpoint()"
+        for step in listed:
+            if step == self._to and self._times >= TIMES:
+                reason = f"it went back to the checkpoint before step {step} {TIMES} times, which did not help"
+                break
+            saved, mine = self._opened(step)
+            every = await run.gather(int(bool(mine)))
+            if saved is not None and not any(every):
+                await self._take(saved, step)
+                return True
+            if any(every) and run.rank.id == 0:
+                reason = mine or f"rank {every.index(1)} cannot go on from the checkpoint before step {step}"
+            if saved is not None:
+                saved.close()
+        if run.rank.id == 0:
+            text = f"nobody went back at step {run.rank.step}: {reason}"
+            run.mark("not rolled back", {"text": text})
+        return False
+
+    def _opened(self, step: int) -> tuple[Regained | None, str]:
+        """What this rank held then; or why it cannot go on from that."""
+        run, saved, which = self.run, None, f"the checkpoint before step {step}"
+        try:
+            then, saved = self.kept.open(step, run.rank.id)
+            now = run.experiment.plain()
+            other = [name for name in SAME if then.get(name) != now.get(name)]
+            if other:
+                raise KnobError(f"{which} was made with another {other[0]}")
+            if run.flushing or saved.said["flushing"]:
+                raise KnobError(f"{which}, or this step, is among those in which a residual is still being sent")
+        except (KnobError, *FITS_NOT) as error:
+            if saved is not None:
+                saved.close()
+            return None, str(error)
+        return saved, ""
+
+    async def _take(self, saved: Regained, step: int) -> None:
+        run = self.run
+        strategy, replicas = run.experiment.strategy, run.rank.replicas
+        await drained(run.flow)
+        if strategy.in_flight or strategy.late_update:
+            await strategy.drain(replicas, run.state)
+        await saved.order(run)
+        await saved.take(run, anew=False)
+        saved.close()
+        run.finite.forget()
+        self._since = run.rank.step
+        self._times = self._times + 1 if step == self._to else 1
+        self._to = step
+        if run.rank.id == 0:
+            again = f", for the {('second', 'third')[self._times - 2]} time" if self._times > 1 else ""
+            text = f"all ranks went back to the checkpoint before step {step}, and on with step {self._since}{again}"
+            run.mark("rolled back", {"to": step, "step": self._since, "times": self._times, "text": text})

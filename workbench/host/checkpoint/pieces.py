@@ -1,0 +1,60 @@
+"""Puts a model together from the pieces that a manifest names, without running or tracing the model.
+
+This works if all ranks agree on every element, so it depends neither on the strategy's steps nor on the task's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.host.checkpoint.regain import blob_tensor
+
+Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # by (offsets, sizes) of a box, the number of its blob
+
+
+def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
+    """Returns every parameter and buffer of the model by name, each of its whole shape.
+
+    Returns None if ranks hold different values of an element, if an element is missing, or if an older version wrote
+    the manifest, which does not say where pieces lie. Raises RunError if a file is damaged.
+
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints, and its Bytes
+    """
+    shapes, places = dict[str, tuple[int, ...]](), dict[str, Places]()
+    for name, item in _model_items(checkpoint):
+        if item is None or shapes.setdefault(name, tuple(item[2])) != tuple(item[2]):
+            return None
+        known = places.setdefault(name, {})
+        for blob, (offsets, sizes) in zip(item[1], item[3], strict=True):
+            if known.setdefault((tuple(offsets), tuple(sizes)), blob) != blob:
+                return None
+    found = {name: _joined(checkpoint, files, shapes[name], each) for name, each in places.items()}
+    return None if any(x is None for x in found.values()) else {name: x for name, x in found.items() if x is not None}
+
+
+def _model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
+    """Each rank's (name, item) of a tensor of the model; the item is None if it does not say where it lies."""
+    for each in checkpoint.each:
+        numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
+        for name, number in numbers.items():
+            item = each["items"][number]
+            yield name, item if len(item) == 4 and item[0] == f"model.{name}" else None
+
+
+def _joined(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
+    """The tensor of these boxes; None if they overlap or leave something out."""
+    blobs = [checkpoint.blobs[number] for number in places.values()]
+    whole = torch.zeros(shape, dtype=getattr(torch, blobs[0].dtype))
+    times = torch.zeros(shape, dtype=torch.uint8)
+    for (offsets, sizes), blob in zip(places, blobs, strict=True):
+        inside = len(offsets) == len(shape) and all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
+        if not inside or blob.sizes != sizes or blob.dtype != blobs[0].dtype:
+            return None
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        whole[where] = blob_tensor(blob, files)
+        times[where] += 1
+    return whole if bool((times == 1).all()) else None

@@ -1,0 +1,261 @@
+"""A rank goes on from an image: of itself, to the bit, or of a whole model that ranks of another number had together.
+
+What is read comes from a disk, so nothing of it is believed: names, sizes and kinds must be those of the run that the
+settings make, else it is refused in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.compressors import inside
+from workbench.host.checkpoint.image import beside, parameters
+from workbench.host.checkpoint.tree import Reader
+from workbench.host.core.dealing import NO_INDEX, may_come_again
+from workbench.host.memory.batches import Numbers, Stand
+from workbench.host.reconfigure.unfreezing import unfreeze
+from workbench.host.sharding.trial import Trial
+from workbench.settings import Change, KnobError
+from workbench.tasks import at_rate
+
+FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # what comes of that
+OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; what compression owes, by rank that it is for
+
+
+class Regained:
+    """A rank's image as it was written.
+
+    whole:  is it of a whole model, which ranks of another number had together?
+    made:   the changes that had been made before, as JSON
+    reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
+    tensor: the tensor of a number, flat where it was written in several pieces
+    close:  nothing more is read
+    """
+
+    def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
+                 tensor: Callable[[int], Tensor], close: Callable[[], None], reads: Any = None) -> None:  # fmt: skip
+        self.reads = reads
+        self.path, self.whole, self.said, self.made = path, kind == "whole", said, made
+        self.tensor, self.close = tensor, close
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What does not fit is refused in a sentence that names the checkpoint."""
+        try:
+            yield
+        except FITS_NOT as error:
+            said = f"it holds no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
+            raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
+                            f"that it was made with, and change them afterwards") from error  # fmt: skip
+
+    @property
+    def used(self) -> int:
+        """How many examples of the data's order were used up."""
+        with self.refusing():
+            return int(self.said.get("used", 0))
+
+    def reader(self, run: Any) -> Reader:
+        e = run.experiment
+        members = (e.strategy, e.optimizer, e.policy, *inside(e.compressor), *inside(run.rank.compressor))
+        return Reader(self.tensor, {type(one).__module__ for one in members})
+
+    # -- before anything is shared out --
+
+    def begin(self, run: Any) -> None:
+        """Before the first strategy takes over: the step, and of a whole image all that every rank is to hold.
+
+        Shards are cut by the order in which a step reads parameters. It is taken from the checkpoint, because a loss
+        that reads a tensor's value cannot be traced before the first step.
+        """
+        with self.refusing():
+            run.rank.step = int(self.said["step"])
+            if self.reads is not None and not self.whole:
+                run.reading.trial = _order_of_reading(self.reads, run.model)
+        if self.whole:
+            with self.refusing(), torch.no_grad():
+                _values(run, self)
+                _remembered(run, self)
+                run.restart_data(self.used)
+            if run.rank.id == 0 and not run.learner.indexed:
+                run.mark("data", may_come_again(NO_INDEX))
+
+    async def order(self, run: Any) -> None:
+        """Before shards are cut: buckets are cut in the order in which they were."""
+        if self.whole:
+            return
+        with self.refusing():
+            names = [str(name) for name in self.said["order"]]
+            unfreeze(run, names)
+            here = [place.name for place in run.layout.order]
+            if sorted(names) != sorted(here):
+                raise ValueError(f"its model has parameters {_few(names)}, and this one {_few(here)}")
+        if any(await run.gather(int(names != here))):
+            await run.relay_in(names)
+
+    # -- and before the first step --
+
+    async def take(self, run: Any, anew: bool = True) -> None:
+        """All that the rank held is put where it belongs; random numbers come last, by `settle`.
+
+        anew: does the run begin with it? Else what belongs to steps goes on: the rate, and where the data stand.
+        """
+        e, reader = run.experiment, self.reader(run)
+        await e.strategy.recall(run.rank.replicas, run.state)
+        if e.strategy.opaque:
+            await run.leave_opaque()
+        with self.refusing(), torch.no_grad():
+            if self.whole:
+                self._take_over(run, reader)
+            else:
+                _values(run, self)
+                _remembered(run, self)
+                run.state = reader.read(self.said["state"])
+                run.rank.memory.clear()
+                reader.into(run.rank.memory, self.said["memory"])
+                if anew:
+                    self._stand(run, reader)
+                else:
+                    at_rate(run.optimizer, run.rank.lr)
+        if e.strategy.opaque:
+            run.enter_opaque()
+        run.choose_lane()
+        await run.gather(0)  # nobody reads another's memory before all is there
+
+    def _stand(self, run: Any, reader: Reader) -> None:
+        """The rank stands where it stood, in its steps and in its data."""
+        vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
+        run.finite.know(reader.read(self.said.get("first")))
+        vars(run.measuring).update(_named(reader.read(self.said["measuring"]), vars(run.measuring)))
+        run.flushing = int(self.said["flushing"])
+        if run.flushing:
+            run.rank.compressor = reader.read(self.said["compressor"])
+        run.rank.lr = float(self.said["lr"])
+        same = _stood(run, reader.read(self.said["data"]))
+        if not same:
+            why = f"the data of rank {run.rank.number()} yield other batches when they are read again"
+            run.mark("data", may_come_again(why))
+
+    def _take_over(self, run: Any, reader: Reader) -> None:
+        """What goes on of what ranks of another number remembered: an outer momentum, and what compression owes."""
+        rank, more = run.rank, reader.read(self.said["more"])
+        if more[OUTER] is not None:
+            run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])
+        mine = more[OWED].get(rank.id, {})
+        kept = {c.residual for c in inside(run.experiment.compressor)}
+        rank.memory.buffers.update({name: found for name, found in mine.items() if name in kept})
+        vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
+        run.finite.know(reader.read(self.said.get("first")))
+
+    def settle(self, run: Any) -> None:
+        """The last thing before the first step: the policy and random numbers go on."""
+        if self.whole:
+            return
+        with self.refusing():
+            reader = self.reader(run)
+            kept = reader.read(self.said["policy"])
+            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # as each rank said them before
+            run.steering.regain(kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own])
+            run.join_crowd(reader.read(self.said["crowd"]))
+            run.draw_on(_states(reader.read(self.said["draws"])))
+
+
+def _order_of_reading(said: Any, model: Any) -> Trial:
+    """The order in which a step reads the parameters of `model`. Raises ValueError if it is another model's."""
+    trial = Trial.read(said)
+    if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
+        raise ValueError(f"it reads {_few(other)}, and this model has no such parameters")
+    return trial
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _named(said: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of attributes that there are."""
+    return {name: value for name, value in said.items() if name in known}
+
+
+def _values(run: Any, saved: Regained) -> None:
+    """Parameters, buffers, and what is not trained."""
+    for what, here in (("parameters", ((n, x) for n, x, _ in parameters(run))), ("beside", beside(run))):
+        numbers = dict(saved.said[what])
+        for name, x in here:
+            given = saved.tensor(numbers.pop(name))
+            if given.numel() != x.numel() or given.dtype != x.dtype:
+                raise ValueError(f"{name} has {x.numel()} elements of {x.dtype} here, and {given.numel()} of "
+                                 f"{given.dtype} there")  # fmt: skip
+            x.copy_(given.view(x.shape))
+        if numbers:
+            raise ValueError(f"it has {_few(list(numbers))}, and this run has not")
+
+
+def _remembered(run: Any, saved: Regained) -> None:
+    """What the optimizer remembers, and its settings."""
+    optimizer, places = run.optimizer, {place.name: place.param for place in run.layout.order}
+    reader = saved.reader(run)
+    groups = reader.read(saved.said["groups"])
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"its optimizer has {len(groups)} groups, and this one {len(optimizer.param_groups)}")
+    optimizer.state.clear()
+    for name, (number, shape, on) in saved.said["slots"].items():
+        slot, _, of = name.partition("/")
+        x = saved.tensor(number).view(tuple(shape))
+        optimizer.state[places[of]][slot] = x.to(places[of].device) if on != "cpu" else x
+    for name, more in reader.read(saved.said["others"]).items():
+        optimizer.state[places[name]].update(more)
+    for group, said in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in said.items() if name in group and name != "params"})
+
+
+def _stood(run: Any, said: Any) -> bool:
+    """The rank stands in its data where it stood; are they the same?"""
+    if said is None or run.reads is None:
+        return True
+    stands = {tuple(client): Stand(total, drawn, early, _states(opened), _states(began), last)
+              for client, (total, drawn, early, opened, began, last) in said["stands"]}  # fmt: skip
+    batch, seed, step, *used = map(int, said["began"])
+    began = batch, seed, step, *(used or [0])
+    same: bool = run.reads.stand(began, _states(said["chance"]), stands)
+    run.reads.taken = int(said["taken"])
+    return same
+
+
+def _states(said: Any) -> Numbers | None:
+    """States of random numbers, as `image` writes them."""
+    if said is None:
+        return None
+    torchs, (name, keys, *rest), (version, numbers, gauss) = said
+    position, has, cached = rest
+    numpys = name, keys.numpy().astype("uint32"), int(position), int(has), float(cached)
+    return torchs, numpys, (version, tuple(numbers.tolist()), gauss)
+
+
+def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Regained:
+    """What rank `rank` goes on from.
+
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints, and its Bytes, which the rank closes if `alone`
+    """
+    mine = checkpoint.each[0 if checkpoint.kind == "whole" else rank]
+    items: list[Any] = mine["items"]
+
+    def tensor(number: int) -> Tensor:
+        read = [blob_tensor(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
+        return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
+
+    close = files.close if alone else lambda: None
+    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], checkpoint.made, tensor, close,
+                    checkpoint.said.get("reads"))  # fmt: skip
+
+
+def blob_tensor(blob: Any, files: Any) -> Tensor:
+    """The tensor whose bytes a Blob names. Raises RunError if its file is damaged."""
+    dtype = getattr(torch, blob.dtype)
+    if not blob.nbytes:
+        return torch.zeros(blob.sizes, dtype=dtype)
+    return torch.frombuffer(files.read(blob), dtype=dtype).view(blob.sizes)

@@ -1,0 +1,189 @@
+"""A whole model from a checkpoint of ranks that each held a part, read piece by piece; for ranks that lost another.
+
+Each rank that goes on reads everything. Where replicas had drifted apart their mean is taken, as at a switch. What
+compression owed goes to heirs, by its owner's rule. An outer momentum begins anew; so does what the optimizer
+remembers, if it is another one now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.compressors import inside
+from workbench.experiment import Experiment
+from workbench.experiment.arranged import mesh, sharers
+from workbench.host.checkpoint.regain import Regained, regained
+from workbench.host.checkpoint.whole import Shares, heir, heirs
+from workbench.host.core.remembered import rule
+from workbench.host.placement.layout import Place, grouped, in_a_row
+from workbench.host.placement.move import seen
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import likes, put
+from workbench.host.placement.spread import spread_of
+from workbench.host.reconfigure.changes import foreign
+from workbench.host.transfer.boundary import pieces_at, widened
+from workbench.host.transfer.handover import Cut
+from workbench.host.transfer.own import MOVED
+from workbench.rank import Memory, can_average
+
+
+class _Source(NamedTuple):
+    """One rank of the checkpoint: what it held, by name the numbers of its tensors, and by name where they lie."""
+
+    image: Regained
+    numbers: dict[str, int]
+    held: Mapping[str, tuple[Slice, ...]]
+
+
+class Former(NamedTuple):
+    """A checkpoint to which all go back: its settings, plain, and what each of its ranks held."""
+
+    settings: Mapping[str, Any]
+    images: Sequence[Regained]
+
+    @property
+    def used(self) -> int:
+        """How many examples of the data's order were used up then."""
+        return max(image.used for image in self.images)
+
+
+def formerly(checkpoint: Any, files: Any) -> Former:
+    """All that its ranks held. Raises RunError where it cannot be read. files: its bytes"""
+    images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
+    return Former(checkpoint.settings, images)
+
+
+def reread(run: Any, former: Former) -> None:
+    """`run`'s rank, which has memory for the whole model, has what the checkpoint's ranks had.
+
+    Raises RunError where it cannot be read, and KnobError where it is of another model.
+    """
+    try:
+        with former.images[0].refusing():
+            was = Experiment.read(dict(former.settings), run.experiment.task).checked()
+            _reread(run, was, former.images)
+    finally:
+        former.images[0].close()
+
+
+def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
+    params = {place.name: place.param for place in run.layout.order}
+    like = likes(run.layout.order, run.optimizer) if type(was.optimizer) is type(run.experiment.optimizer) else {}
+    sources = list(_sources(run, was, images, like))
+    given = {}
+    with torch.no_grad():
+        for name, p in params.items():
+            p.data.copy_(_whole(sources, name, p.data.numel(), p.data.dtype, was).view(p.shape))
+        for name, x in _beside(run):
+            x.copy_(_whole(sources, name, x.numel(), x.dtype, was).view(x.shape))
+        for name, x in like.items():
+            if any(name in source.numbers for source in sources):
+                n = x.numel() or params[name.partition("/")[2]].numel()
+                found = _whole(sources, name, n, x.dtype, was)
+                dropped = was.strategy.periodic and rule(run.experiment.optimizer.own, name.partition("/")[0]) == "drop"
+                given[name] = (found.zero_() if dropped else found).to(x.device)
+        put(run.layout, run.optimizer, given, like)
+        _owe(run, was, images)
+
+
+def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
+    """This rank goes on with its part of what the checkpoint's ranks owed, where that still means the same."""
+    e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
+    rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
+             if rule in MOVED and name in kept}  # fmt: skip
+    if not rules or foreign(was, e):
+        return
+    spread, params = spread_of(was, run.model, run.learner), {place.name: place.param for place in run.layout.order}
+    replicas = mesh(was.strategy, was.ranks, 0, was.partition).ranks
+    ways, me, size = was.partition.size, run.rank.id, run.rank.size
+    shares: list[Shares] = []
+    for number in range(count := len(replicas) // ways):
+        if "mean" not in rules.values() and heir(number, count, size) != me:
+            shares.append({})  # another's, which need not be read
+            continue
+        share: Shares = {}
+        for place in replicas[number * ways : (number + 1) * ways]:
+            for name, pieces in _pieces(run, images[place]).items():
+                if name in rules:
+                    known = share.setdefault(name, {})
+                    for of, x in pieces.items():
+                        whole = widened(of, x, params[of].numel(), spread, place, was.ranks)
+                        known[of] = known[of] + whole if of in known else whole
+        shares.append(share)
+    for name, found in heirs(me, size, rules, shares).items():
+        run.rank.memory.buffers[name] = {of: x.to(params[of].device) for of, x in found.items()}
+
+
+def _pieces(run: Any, image: Regained) -> Shares:
+    """By buffer and parameter, what the compressor of one rank remembered."""
+    return image.reader(run).into(Memory(), image.said["memory"]).buffers
+
+
+def _beside(run: Any) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are saved, and parameters that are not trained."""
+    yield from run.model.named_buffers()
+    yield from ((name, p.data) for name, p in run.model.named_parameters() if not p.requires_grad)
+
+
+def _sources(run: Any, was: Experiment, images: Sequence[Regained], like: Mapping[str, Tensor]) -> Iterator[_Source]:
+    """Of the checkpoint's ranks those whose model is the run's."""
+    numel = {place.name: place.numel for place in run.layout.order}
+    sizes = numel | {name: x.numel() for name, x in _beside(run)}
+    for name, x in like.items():
+        sizes[name] = x.numel() or numel[name.partition("/")[2]]
+    kept = {name: bool(x.numel()) for name, x in like.items()}
+    spread, lies = spread_of(was, run.model, run.learner), _cut(run, was, images[0])
+    who = mesh(was.strategy, was.ranks).ranks if was.partition.size == 1 else range(was.ranks)
+    tables = {name: was.strategy.owner(k, was.ranks) for k, name in enumerate(run.rank.tables)}
+    for place in range(was.ranks):
+        if place not in who and place not in tables.values():
+            continue
+        image = images[place]
+        numbers = dict(image.said["parameters"]) | dict(image.said["beside"])
+        numbers |= {name: said[0] for name, said in image.said["slots"].items()}
+        sharded = bool(lies) and sum(image.tensor(n).numel() for n in dict(image.said["parameters"]).values()) < sum(
+            numel.values())  # fmt: skip
+        held = pieces_at(place, was.ranks, sizes, kept, spread, lies, sharded)
+        here = {name: number for name, number in numbers.items()
+                if tables.get(name.partition("/")[2] or name, place) == place
+                and (place in who or (name.partition("/")[2] or name) in tables)}  # fmt: skip
+        yield _Source(image, here, held)
+
+
+def _cut(run: Any, was: Experiment, first: Regained) -> Cut | None:
+    """How shards lay: buckets in their order then."""
+    strategy = was.strategy
+    if strategy.opaque or "optimizer state" not in strategy.shards:
+        return None
+    if len((groups := sharers(strategy, was.ranks))[0]) == 1:
+        return None
+    places = {place.name: place for place in run.layout.order}
+    order = [Place(name, places[name].param) for name in map(str, first.said["order"])]
+    return Cut(tuple(tuple(in_a_row(group)) for group in grouped(order, was.bucket_mb * 1e6)), groups)
+
+
+def _whole(sources: Sequence[_Source], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:
+    """(n,): the tensor of this name; of replicas that drifted apart the mean, of whole numbers the first one's."""
+    mean = was.strategy.periodic and can_average(dtype)
+    total, times = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.int32)
+    for source in sources:
+        if name not in source.numbers or name not in source.held:
+            continue
+        values, slices = source.image.tensor(source.numbers[name]).reshape(-1), source.held[name]
+        if values.numel() != sum(s.numel for s in slices) or values.dtype != dtype:
+            raise ValueError(f"{name} has {values.numel()} elements of {values.dtype} on a rank there")
+        at = 0
+        for s in slices:
+            here, seen_so = (seen(x, (Slice(0, n),), s) for x in (total, times))
+            came = values[at : at + s.numel].view(s.times, s.length)
+            here.copy_(here + came if mean else torch.where(seen_so > 0, here, came))
+            seen_so.add_(1)
+            at += s.numel
+    if n and not bool(times.all()):
+        raise KeyError(f"all of {name}")
+    return total.div_(times) if mean else total
+

@@ -1,0 +1,214 @@
+"""When checkpoints are made, the same on both hosts: every so many steps, and when a person asks for one.
+
+One to come stands among the planned changes, as a policy's look does: all ranks come to it before the same step, or
+together where they keep none. There nothing is under way, each rank copies what it holds, and training goes on; whoever
+keeps images (each host has a Keeper) writes them meanwhile.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from workbench.host.checkpoint.alone import KIND, alone
+from workbench.host.checkpoint.image import Image, taken
+from workbench.host.checkpoint.regain import Regained
+from workbench.host.checkpoint.tree import Unkept
+from workbench.host.memory.batches import Numbers
+from workbench.host.observe.finite import finite
+from workbench.host.passes.pipelining import drained
+from workbench.rank import Op
+from workbench.settings import Change
+
+
+@dataclass(frozen=True)
+class Save(Change):
+    """What stands among the planned changes where a checkpoint is to be made."""
+
+    path: str = field(default="")
+    value: Any = field(default=None)
+
+
+@dataclass(frozen=True)
+class Together(Save):
+    """The same where the ranks are to bring together what they hold, for ranks of another number."""
+
+
+class Holding(ABC):
+    """The part of a Life of which checkpoints are made.
+
+    held_out: the last held-out loss that this rank knows
+    """
+
+    saving: Saving
+    held_out: float | None = None
+
+    @property
+    @abstractmethod
+    def reads(self) -> Any:
+        """The Batches that this rank learns from; None where there are sizes only."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> Numbers | None:
+        """How random numbers of this rank's forwards go on."""
+
+    @abstractmethod
+    def draw_on(self, states: Numbers | None) -> None:
+        """They go on so."""
+
+    @property
+    @abstractmethod
+    def crowd(self) -> tuple[int, int] | None:
+        """`at` of its Together, where it has slices of the model."""
+
+    @abstractmethod
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
+        """It is there."""
+
+
+class Keeper(Protocol):
+    """Writes images. busy: is one being written here?"""
+
+    @property
+    def busy(self) -> bool: ...
+    def keep(self, image: Image, about: dict[str, Any]) -> None: ...
+    def close(self, patience: float | None = None) -> None: ...
+
+
+class Saving:
+    """One rank's part in making checkpoints, and in going on from one.
+
+    keeper: None where there is no place for them; saved: what the rank goes on from, until it has
+    """
+
+    def __init__(self, run: Any, keeper: Keeper | None = None, saved: Regained | None = None) -> None:
+        self.run, self.keeper, self.saved = run, keeper, saved
+        self._every = 0  # steps, as was planned last
+        self._next: Save | None = None
+        self._last, self._stays = -1, False  # the step of the last one, and whether it was asked for
+
+    # -- a run that goes on from one --
+
+    async def order(self) -> None:
+        """Before shards are cut."""
+        if self.saved is not None:
+            await self.saved.order(self.run)
+
+    async def regain(self) -> None:
+        """Once all has come to lie where it belongs."""
+        if self.saved is not None:
+            await self.saved.take(self.run)
+
+    def begin(self) -> None:
+        """The last thing before the first step."""
+        if self.saved is not None:
+            self.saved.settle(self.run)
+            self.saved.close()
+        self.saved = None
+        self.plan()
+
+    # -- and one that makes some --
+
+    def plan(self, step: int | None = None) -> None:
+        """The next one stands among the planned changes, behind all that are due by then. Asked after every change.
+
+        step: rank 0's, where ranks keep none in common, so that all plan the same; None: this rank's
+        """
+        run, every = self.run, self.run.experiment.save_every
+        if every == self._every and (self._next is not None or not every):
+            return
+        run.planned = [change for change in run.planned if not isinstance(change, Save)]
+        self._every, self._next = every, None
+        if not every:
+            return
+        step, steps = run.rank.step if step is None else step, run.experiment.steps
+        at = (step // every + 1) * every
+        if not steps or at <= steps:
+            self._next = Save(at)
+            run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
+
+    def end(self, patience: float | None = None) -> None:
+        """Waits until what is being written is there. patience: seconds"""
+        if self.keeper is not None:
+            self.keeper.close(patience)
+
+    async def due(self, save: Save) -> None:
+        """All ranks are here: makes the one that was planned."""
+        if isinstance(save, Together):
+            await save.value(self.run)
+        elif save is self._next:
+            self._next = None
+            await self.make(asked=False)
+            self.plan((await self.run.gather(self.run.rank.step))[0] if self.run.apart else None)
+
+    async def make(self, asked: bool, last: bool = False) -> None:
+        """Makes a checkpoint of this moment, or says why not.
+
+        asked: by a person, so that it is never pruned; last: the run is over, so that one under way is waited for
+        """
+        run = self.run
+        if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
+            return
+        step = (await run.gather(run.rank.step))[0]
+        if step == self._last and (self._stays or not asked):  # else it is made again, so that it is not pruned
+            return
+        able = await run.gather(0 if self.keeper is None else 1 + self.keeper.busy)
+        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # it is worth waiting for
+            await Op("do", self.end)
+            able = [1]
+        if self.keeper is None or set(able) != {1}:
+            missing = "there is no run directory to keep it in"
+            busy = "the one before it is still being written; raise save_every"
+            return self._refuse(missing if 0 in able else busy) if run.rank.id == 0 else None
+        began = run.now
+        image, reason = await self._image()
+        refusing = await run.gather(int(image is None))
+        if image is None or any(refusing):
+            return self._refuse(reason or "another rank cannot") if run.rank.id == refusing.index(1) else None
+        self._last, self._stays = step, asked
+        run.sample("checkpoint_copied", run.now - began)
+        run.sample("checkpoint_bytes", image.nbytes)
+        self.keeper.keep(image, self._about(asked, step))
+
+    async def _image(self) -> tuple[Image | None, str]:
+        """What this rank holds, with nothing under way; or why that cannot be written."""
+        run = self.run
+        strategy, replicas = run.experiment.strategy, run.rank.replicas
+        if run.experiment.task.leads:
+            try:
+                return await alone(run), ""
+            except Unkept as error:
+                return None, str(error)
+        await drained(run.flow)
+        if strategy.in_flight:
+            await strategy.drain(replicas, run.state)
+        await strategy.recall(replicas, run.state)
+        if strategy.opaque:
+            await run.leave_opaque()
+        try:
+            image = taken(run)
+            spoiled = next((name for name, n in image.said["parameters"].items()
+                            if not finite([image.items[n].values])), None)  # fmt: skip
+            return (image, "") if spoiled is None else (None, f"{spoiled} is not finite")
+        except Unkept as error:
+            return None, str(error)
+        finally:
+            if strategy.opaque:
+                run.enter_opaque()
+
+    def _about(self, asked: bool, step: int) -> dict[str, Any]:
+        """What its manifest says of the run."""
+        run = self.run
+        planned, made = ([change.plain() | {"at_step": change.at_step} for change in changes if type(change) is Change]
+                         for changes in (run.planned, run.steering.made))  # fmt: skip
+        kind = KIND if run.experiment.task.leads else "ranks"
+        return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
+                "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,
+                "reads": run.reading.trial.plain() if run.reading.sharded else None}  # fmt: skip
+
+    def _refuse(self, reason: str) -> None:
+        text = f"no checkpoint was made before step {self.run.rank.step}: {reason}"
+        self.run.mark("not saved", {"text": text})

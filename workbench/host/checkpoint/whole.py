@@ -1,0 +1,90 @@
+"""What ranks of one number have together, for ranks of another: the run's state as a switch of strategy hands it on.
+
+All ranks leave their strategy and come to hold the whole model, by the same steps as in a live switch. The first one's
+image has that; what compression owes is each rank's own, and goes to heirs by its owner's rule: of p ranks' shares
+the j-th is for rank j q // p of q, as when replicas come and go (see "The hand-over" in workbench/DESIGN.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from workbench.compressors import inside
+from workbench.host.checkpoint.image import Image, beside, parameters
+from workbench.host.checkpoint.regain import OUTER, OWED
+from workbench.host.checkpoint.tree import written
+from workbench.host.passes.pipelining import drained
+from workbench.host.placement.slots import settings, slots
+from workbench.host.reconfigure import changes
+from workbench.host.reconfigure.refusing import moves
+from workbench.host.transfer import handover, own
+from workbench.host.transfer.handover import averaged
+from workbench.host.transfer.lying import WHOLE, Lying
+from workbench.host.transfer.repartition import repartition
+from workbench.partitions import Whole
+
+Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter, what a rank's compressor remembers
+
+
+async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
+    """All ranks hold the whole model, their strategy begins anew; an outer momentum, and by buffer rule and share."""
+    was, replicas = run.experiment, run.rank.replicas
+    wanted = replace(was, partition=Whole())
+    await drained(run.flow)
+    if was.strategy.in_flight:
+        await was.strategy.drain(replicas, run.state)
+    await changes.leave(run, was, wanted, handover.cut(run, was.strategy), ())
+    momentum = was.strategy.hands_on(replicas, run.state)
+    if moves(was, wanted):
+        await own.carry(run, run.spread, None)
+        momentum = (await repartition(run, Lying(run.spread), WHOLE, momentum)).outer
+    elif run.rank.size > 1:
+        await averaged(run.rank, [b for _, b in run.model.named_buffers() if b.numel()], "buffers")
+    run.experiment = wanted
+    rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items() if rule in own.MOVED}
+    shares = {name: {of: x.clone() for of, x in run.rank.memory.buffers[name].items()}
+              for name in rules if name in run.rank.memory.buffers}  # fmt: skip
+    run.enter(was, wanted)
+    return momentum, rules, shares
+
+
+def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int, used: int) -> Image:
+    """For `size` ranks: the image of one that holds the whole model. shares: of each rank that there was
+
+    used: how many examples of the data's order were used up
+    """
+    image = Image(run.rank.step)
+    said, optimizer = image.said, run.optimizer
+    said["step"], said["used"] = image.step, used
+    said["parameters"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x, _ in parameters(run)}
+    said["beside"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in beside(run)}
+    said["slots"] = {name: [image.add(f"optimizer.{name}", x, tuple(x.shape)), list(x.shape), x.device.type]
+                     for name, x in slots(run.layout, optimizer).items()}  # fmt: skip
+    owed = {rank: heirs(rank, size, rules, shares) for rank in range(size)}
+    rest = {"groups": settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.first,
+            "more": {OUTER: momentum, OWED: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
+    for name, x in rest.items():
+        said[name] = written(x, image.own, name)
+    return image
+
+
+def heir(number: int, count: int, size: int) -> int:
+    """Whose is the share of replica `number` of `count`, of `size` that there will be."""
+    return number * size // count
+
+
+def heirs(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
+    """What rank `rank` of `size` goes on with. rules: by buffer; shares: of each replica that there was"""
+    found: Shares = {}
+    for number, share in enumerate(shares):
+        for name, pieces in share.items():
+            mine = heir(number, len(shares), size) == rank
+            part = 1.0 / len(shares) if rules[name] == "mean" else 1.0
+            for of, x in pieces.items() if mine or rules[name] == "mean" else ():
+                known = found.setdefault(name, {})
+                known[of] = known[of] + part * x if of in known else part * x
+    return found

@@ -1,0 +1,1 @@
+"""core: to be described."""

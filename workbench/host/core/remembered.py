@@ -1,0 +1,75 @@
+"""What each rank remembers of its own when a strategy is left: by its owner's rules, which a Mark tells.
+
+Owners declare by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`. What compression remembers is carried by
+`host/transfer/own.py`; see "The hand-over" in workbench/DESIGN.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.host.core.changing import Changing
+from workbench.host.placement.slots import slots
+from workbench.rank import Memory
+
+BY_BUCKET = "by bucket"  # the name of all that is kept in a dict under numbers of buckets
+UNDECLARED = "undeclared"
+SAID = {
+    UNDECLARED: "was dropped, for nobody declares it",
+    "sum": "was brought to those whom it is for",
+    "mean": "became the ranks' mean",
+    "drop": "was dropped",
+}
+
+
+def names(state: Any) -> set[str]:
+    """What a strategy remembers: attributes of its state, buffers and parts of each Memory in it."""
+    if state is None:
+        return set()
+    if isinstance(state, Memory):
+        return {*state.buffers, *state.parts}
+    found = {BY_BUCKET} if isinstance(state, dict) and state else set()
+    slotted = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
+    for name in {*getattr(state, "__dict__", ()), *slotted}:
+        value = getattr(state, name, None)
+        found |= names(value) if isinstance(value, Memory) else {name.lstrip("_")}
+    return found
+
+
+def rule(own: Mapping[str, str], name: str) -> str:
+    """What `own` says of `name`, by itself or by the first pattern that fits; "" where nobody declared it."""
+    return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
+
+
+def tell(run: Changing, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool) -> None:
+    """`was.strategy` was left, which remembered these; handed: among them an outer momentum, which may go on.
+
+    Rank 0 says what became of it, and servers, which remember other things.
+    """
+    left, made, rank = was.strategy, run.experiment.optimizer, run.rank
+    if rank.id and left.trains(rank.id, rank.size):
+        return
+    rules = {name: rule(left.own, name) or UNDECLARED for name in sorted(remembered)}
+    for name, said in rules.items():
+        if said == "keep" and not (handed and to.strategy.has_outer):
+            rules[name] = "drop"
+    text = _told(type(left).__name__, rules, type(to.strategy).__name__)
+    if left.periodic and not rank.id:
+        of = {name.partition("/")[0] for name in slots(run.layout, run.optimizer)}
+        moments = {name: rule(made.own, name) for name in sorted(of)}
+        text += _told(type(made).__name__, moments)
+        rules |= moments
+    if text:
+        run.mark("own", {"rules": rules, "text": "; ".join(text)})
+
+
+def _told(owner: str, rules: dict[str, str], to: str = "") -> list[str]:
+    by = defaultdict(list)
+    for name, said in rules.items():
+        by[said].append(name)
+    parts = [f"{', '.join(by[said])} {SAID.get(said, f'goes on under {to}')}" for said in sorted(by)]
+    return [f"of what {owner} remembers, {'; '.join(parts)}"] if parts else []

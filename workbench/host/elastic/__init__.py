@@ -1,0 +1,1 @@
+"""elastic: to be described."""

@@ -1,0 +1,93 @@
+"""A model that lay on several ranks, some of them lost, is put together again: each rank that had a part has all of it.
+
+One `move` for all: from the pieces that ranks have of a boundary (`host/elastic/salvage.py` says which count) to the whole
+model, for every rank of a group that has everything. So a generation begins as where ranks are whole replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.host.checkpoint.reread import Former, reread
+from workbench.host.elastic.reentry import Came
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.move import State, move
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import likes, put
+from workbench.host.placement.spread import spread_of
+from workbench.host.transfer import handover
+from workbench.host.transfer.boundary import Boundary, pieces_at
+
+
+async def put_together(run: Any, came: Came, bounds: Sequence[Boundary], former: Former | None) -> None:
+    """All ranks of a new generation ask for it first; their models have memory for everything, and no values.
+
+    bounds: the one that this rank goes back to, if it has one; former: the checkpoint that all go back to instead
+    """
+    salvaged = came.salvaged
+    assert salvaged is not None
+    if former is not None:
+        return reread(run, former)
+    mine = bounds[0] if bounds else None
+    sizes, like, slots = await _known(run, mine)
+    spread = spread_of(salvaged.was, run.model, run.learner)
+    kept = {name: bool(like[name].numel()) for name in slots}
+    cut, sharded = (mine.cut, mine.sharded) if mine is not None else (None, False)
+    me, own = run.rank.id, next((k for k, group in enumerate(salvaged.sources) if run.rank.id in group), None)
+    lies: dict[int, dict[str, tuple[Slice, ...]]] = {}
+    comes: dict[int, dict[str, tuple[Slice, ...]]] = {}
+    names: dict[str, int] = {}
+    for k, group in enumerate(salvaged.sources):
+        names |= {f"{k}:{name}": n for name, n in sizes.items()}
+        for place in group:
+            here = pieces_at(came.places[place], salvaged.size, sizes, kept, spread, cut, sharded)
+            lies[place] = {f"{k}:{name}": slices for name, slices in here.items()}
+            comes[place] = {f"{k}:{name}": (Slice(0, n),) for name, n in sizes.items()}
+    was, to = Placement(names, lies), Placement(names, comes)
+    state = {name: _of(mine, name, was.numel(me, name), like) for name in was.at(me)}
+    alike = {name: like[name.partition(":")[2]] for name in names}
+    given = await move(run.rank, state, was, to, range(run.rank.size), alike)
+    if own is not None:
+        _settle(run, {name.partition(":")[2]: x for name, x in given.items()}, set(slots), like)
+
+
+async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State, list[str]]:
+    """Elements of everything, a tensor of the dtype of each, and what optimizers remember, alike on all ranks."""
+    layout: Layout = run.layout
+    like = {place.name: place.param.data.new_empty(0) for place in layout.order}
+    sizes = {place.name: place.numel for place in sorted(layout.order, key=lambda place: place.name)}
+    buffers = {name: x for name, x in run.model.named_buffers() if x.numel()}
+    sizes |= {name: x.numel() for name, x in buffers.items()}
+    of = likes(layout.order, run.optimizer)
+    slots = await _remembered(run, of, mine.state if mine is not None else {})
+    sizes |= {name: of[name].numel() or sizes[name.partition("/")[2]] for name in slots}
+    return sizes, {**like, **{name: x.new_empty(0) for name, x in buffers.items()}, **of}, slots
+
+
+async def _remembered(run: Any, like: State, here: State) -> list[str]:
+    """The slots that any rank has; with sizes only, where nobody can look, all of them if anybody has one."""
+    if not run.layout.sizes_only:
+        return await handover.kept_slots(run, like, here)
+    return list(like) if any(await run.gather(int(any(name in here for name in like)))) else []
+
+
+def _of(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
+    """What this rank has of it; zeros of what its optimizer is yet to remember, or of what has no values anyway."""
+    of = name.partition(":")[2]
+    found = mine.state.get(of) if mine is not None else None
+    return like[of].new_zeros(n) if found is None or found.is_meta else found
+
+
+def _settle(run: Any, given: State, slots: set[str], like: State) -> None:
+    """The model, its buffers and the optimizer have what was given."""
+    with torch.no_grad():
+        for place in run.layout.order:
+            place.param.data.copy_(given[place.name].view(place.param.shape))
+        for name, x in run.model.named_buffers():
+            if name in given:
+                x.copy_(given[name].view(x.shape))
+    put(run.layout, run.optimizer, {name: x for name, x in given.items() if name in slots}, like)

@@ -1,0 +1,65 @@
+"""How ranks come or go because somebody asked for it: all comes together while everybody is still there.
+
+It is the leaving half of a switch of strategy, to no other strategy; then a generation begins (`host/elastic/reentry.py`), in
+which those who stay have all, and those who come are given it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.compressors import inside
+from workbench.host.core.changing import Changing
+from workbench.host.passes.pipelining import drained
+from workbench.host.transfer import handover, own
+from workbench.host.transfer.lying import WHOLE, Lying
+from workbench.host.transfer.repartition import repartition
+from workbench.rank import Bucket
+
+
+async def come_together(run: Changing, stay: tuple[int, ...]) -> None:
+    """Every rank has all of the model, and what its strategy has under way is done. stay: places that go on."""
+    was = run.experiment
+    await drained(run.flow)
+    if was.strategy.in_flight:
+        await was.strategy.drain(run.rank.replicas, run.state)
+    with run.switching(was, was):
+        if was.strategy.opaque:
+            await run.leave_opaque()
+        else:
+            lies = handover.cut(run, was.strategy)
+            await was.strategy.recall(run.rank.replicas, run.state)
+            await run.reading.unshard()
+            await run.leave(was.strategy)
+            await handover.reshard(run, lies, None)
+            await handover.consolidate(run, was.strategy)
+            await handover.spread(run, was.strategy)
+        if run.spread is not None:
+            await own.carry(run, run.spread, None)
+            await repartition(run, Lying(run.spread), WHOLE)
+        await bequeath(run, stay)
+
+
+async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
+    """What those who go owe, the parts of a sum, becomes an heir's, one of those who `stay`, in turn."""
+    rank, memory = run.rank, run.rank.memory
+    rules = {buffer: rule for one in inside(run.experiment.compressor) for buffer, rule in one.own.items()}
+    for buffer in sorted(name for name, rule in rules.items() if rule == "sum"):
+        if not any(await run.gather(int(buffer in memory.buffers))):
+            continue
+        for number, source in enumerate(place for place in range(rank.size) if place not in stay):
+            for bucket in run.layout.params():
+                owed = _owed(memory.buffers.get(buffer, {}), bucket)
+                await rank.broadcast(owed, source, buffer)
+                if rank.id == stay[number % len(stay)]:
+                    memory.flat(buffer, bucket).add_(owed)
+
+
+def _owed(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
+    """A copy of what this rank has of a buffer for a bucket: (n,), zero where there is nothing."""
+    whole = torch.zeros_like(bucket.data)
+    for part in bucket.parts:
+        if part.name in pieces:
+            whole[part.start : part.stop] = pieces[part.name]
+    return whole

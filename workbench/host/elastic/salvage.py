@@ -1,0 +1,136 @@
+"""What is there of a run's state when ranks are lost that held parts of it: which parts, of which step, with whom.
+
+Where ranks are whole replicas whoever is left has all. Under a partition, or a strategy that shards, a rank has one of
+several pieces, and may be a step before or behind another: it has copies of the last boundaries at which it stood
+(`host/elastic/rollback.py`), and all who are left go back to the newest at which they have every piece together. Where
+replicas drift apart each of them that is complete goes back to a boundary of its own. The ranks take the mean of the
+replicas that have the newest mean of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from workbench.experiment import Experiment
+from workbench.experiment.arranged import sharers
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Pieces(NamedTuple):
+    """Into how many pieces the state is cut, and by place which of them a rank has."""
+
+    ways: int
+    at: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """Where all pieces are. sources: places that have all of them together, group by group; steps: by place, of when
+
+    step: the one with which training goes on
+    """
+
+    step: int
+    sources: tuple[tuple[int, ...], ...]
+    steps: Mapping[int, int]
+
+
+def in_parts(e: Experiment) -> bool:
+    """Does a rank hold a part only, of the model or of what belongs to it?"""
+    return e.partition.size > 1 or bool(e.strategy.shards) or e.strategy.tables
+
+
+def pieces(e: Experiment, size: int, remembers: bool) -> Pieces:
+    """How the state of `size` ranks is cut under `e`. remembers: does the optimizer remember anything?"""
+    if (ways := e.partition.size) > 1:
+        return Pieces(ways, tuple(place % ways for place in range(size)))
+    if e.strategy.tables:  # whoever serves has some that nobody else has, and whoever trains reads all of them
+        return Pieces(size, tuple(range(size)))
+    if "parameters" in e.strategy.shards or (remembers and e.strategy.shards):
+        groups = sharers(e.strategy, size)
+        where = {place: index for group in groups for index, place in enumerate(group)}
+        return Pieces(len(groups[0]), tuple(where[place] for place in range(size)))
+    return Pieces(1, (0,) * size)
+
+
+def copies(e: Experiment, size: int, remembers: bool) -> int:
+    """How many ranks have each piece, or the one that the fewest have."""
+    count, at = pieces(e, size, remembers)
+    return min(at.count(piece) for piece in range(count))
+
+
+def alike(bound: Sequence[int]) -> int | None:
+    """The step before which all ranks last had the same parameters; None if nobody can tell. bound: as in Said."""
+    step, _, apart = bound
+    return step - apart if apart >= 0 else None
+
+
+def newest(at: Mapping[Key, int | None]) -> set[Key]:
+    """The ranks, or replicas, that have the newest mean of all ranks; all of them if one cannot tell.
+
+    at: by rank or replica, the step before which all ranks last had the same parameters
+    """
+    known = [step for step in at.values() if step is not None]
+    if len(known) < len(at):
+        return set(at)
+    return {one for one, step in at.items() if step == max(known)}
+
+
+def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
+    """Where all of the state is, of the newest step at which it is; None: nowhere.
+
+    there: by place of those who are left the steps of the boundaries that it stood at, all after the same changes; for
+           each the step before which all ranks last had the same parameters (None: nobody can tell)
+    """
+    count, at = pieces(e, size, remembers)
+    if e.strategy.periodic:
+        return _apart(count, at, there)
+    for step in sorted({step for steps in there.values() for step in steps}, reverse=True):
+        holders = tuple(sorted(place for place, steps in there.items() if step in steps))
+        if {at[place] for place in holders} == set(range(count)):
+            return Found(step, (holders,), dict.fromkeys(holders, step))
+    return None
+
+
+def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
+    """Of replicas that differ: the complete ones with the newest mean, or one put together of incomplete ones."""
+    sources, steps = [], dict[int, int]()
+    for first in range(0, len(at), count):
+        ranks = tuple(range(first, first + count))
+        common = set.intersection(*(set(there.get(place, ())) for place in ranks))
+        if common:
+            sources.append(ranks)
+            steps |= dict.fromkeys(ranks, max(common))
+    if sources:
+        counting = newest({ranks: there[ranks[0]][steps[ranks[0]]] for ranks in sources})
+        sources = [ranks for ranks in sources if ranks in counting]
+        steps = {place: steps[place] for ranks in sources for place in ranks}
+    else:
+        last = {place: max(each) for place, each in there.items() if each}
+        best = [max((place for place in last if at[place] == piece), key=lambda p: (last[p], -p), default=None)
+                for piece in range(count)]  # fmt: skip
+        ranks = tuple(place for place in best if place is not None)
+        if len(ranks) < count:
+            return None
+        sources, steps = [tuple(sorted(ranks))], {place: last[place] for place in ranks}
+    return Found(max(steps.values()), tuple(sources), steps)
+
+
+def first_to_stay(found: Found, at: tuple[int, ...], left: Collection[int]) -> list[int]:
+    """The places of those who are left, those first without whom a piece would be missing."""
+    needed: list[int] = []
+    if len(found.sources) > 1:
+        needed = [place for group in found.sources for place in group]
+    else:
+        for place in _in_order(found.sources[0], at):
+            if at[place] not in {at[other] for other in needed}:
+                needed.append(place)
+    return [*needed, *(place for place in left if place not in needed)]
+
+
+def _in_order(places: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
+    """A replica's that is complete before others."""
+    ways = len(set(at))
+    whole = [p for p in places if all(p - p % ways + k in places for k in range(ways))]
+    return [*whole, *(p for p in places if p not in whole)]

@@ -1,0 +1,210 @@
+"""How those go on who are left of a generation: all hear the same in the vote, and so settle the same.
+
+Where ranks were whole replicas, from the step of the furthest. Where they held parts (`host/elastic/salvage.py`), from what
+they have together, or from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.host.core.dealing import may_come_again
+from workbench.host.elastic import salvage
+from workbench.host.elastic.reentry import Came, Salvaged, fitting
+from workbench.host.elastic.salvage import Found, alike
+from workbench.host.elastic.voting import Heard, Next, Said, are, lost, named
+from workbench.host.reconfigure.changes import in_step
+from workbench.partitions import Whole
+from workbench.settings import KnobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """One of those who are left, as their host knows it.
+
+    member, place, size: its number for life, and its place among so many in the generation that is over
+    run:        its life; mark: says something in its record
+    missed:     who is counted and not among these members: those who are lost, and who lives and was only to come
+    checkpoint: where that before a step is
+    """
+
+    member: int
+    place: int
+    size: int
+    run: Any
+    mark: Callable[[str, dict[str, Any]], None]
+    missed: Callable[[Collection[int]], tuple[list[int], list[int]]]
+    checkpoint: Callable[[int], str]
+
+
+def fewer(who: Survivor, heard: Heard) -> Next:
+    """How those go on who are left. Raises KnobError where so few cannot train as they did; the record says so, too."""
+    try:
+        return (_settled if any(said.parts for said in heard.by_place.values()) else _whole)(who, heard)
+    except KnobError as error:
+        if heard.first.member == who.member:
+            say_why_not(who.mark, error)
+        raise
+
+
+def _whole(who: Survivor, heard: Heard) -> Next:
+    """The same where each of them has all of the model."""
+    first = heard.first
+    e, places = fitting(_settings(who, heard, first), heard.left)
+    came = heard.came(places)
+    spare = [heard.by_place[other].member for other in heard.left if other not in places]
+    gone, left_out = who.missed((*came.members, *spare))
+    processes = [heard.by_place[other].process for other in places]
+    text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}{_beside(left_out)}"
+    if spare:
+        text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
+    text += f"; the vote: {heard.text}"
+    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
+            "text": text, "settings": e.plain(), "voted": heard.voted}  # fmt: skip
+    _say_unread(who, gone, first)
+    return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
+                heard.used(came.step))  # fmt: skip
+
+
+def say_why_not(mark: Callable[[str, dict[str, Any]], None], why: object) -> None:
+    """A Mark says why nobody goes on."""
+    lost = "a rank, or a wire to it, is lost"
+    mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
+
+
+def _settled(who: Survivor, heard: Heard) -> Next:
+    """How those go on who are left. Raises KnobError where they do not have everything, and no checkpoint has."""
+    said, reason = heard.by_place, ""
+    if any(one.whole for one in said.values()):
+        return _brought(who, heard)
+    remembers = any(one.remembers for one in said.values())
+    how = "with what others have of the same parts" if len(said) < who.size else "with what each of them had"
+    for changes in sorted({one.changes for one in said.values()}, reverse=True):
+        first = max((one for one in said.values() if one.changes == changes), key=lambda one: (*one.far, -one.member))
+        e = _settings(who, heard, first)
+        there = {place: {bound[0]: alike(bound) for bound in one.bounds if bound[1] == changes}
+                 for place, one in said.items()}  # fmt: skip
+        found = salvage.found(e, who.size, remembers, there)
+        if found is not None:
+            at = salvage.pieces(e, who.size, remembers)
+            try:
+                return _together(who, heard, first, e, found, at, how)
+            except KnobError as error:
+                reason = reason or str(error)
+    common = set.intersection(*(set(one.saved) for one in said.values()))
+    e = _settings(who, heard, heard.first)
+    if not common:
+        raise KnobError(nowhere(e, reason))
+    return _from_saved(who, heard, e, max(common))
+
+
+def _brought(who: Survivor, heard: Heard) -> Next:
+    """They go on from those who have all, for they were coming together when a rank was lost."""
+    whole = {place: one for place, one in heard.by_place.items() if one.whole}
+    first = max(whole.values(), key=lambda one: (*one.far, -one.member))
+    holders = tuple(sorted(place for place, one in whole.items() if one.far == first.far))
+    found = Found(first.step, (holders,), dict.fromkeys(holders, first.step))
+    e, at = _settings(who, heard, first), salvage.Pieces(1, (0,) * who.size)
+    return _together(who, heard, first, e, found, at, "with all of the model, which they had brought together")
+
+
+def _settings(who: Survivor, heard: Heard, of: Said) -> Experiment:
+    """A rank's experiment; to read it may need files of every family."""
+    same = of.settings == heard.by_place[who.place].settings
+    known: Experiment = who.run.experiment
+    return known if same else Experiment.read(of.settings, known.task)
+
+
+def nowhere(e: Experiment, reason: str = "") -> str:
+    """Why nobody can go on, and what would have let them."""
+    strategy, way = type(e.strategy).__name__, type(e.partition).__name__
+    if reason:
+        return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
+    if e.partition.size > 1:
+        return (
+            f"partition={way}: nobody else has what the rank held, and there is no checkpoint to go back to; take "
+            f"save_every=100, or ranks={2 * e.partition.size} or more, so that each part is there twice"
+        )
+    what = "its tables" if e.strategy.tables else "its shard"
+    other = "" if e.strategy.tables else ", or HSDP(), whose groups each have all shards"
+    return (
+        f"strategy={strategy}: nobody else has {what}, and there is no checkpoint to go back to; take "
+        f"save_every=100{other}"
+    )
+
+
+def _together(who: Survivor, heard: Heard, first: Said, e: Experiment, found: Found, at: salvage.Pieces,
+              how: str) -> Next:  # fmt: skip
+    """They have everything together. Raises KnobError where so many cannot train, or not with all of it."""
+    left = salvage.first_to_stay(found, at.at, heard.left)
+    if e.strategy.shards and at.ways > 1:  # who has no such boundary does not know how shards lay
+        left = [place for place in left if place in found.steps]
+    to, places = fitting(e, left, who.run.able)
+    new = {place: number for number, place in enumerate(places)}
+    groups = [tuple(place for place in group if place in new) for group in found.sources]
+    sources = tuple(tuple(new[place] for place in group) for group in groups
+                    if len({at.at[place] for place in group}) == at.ways)  # fmt: skip
+    if not sources:
+        raise KnobError(f"ranks={len(places)}: so many are left that can train, and not all parts are with them")
+    steps = tuple(found.steps.get(place, -1) for place in places)
+    was = e if at.ways > 1 else replace(e, partition=Whole())
+    salvaged = Salvaged(was, first.changes, who.size, sources, steps)
+    furthest = tuple(sorted({place for group in sources for place in group}))
+    came = Came(_members(heard, places), places, furthest, tuple(sorted(group[0] for group in sources)), found.step,
+                salvaged)  # fmt: skip
+    text = f"went on from step {found.step}, {how}"
+    return _next(who, heard, first, (came, to, e), text)
+
+
+def _from_saved(who: Survivor, heard: Heard, e: Experiment, step: int) -> Next:
+    """All go back to a checkpoint."""
+    to, places = fitting(e, heard.left, who.run.able)
+    everyone = tuple(range(len(places)))
+    came = Came(_members(heard, places), places, everyone, everyone, step,
+                Salvaged(e, heard.first.changes, who.size, saved=who.checkpoint(step)))  # fmt: skip
+    undone = heard.first.step - step
+    text = (
+        f"went back to the checkpoint before step {step}, for nobody else had the same parts: {undone} "
+        f"step{'s are' if undone != 1 else ' is'} lost"
+    )
+    return _next(who, heard, heard.first, (came, to, e), text)
+
+
+def _members(heard: Heard, places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(heard.by_place[place].member for place in places)
+
+
+def _next(who: Survivor, heard: Heard, first: Said, how: tuple[Came, Experiment, Experiment], how_text: str) -> Next:
+    came, to, e = how
+    spare = [heard.by_place[place].member for place in heard.left if place not in came.places]
+    gone, left_out = who.missed((*came.members, *spare))
+    text = f"{lost(gone)}; {named(came.members)} {how_text}{_beside(left_out)}"
+    if spare:
+        text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
+    if to.partition != e.partition:
+        ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
+        text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
+    text += f"; the vote: {heard.text}"
+    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
+            "text": text, "settings": to.plain(), "back": max(0, heard.first.step - came.step),
+            "voted": heard.voted}  # fmt: skip
+    processes = [heard.by_place[place].process for place in came.places]
+    _say_unread(who, gone, heard.first)
+    return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark,
+                heard.used(came.step))  # fmt: skip
+
+
+def _beside(left_out: list[int]) -> str:
+    """What is said of those who were only to come."""
+    return f", and {named(left_out)}, to come then, {are(left_out)} left out" if left_out else ""
+
+
+def _say_unread(who: Survivor, gone: list[int], first: Said) -> None:
+    """Marks, once, that nobody knows how far those who are gone had come in their data, if that is so."""
+    run = who.run
+    if gone and run.learner.indexed and not in_step(run.experiment) and who.member == first.member:
+        why = f"nobody knows how much {named(gone)} had read, for ranks keep no step in common"
+        who.mark("data", may_come_again(why))

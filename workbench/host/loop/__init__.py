@@ -1,0 +1,1 @@
+"""loop: to be described."""

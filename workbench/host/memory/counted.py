@@ -1,0 +1,92 @@
+"""Where a Ledger's numbers come from: by looking at the real tensors of a rank, or whatever else can say as much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from workbench.host.core.changing import Changing
+from workbench.host.memory import memory
+from workbench.host.memory.passing import Hooks, Passing
+
+
+class Counts(Protocol):
+    """Where a host's numbers of one replica come from: its tensors, or what is known of their sizes.
+
+    alike: what was found for ranks that hold the same tensors, kept by them together; nothing where each has its own
+    """
+
+    @property
+    def alike(self) -> dict[Any, Any]: ...
+    @property
+    def roomy(self) -> bool: ...  # do buckets keep room for gradients?
+    def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (the rooms), "optimizer state"
+    def forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: nobody knows
+    def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
+    def gradients(self) -> int: ...
+    def activations(self) -> int: ...  # bytes kept for the backwards that are still to come
+    def batch(self) -> int: ...  # bytes of the batch that a forward is of
+
+
+class Counted:
+    """Numbers by looking at real tensors.
+
+    opened: the losses whose backward is still to come; batch: bytes of the batch that was drawn last
+    fully:  what torch's fully_shard trains, while it does
+    part:   the parameters of a sub-model that are not the whole model's, while one is trained
+    """
+
+    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
+                 fully: Callable[[], Any] = lambda: None, part: Callable[[], list[Any]] = list) -> None:  # fmt: skip
+        self._run, self._opened, self.batch, self._fully, self._part = run, opened, batch, fully, part
+        self._alive: memory.Alive = []
+        self._hooks = Hooks()
+
+    @property
+    def alike(self) -> dict[Any, Any]:
+        return {}
+
+    @property
+    def roomy(self) -> bool:
+        return bool(self._run.layout.roomy)
+
+    def standing(self) -> dict[str, memory.Storages]:
+        layout = self._run.layout
+        return {
+            "parameters": memory.parameters(self._run.model, layout),
+            "gradients": memory.storages(memory.rooms(layout)),
+            "optimizer state": memory.optimizer_state(self._run.optimizer),
+        }
+
+    def forward(self, inputs: Any) -> int:
+        """What hangs on the open losses, without parameters and what was put in."""
+        run, fully = self._run, self._fully()
+        others = memory.parameters(run.model, run.layout) | memory.storages([inputs, run.flow.versions.kept])
+        others |= memory.storages(fully.whole()) if fully else memory.storages(self._part())
+        opened = list(self._opened())
+        self._hooks.follow(opened)
+        kept = memory.saved(opened)
+        self._alive = memory.watched({where: s for where, s in kept.items() if where not in others})
+        return self.activations()
+
+    @contextmanager
+    def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
+        layout, before = self._run.layout, self.gradients()
+        if fully := self._fully():
+            with fully.looked(self.activations) as most:
+                yield most
+            return
+        with self._hooks.heard(Passing(layout, self._alive, memory.coming(layout, exchanged))) as passing:
+            yield lambda: before + passing.most
+
+    def gradients(self) -> int:
+        fully = self._fully()
+        if fully:
+            return int(fully.gradients())
+        return memory.nbytes(memory.gradients(self._run.layout) | memory.storages([p.grad for p in self._part()]))
+
+    def activations(self) -> int:
+        return memory.alive(self._alive)

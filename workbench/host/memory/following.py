@@ -1,0 +1,154 @@
+"""What torch's calls make, for as long as anybody has it: bytes of an evaluation, of which autograd keeps nothing.
+
+Nothing here knows a wire, a clock or a strategy. What lives inside one call (a convolution's own buffers) is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
+
+from workbench.host.core.operators import make_operators_once
+from workbench.host.memory.memory import storage_of
+
+make_operators_once()
+_READ = torch.ops.aten._local_scalar_dense.default  # reads a number out of a tensor
+
+
+class Following(TorchDispatchMode):
+    """Inside, each storage that a call of torch makes on this thread counts until it is let go.
+
+    ranks: so many have one model in turn, as where one process computes the stages of a pipeline
+    sizes: may tensors have no values? A number that is read out of one is zero, then
+    at:    whose calls these are; None: each rank makes them, and has the result
+    aside: does nothing count that is made now?
+    read:  where they have none: has a call been made whose answer, or its size, is decided by values?
+    most:  by rank, bytes at the worst moment
+    rises: called whenever one of these has grown
+    """
+
+    def __init__(self, ranks: int = 1, sizes: bool = False, rises: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._rises = rises
+        self.at: int | None = None
+        self.aside = self.read = False
+        self.most, self._now = [0] * ranks, [0] * ranks
+        self._sizes = sizes
+        self._there: dict[tuple[int, int], Any] = {}  # weakly, by rank and by what tells storages apart
+        self._gone: list[tuple[int, int]] = []  # ranks and bytes that were let go since the last look
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its compiler, to keep it out, which costs seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.read = self.read or (self._sizes and _reads(func))
+        if func is _READ and self._sizes and isinstance(args[0], _fake()):
+            return 0.0 if args[0].is_floating_point() else 0
+        made = func(*args, **kwargs)
+        if not self.aside and _makes(func):
+            given = {where for x in _tensors((args, kwargs)) if (where := _where(x))}
+            for x in _tensors(made):
+                if _where(x) not in given:
+                    self.take(x)
+        return made
+
+    @contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """Within it nothing counts that is made."""
+        was, self.aside = self.aside, True
+        try:
+            yield
+        finally:
+            self.aside = was
+
+    def take(self, x: Tensor, rank: int | None = None) -> None:
+        """It counts until it is let go, for `rank` or for those who compute now."""
+        storage, rank = storage_of(x), self.at if rank is None else rank
+        if storage is None:
+            return
+        self._settle()
+        for who in range(len(self._now)) if rank is None else (rank,):
+            key, nbytes = (who, storage._cdata), storage.nbytes()
+            if key not in self._there:
+                self._there[key] = weakref.ref(storage, partial(self._let_go, key, nbytes))
+                self._now[who] += nbytes
+                if self._now[who] > self.most[who]:
+                    self.most[who] = self._now[who]
+                    if self._rises is not None:
+                        self._rises()
+
+    def _settle(self) -> None:
+        while self._gone:
+            who, nbytes = self._gone.pop()
+            self._now[who] -= nbytes
+
+    @contextmanager
+    def apart(self) -> Iterator[list[int]]:
+        """Answers, once it is left, by rank the most bytes that counted within beyond those that did before."""
+        self._settle()
+        before, most, beyond = list(self._now), self.most, list[int]()
+        self.most = list(before)
+        yield beyond
+        beyond += [now - then for now, then in zip(self.most, before, strict=True)]
+        self.most = [max(both) for both in zip(most, self.most, strict=True)]
+
+    def again(self, beyond: list[int]) -> None:
+        """What took so much is done once more, and leaves nothing behind."""
+        self._settle()
+        self.most = [max(n, now + more) for n, now, more in zip(self.most, self._now, beyond, strict=True)]
+
+    def counts(self, x: Tensor) -> bool:
+        """Has a call made it?"""
+        where = _where(x)
+        return any(key[1] == where for key in self._there)
+
+    def _let_go(self, key: tuple[int, int], nbytes: int, _: object = None) -> None:
+        if self._there.pop(key, None) is not None:
+            self._gone.append((key[0], nbytes))
+
+
+def arrived(x: Any) -> None:
+    """Another rank has sent `x`, or what is in it: it counts with those that follow, for who computes now."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Following):
+            for one in _tensors(x):
+                mode.take(one)
+
+
+def _makes(func: Any) -> bool:
+    """Does a call make a tensor that shows no other's memory?"""
+    return any(made.alias_info is None for made in func._schema.returns)
+
+
+def _reads(func: Any) -> bool:
+    """Do values decide what a call answers, or how large that is?"""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    return (x for x in tree_iter(thing) if isinstance(x, Tensor))
+
+
+def _where(x: Tensor) -> int:
+    """What tells the storages of what lives apart; 0 for what has none."""
+    storage = storage_of(x)
+    return 0 if storage is None else int(storage._cdata)
+
+
+@cache
+def _fake() -> type[Tensor]:
+    """The class of tensors without values that say that they lie somewhere; torch is slow to bring it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor

@@ -1,0 +1,300 @@
+"""The Ledger of one rank: how many bytes of its memory hold what, written into the record whenever that changes.
+
+Both hosts run it. The Samples are called "memory " and a category, in bytes: the most that the category held in a step.
+"memory peak" is the most of all together on the device; "memory on host" and "memory on disk" are what a strategy
+keeps there. What stays from step to step is counted where something may have changed it; activations and gradients in
+the first steps, after a change and then in one step of EVERY, for looking costs time.
+
+A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
+A batch is the last one drawn. Gradients between two nodes of the graph count; what lives inside one node or call of
+torch (a layer's temporaries, an optimizer's, gloo's) is not seen. Of an evaluation all that torch's calls make counts,
+in the first one after a change and then in one in EVERY steps; the peak has it where others are to come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from workbench.host.core.changing import Changing
+from workbench.host.memory import memory
+from workbench.host.memory.budget import BETWEEN, EVALUATED, MB, STEP, require_fits
+from workbench.host.memory.buffers import Buffers
+from workbench.host.memory.counted import Counts
+from workbench.host.memory.following import Following
+from workbench.host.memory.offload import Offloaded
+from workbench.rank import Memory
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
+              "compressor state", "buffers in flight", "evaluation")  # fmt: skip
+PASSING = ("gradients", "activations")  # which are there in a step only
+ALONE = "evaluation"  # which is there between two steps only
+EVERY = 32  # steps between two in which activations are looked at
+FRESH = 3  # steps that are looked at in any case, at the start and after a change
+NOTICED = 0.01  # of a category: a smaller change is not written down
+
+
+class Ledger:
+    """One rank's bytes by category.
+
+    away:   what it keeps away from its device, which no category of the device counts
+    beside: what a chip's allocator says itself, by name, where there is one
+    """
+
+    def __init__(self, run: Changing, counts: Counts, away: Offloaded,
+                 beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
+        self._run, self._counts, self.away, self._beside = run, counts, away, beside
+        self.buffers = Buffers(run)
+        self.due = True  # is the present step looked at?
+        self._fresh, self._last = FRESH, 0
+        self._inputs: list[Any] = []
+        self._standing: dict[str, int] = {}
+        self._memories: list[Memory] = []  # where strategy and compressor keep what they remember
+        self._seen: Any = None  # what the standing categories were counted for
+        self._most: dict[str, int] = {}  # of activations and gradients, in this step or the last that was looked at
+        self._together = 0  # the most of these two at once
+        self._written: dict[str, int] = {}
+        self._holds: int | None = None  # bytes of parameters where a strategy says what it holds: now,
+        self._held: int | None = None  # and most in the step
+        self._counted = 0  # and those that were counted with what stays
+        self._surge = 0  # bytes that a hand-over takes besides what stays after it
+        self._told: tuple[Any, dict[str, int]] | None = None  # what was written last, and of what that was made
+        self._following: Following | None = None  # of the evaluation under way
+        self._evaluated = 0  # the peak of the last evaluation that was looked at, if others like it are to come
+        self._evaluated_at = -1  # and the step before which that was; -1: nobody has looked since a change
+        self._step = 0, 0  # bytes of parameters that the last step held beyond what stays, and of buffers in flight
+
+    # -- between steps --
+
+    def stir(self) -> None:
+        """Something was changed, or the run begins: what stays is counted at once, the next steps are looked at.
+
+        Raises OutOfMemory where that, or what the change took besides, is more than `memory_mb`.
+        """
+        self._fresh, self._seen = FRESH, None
+        self._evaluated, self._evaluated_at = 0, -1
+        told = self._write(between=True)
+        self._require(told, BETWEEN)
+        self._surge = 0
+
+    def surge(self, nbytes: int) -> None:
+        """A hand-over takes so many bytes besides what stays before and after it."""
+        self._surge = max(self._surge, nbytes)
+
+    @property
+    def remembers(self) -> bool:
+        """Does the optimizer remember anything on this device?"""
+        return bool(self._counts.standing()["optimizer state"])
+
+    def built(self) -> None:
+        """Between two steps: of the model no more is here than this rank keeps; it was made in the host's memory."""
+        self._held = self._holds
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._stands()
+        self.buffers.turn(stepping=True)
+        self._held = self._holds
+        if not self._run.experiment.eval_every:  # no other is to come
+            self._evaluated = 0
+            self._write_down(dict.fromkeys([ALONE] if self._written.get(ALONE) else [], 0))
+        self.due = self._fresh > 0 or self._run.rank.step - self._last >= EVERY
+        if self.due:
+            self._most, self._together, self._inputs, self._told = {}, 0, [], None
+
+    def close(self) -> None:
+        """A step is over."""
+        if self.due:
+            self._note("gradients", self._counts.gradients())
+            self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
+            self._inputs = []
+        told = self._write()
+        self._step = max(0, (self._held or 0) - (self._holds or 0)), told["buffers in flight"]
+        self._require(told, STEP)
+        self.due = False
+
+    def _require(self, told: dict[str, int], when: str) -> None:
+        run = self._run
+        if run.experiment.memory_mb:
+            of = {name: told[name] for name in CATEGORIES if name in told}
+            if when != STEP:
+                of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
+            require_fits(run, told["peak"], of | {"what moves": self._surge}, when)
+
+    # -- while the model is evaluated --
+
+    @property
+    def looks(self) -> bool:
+        """Is the next evaluation looked at? Nearly all are like the one before."""
+        return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= EVERY
+
+    @contextmanager
+    def evaluating(self, kept: int = 0) -> Iterator[None]:
+        """Within it, on this thread, the model is evaluated, or refused. kept: bytes that are there for that alone"""
+        if not self.looks:
+            yield
+            return
+        self._held, self.buffers.measured = self._holds, self._run.reading.sharded
+        self.buffers.turn(stepping=False)
+        self._following = following = Following(rises=partial(self._require_now, kept))
+        try:
+            self._stands()
+            self._require_now(kept)
+            with following:
+                yield
+        finally:
+            self._following, self.buffers.measured = None, False
+        self.evaluated(kept + following.most[0], self.buffers.turn(stepping=False))
+
+    def _require_now(self, kept: int) -> None:
+        """Raises OutOfMemory where an evaluation is under way that has outgrown `memory_mb` already."""
+        limit = self._run.experiment.memory_mb * MB
+        if self._following is not None and limit:
+            made, moved = kept + self._following.most[0], self.buffers.most
+            if sum(self._there(moved).values()) + self._most.get("batches", 0) + made > limit:
+                self.evaluated(made, moved, "or more ")
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Within it nothing is made that an evaluation computes: it brings parameters, which count as such."""
+        return self._following.standing_aside() if self._following is not None else nullcontext()
+
+    def evaluated(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
+        """An evaluation has made so many bytes, and `moved` were in flight for it; None: as in a step, shards too.
+
+        Raises OutOfMemory where that is more than `memory_mb`.
+        """
+        if moved is None:
+            beyond, moved = self._step
+            self._held = None if self._holds is None else self._holds + beyond
+        self._stands()
+        told = self._there(moved) | {"batches": self._most.get("batches", 0), ALONE: nbytes, "peak": 0}
+        told["peak"] = sum(told.values())
+        self._held, self._told = self._holds, None
+        self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
+        self._write_down({ALONE: nbytes, "peak": told["peak"]})
+        self._require(told, more + EVALUATED)
+
+    # -- in a step --
+
+    def forward(self, inputs: Any = None) -> None:
+        """A forward is over; `inputs` went in."""
+        if self.due:
+            self._inputs.append(inputs)
+            self._note("batches", self._counts.batch())
+            kept = self._counts.forward(self._inputs)
+            if kept is not None:
+                self._note("activations", kept)
+            self._join(self._counts.gradients() + (kept or 0))
+
+    def backward(self, exchanged: bool) -> AbstractContextManager[Any]:
+        """Within it one backward runs."""
+        return self._looked(exchanged) if self.due else nullcontext()
+
+    @contextmanager
+    def _looked(self, exchanged: bool) -> Iterator[None]:
+        with self._counts.backward(exchanged) as most:
+            yield
+        gradients = self._counts.gradients()
+        self._note("gradients", gradients)
+        self._join(max(most(), gradients + self._counts.activations()))
+
+    def hold(self, nbytes: int | None) -> None:
+        """So many bytes of parameters are held from now on, by a strategy that shards them; None: by none."""
+        self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
+        self._require_now(0)
+
+    def part(self, params: Iterable[Tensor], state: Any = None) -> None:
+        """A sub-model is trained in this step, with such parameters of its own beside the whole model's.
+
+        state: what its optimizer remembers, or in bytes
+        """
+        self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
+        if self.due and state:
+            nbytes = state if isinstance(state, int) else memory.nbytes(memory.storages(dict(state)))
+            self._note("optimizer state", nbytes)
+
+    def _note(self, category: str, nbytes: int) -> None:
+        self._most[category], self._told = max(self._most.get(category, 0), nbytes), None
+
+    def _join(self, nbytes: int) -> None:
+        self._together, self._told = max(self._together, nbytes), None
+
+    # -- what stays --
+
+    def _stands(self) -> None:
+        """Counts what stays from step to step, where something may have changed it."""
+        run = self._run
+        stashed = sum(x.nbytes for x in run.flow.stashed)
+        seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state),
+                self.away.count, stashed)  # fmt: skip
+        if (*seen, *map(_filled, self._memories)) == self._seen:
+            return
+        self._memories = [run.rank.memory, *memory.memories(run.state)]
+        self._seen = (*seen, *map(_filled, self._memories))
+        kept, standing = run.rank.memory, self._counts.standing()
+        held = memory.storages([kept.buffers, kept.parts])
+        own = {"strategy state": memory.storages(run.state), "compressor state": held}
+        key, alike = (id(standing), seen[0]), self._counts.alike if not any(own.values()) else {}
+        if key not in alike:
+            alike[key] = self._sorted(standing | own)
+        nbytes, *places = alike[key]
+        self._standing, self._counted, self._told = dict(nbytes), run.layout.held, None
+        self._standing["parameters"] += stashed  # what a backward is still to read, or a drain may put back
+        self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
+
+    def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
+        """Bytes by category, each storage in the first that has it; and what `Buffers` goes by."""
+        nbytes, known = dict[str, int](), memory.Storages()
+        for category, found in every.items():
+            nbytes[category] = memory.nbytes({where: s for where, s in found.items() if where not in known})
+            known |= found
+        buckets = self._run.layout.buckets
+        known |= memory.storages([bucket.data for bucket in buckets])
+        rooms = {id(b.data): weakref.ref(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
+        return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
+
+    def _there(self, moved: int) -> dict[str, int]:
+        """By category what is there between two steps; `moved`: in flight."""
+        now = self._standing | {"buffers in flight": moved}
+        if self._held is not None:
+            now["parameters"] += self._held - self._counted
+        return now
+
+    def _write(self, between: bool = False) -> dict[str, int]:
+        """Writes down what has changed; returns all of it. between: two steps, so that nothing is computed"""
+        self._stands()
+        moved, away = self.buffers.turn(stepping=False), self.away.turn()
+        made_of = between, self._held, self._surge, moved, away
+        if not self.due and self._told is not None and self._told[0] == made_of:
+            return self._told[1]  # a step like the one before it, as nearly all are
+        room = self._standing["gradients"]
+        now = self._there(moved) | self._most
+        now["gradients"] = max(room, now["gradients"])
+        together = room + self._surge if between else max(self._together, room)
+        told = {category: now[category] for category in CATEGORIES if category in now}
+        others = sum(v for k, v in told.items() if k not in PASSING)
+        told["peak"] = others + together
+        if self.due or not self._written:
+            told |= self._beside()
+        told |= {f"on {where}": nbytes for where, nbytes in away.items()}
+        self._write_down(told | {"peak": max(told["peak"], self._evaluated)})
+        self._told = made_of, told
+        return told
+
+    def _write_down(self, told: dict[str, int]) -> None:
+        """Into the record, what is new."""
+        for name, value in told.items():
+            before = self._written.get(name)
+            if before is None or abs(value - before) > NOTICED * before:
+                self._written[name] = value
+                self._run.sample(f"memory {name}", value)
+
+
+def _filled(memory: Memory) -> tuple[int, ...]:
+    """Changes with what a Memory holds."""
+    return tuple(map(len, (*memory.buffers.values(), *memory.parts.values())))

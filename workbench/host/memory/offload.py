@@ -1,0 +1,220 @@
+"""What a rank keeps away from its device: in its host's memory, or on disk; by what it is and the bucket that it is of.
+
+Of a bucket a rank keeps its own shard. Parameters kept away are a copy, of which the model may hold its own besides;
+gradients and the optimizer's state are there and nowhere else. The optimizer steps a shard where it is kept, on the
+host's processor, from what lies in the host's memory. On a CPU device and host are one memory, told apart by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from torch import Tensor, clone
+
+from workbench.host.memory.scratch import Extent, Scratch
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.slots import Settings, remembered, step_apart
+from workbench.rank import Bucket, Op, StrategyError
+
+LANES = ("offload", "fetch")  # on which nothing crosses the network
+Hops = list[tuple[str, int]]  # the ways that bytes went, in their order: to or from "host" or "disk", how many
+
+
+def named(op: Op) -> str:
+    """The name of the Span of an `offload` or a `fetch`; both hosts write it."""
+    shard, what, to = op.args[:3]
+    return f"{op.verb} {what} {shard.index if shard.index >= 0 else ~shard.index} to {to}"
+
+
+class Item(NamedTuple):
+    """Something kept away: by name tensors and other values.
+
+    devices: where its tensors were; nbytes: how many they have
+    extent:  where they lie on the disk, in the order of `devices`; `values` has none of them then
+    """
+
+    where: str
+    values: dict[Any, Any]
+    devices: dict[Any, Any]
+    nbytes: int
+    extent: Extent | None = None
+
+
+class Offloaded:
+    """What one rank keeps away.
+
+    out:  copies a tensor of the device into the host's memory; into: copies one from there to a device
+    """
+
+    def __init__(self, out: Callable[[Tensor], Tensor] = clone,
+                 into: Callable[[Tensor, Any], Tensor] = lambda x, device: x.clone()) -> None:  # fmt: skip
+        self._out, self._into = out, into
+        self._items: dict[tuple[str, int], Item] = {}
+        self._scratch = Scratch()
+        self._lock = threading.Lock()
+        self._now: Counter[str] = Counter()  # bytes, by where they are
+        self._most: Counter[str] = Counter()
+
+    # -- how much --
+
+    def turn(self) -> dict[str, int]:
+        """By where it is kept, the most bytes since this was last asked."""
+        with self._lock:
+            if not self._most and not self._now:  # as nearly always, and a Counter is slow to make
+                return {}
+            most, self._most = self._most, Counter(self._now)
+        return dict(most)
+
+    @property
+    def count(self) -> int:
+        """How many things are kept away; changes with them."""
+        return len(self._items)
+
+    def has(self, what: str) -> bool:
+        """Is any of that kept away?"""
+        return any(kind == what for kind, _ in self._items)
+
+    def remembers(self) -> set[str]:
+        """What of the optimizer's state is kept away: "exp_avg/NAME"."""
+        found = [{*item.values, *item.devices} for (what, _), item in self._items.items() if what == "optimizer state"]
+        return {f"{slot}/{name}" for keys in found for name, slot in keys}
+
+    def aside(self) -> None:
+        """Buckets are cut anew: what is kept is of others than those to come, and asked for by ~index from now on."""
+        self._items = {(what, ~index): item for (what, index), item in self._items.items()}
+
+    def forget(self) -> None:
+        """What is left of those: shards of no elements."""
+        for what, index in [key for key in self._items if key[1] < 0]:
+            self._drop(what, index)
+
+    def values(self, index: int) -> Tensor | None:
+        """This rank's shard of a bucket's parameters, if they are kept away."""
+        item = self._items.get(("parameters", index))
+        if item is None:
+            return None
+        found: Tensor = self._read(item)["values"]
+        return found
+
+    # -- away and back --
+
+    def send(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str) -> Hops:
+        """Keeps `what` of these elements in "host" or "disk" from now on; the ways that it went."""
+        item = self._items.get((what, shard.index))
+        if item is not None:
+            return self._moved(shard.index, what, item, where)
+        found = self._taken(layout, optimizer, shard, what)
+        devices = {key: x.device for key, x in found.items() if isinstance(x, Tensor)}
+        held = {key: self._out(x) if isinstance(x, Tensor) else x for key, x in found.items()}
+        nbytes = _nbytes(held)
+        self._keep(what, shard.index, held, devices, where)
+        return [("host", nbytes), *([("disk", nbytes)] if where == "disk" else [])]
+
+    def bring(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str,
+              keep: bool) -> tuple[Any, Hops]:  # fmt: skip
+        """Brings `what` of these elements to "host", or to the "device": answers with parameters and gradients, (n,).
+
+        keep: does it stay where it was, besides?
+        """
+        item = self._item(what, shard)
+        hops: Hops = [("disk", item.nbytes)] if item.where == "disk" else []
+        if where == "host":
+            return None, self._moved(shard.index, what, item, "host")
+        values = self._read(item)
+        values = {key: self._into(x, item.devices[key]) if isinstance(x, Tensor) else x for key, x in values.items()}
+        if not keep:
+            self._drop(what, shard.index)
+        if what == "optimizer state":
+            self._give(layout, optimizer, shard, values)
+        return values.get("values"), [*hops, ("host", item.nbytes)]
+
+    def step(self, layout: Layout, optimizer: Any, shard: Bucket, settings: Settings,
+             unused: Collection[str] = ()) -> None:  # fmt: skip
+        """One step of the optimizer on these elements, which lie in the host's memory; gradients are used up.
+
+        unused: names of parameters that no rank used: they are not stepped
+        """
+        values, grads = (self._in_memory(what, shard)["values"] for what in ("parameters", "gradients"))
+        state = self._in_memory("optimizer state", shard)
+        stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings, unused)
+        home = self._items["parameters", shard.index].devices["values"]
+        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay with the host
+                   for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
+        self._drop("gradients", shard.index)
+        self._drop("optimizer state", shard.index)
+        self._keep("optimizer state", shard.index, stepped, devices, "host")
+
+    # -- within --
+
+    def _item(self, what: str, shard: Bucket) -> Item:
+        item = self._items.get((what, shard.index))
+        if item is None:
+            raise StrategyError(f"{what} of {shard.name} are not kept away from the device: `rank.offload` them first")
+        return item
+
+    def _in_memory(self, what: str, shard: Bucket) -> dict[Any, Any]:
+        item = self._item(what, shard)
+        if item.where != "host":
+            raise StrategyError(f"{what} of {shard.name} lie on the {item.where}: `rank.fetch` them to the host first")
+        return item.values
+
+    def _taken(self, layout: Layout, optimizer: Any, shard: Bucket, what: str) -> dict[Any, Any]:
+        """From the device; what it holds no longer, but parameters."""
+        if what == "parameters":
+            start = shard.offset - layout.lies(shard.index).offset - layout.begins[shard.index]
+            return {"values": layout.weights[shard.index][start : start + shard.data.numel()]}
+        if what == "gradients":
+            grads, bucket = shard.data, layout.buckets[shard.index]
+            shard.data, bucket.kept = grads.new_zeros(1).expand(grads.numel()), None
+            layout.let_go(shard.index)
+            return {"values": grads}
+        return self._remembered(layout, optimizer, shard)
+
+    def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
+        return remembered(layout, optimizer, shard.index)
+
+    def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
+        remembered(layout, optimizer, shard.index, values)
+
+    def _stepped(self, *what: Any) -> dict[Any, Any]:
+        return step_apart(*what)
+
+    def _moved(self, index: int, what: str, item: Item, where: str) -> Hops:
+        """Between the host's memory and the disk."""
+        if item.where == where:
+            return []
+        values = self._read(item)
+        self._drop(what, index)
+        self._keep(what, index, values, item.devices, where)
+        return [("disk", item.nbytes)]
+
+    def _keep(self, what: str, index: int, held: dict[Any, Any], devices: dict[Any, Any], where: str) -> None:
+        nbytes, extent = _nbytes(held), None
+        if where == "disk" and devices and not next(held[key] for key in devices).is_meta:
+            extent = self._scratch.write([held[key] for key in devices])
+            held = {key: x for key, x in held.items() if key not in devices}
+        self._items[what, index] = Item(where, held, devices, nbytes, extent)
+        self._count(where, nbytes)
+
+    def _read(self, item: Item) -> dict[Any, Any]:
+        if item.extent is None:
+            return item.values
+        return item.values | dict(zip(item.devices, self._scratch.read(item.extent), strict=True))
+
+    def _drop(self, what: str, index: int) -> None:
+        item = self._items.pop((what, index))
+        if item.extent is not None:
+            self._scratch.free(item.extent)
+        self._count(item.where, -item.nbytes)
+
+    def _count(self, where: str, nbytes: int) -> None:
+        with self._lock:
+            self._now[where] += nbytes
+            self._most[where] = max(self._most[where], self._now[where])
+
+
+def _nbytes(held: dict[Any, Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in held.values() if isinstance(x, Tensor))

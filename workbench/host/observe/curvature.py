@@ -1,0 +1,252 @@
+"""What a rank finds out about curvature: second moments of its layers, and products with its Gauss-Newton matrix.
+
+Both hosts ask it here. It talks to no other rank: what is summed over them is the strategy's to say. Nothing is
+listened to, and nothing of the model changed, but while a strategy asks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from workbench.host.observe.factored import Layer, fed, layers, named, sizes, slopes
+from workbench.host.placement.layout import Layout
+from workbench.rank import Factors, StrategyError
+
+_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # who computes so now: one stack for each
+
+
+@contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Inside, attention is computed by the one kernel that has a second derivative.
+
+    That is a setting of the whole process: the first of several threads makes it, and the last takes it back.
+    """
+    with _LOCK:
+        held = ExitStack()
+        if not _OPEN:
+            held.enter_context(sdpa_kernel(SDPBackend.MATH))
+        _OPEN.append(held)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if len(_OPEN) == 1:
+                _OPEN.pop().close()
+            else:
+                _OPEN.pop()  # not the first one's, which holds the setting
+
+
+def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
+    """The same as `Collecting.factors`, as sizes only."""
+    found = []
+    for name, layer in layers(model, {place.name for place in layout.order}).items():
+        kind = torch.promote_types(layer.weight.dtype, torch.float32)
+        pair = (torch.empty(n, n, dtype=kind, device="meta") for n in sizes(layer))
+        found.append(Factors(*named(name, layer), *pair))
+    return found
+
+
+class _Sums:
+    """What one layer has seen: sums of a a^T and of g g^T, over how many terms of the loss and how many slopes."""
+
+    def __init__(self, layer: Layer) -> None:
+        kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
+        self.inputs, self.outputs = (torch.zeros(n, n, dtype=kind, device=like.device) for n in sizes(layer))
+        self.terms = self.slopes = 0
+
+
+class Collecting:
+    """Listens to Linear layers and convolutions, from the next forward on until `factors` is asked for.
+
+    A loss is taken to be the mean over the N rows that a Linear layer sees, or the N images that a convolution does:
+    the gradient of each one's own loss is N times what autograd brings. A convolution's inputs are added up over the T
+    places of an image, its slopes are a mean over them. All batches count alike. A layer that is called again within a
+    pass adds rows of inputs, and gradients of the same N terms.
+
+    scale: what the backward under way multiplies the loss by
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._layers = layers(model, {place.name for place in layout.order})
+        self._sums = {name: _Sums(layer) for name, layer in self._layers.items()}
+        self._called: set[str] = set()  # in this pass
+        self.scale = 1.0
+        self._removers: list[Any] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
+        for name, layer in self._layers.items():
+            self._removers.append(layer.register_forward_hook(partial(self._fed, name)))
+
+    def factors(self) -> list[Factors]:
+        """Of each layer, in the model's order; zero of one that was not called. It listens no more."""
+        for remover in self._removers:
+            remover.remove()
+        found = []
+        for name, layer in self._layers.items():
+            sums = self._sums[name]
+            inputs, outputs = sums.inputs / max(1, sums.terms), sums.outputs / max(1, sums.slopes)
+            found.append(Factors(*named(name, layer), inputs, outputs))
+        return found
+
+    def _fed(self, name: str, layer: Layer, given: tuple[Tensor, ...], made: Tensor) -> None:
+        if not made.requires_grad:  # an evaluation, or a pass that is computed again for its backward
+            return
+        sums = self._sums[name]
+        with torch.no_grad():
+            rows, terms = fed(layer, given[0], sums.inputs.dtype)
+            sums.inputs.addmm_(rows.T, rows)
+        sums.terms += terms
+        sums.slopes += 0 if name in self._called else len(rows)
+        self._called.add(name)
+        made.register_hook(partial(self._came, sums, layer, terms))
+
+    def _came(self, sums: _Sums, layer: Layer, terms: int, grad: Tensor) -> None:
+        g = slopes(layer, grad, sums.outputs.dtype)
+        sums.outputs.addmm_(g.T, g, alpha=(terms / self.scale) ** 2)
+
+
+class Products:
+    """Products with the Gauss-Newton matrix J^T H J of one batch, where the parameters are as they were at the start.
+
+    J is the Jacobian of what the model returns, H the Hessian of the loss with respect to that. J v is taken as the
+    derivative of u -> J^T u, so a product is three backwards through one graph, which is kept (Pearlmutter 1994;
+    Schraudolph 2002).
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: Layout) -> None:
+        self._buckets, by_name = layout.buckets, {place.name: place.param for place in layout.order}
+        params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
+        self._trains = [p.requires_grad for p in params]  # torch differentiates by no frozen one
+        self._trained = [p for p in params if p.requires_grad]
+        calls: list[list[Tensor]] = []
+
+        def cut(module: nn.Module, given: Any, made: Any) -> Any:
+            """What the loss is computed of begins a graph of its own."""
+            flat, spec = tree_flatten(made)
+            through = [isinstance(x, Tensor) and x.requires_grad for x in flat]
+            self._made = [x for x, is_one in zip(flat, through, strict=True) if is_one]
+            flat = [x.detach().requires_grad_() if is_one else x for x, is_one in zip(flat, through, strict=True)]
+            calls.append([x for x, is_one in zip(flat, through, strict=True) if is_one])
+            return tree_unflatten(flat, spec)
+
+        hook = model.register_forward_hook(cut)
+        try:
+            with torch.enable_grad(), _twice_differentiable():  # others have no second derivative
+                value = loss(model, batch)
+        finally:
+            hook.remove()
+        if len(calls) != 1 or not calls[0]:
+            raise StrategyError(
+                f"a Gauss-Newton product: the loss calls the model {len(calls)} times, and must call it once and go by "
+                f"the tensors that it returns; let loss(model, batch) do so, or take another strategy"
+            )
+        self._leaves = calls[0]
+        with torch.enable_grad(), _twice_differentiable():
+            slopes = torch.autograd.grad(value, self._leaves, create_graph=True, allow_unused=True)
+            bent = [i for i, s in enumerate(slopes) if s is not None and s.requires_grad]
+            if not bent:
+                raise StrategyError(
+                    "a Gauss-Newton product: the loss is linear in what the model returns, so it has no curvature to "
+                    "go by; let loss(model, batch) compute it of the model's predictions, or take another strategy"
+                )
+            self._made, self._leaves = [self._made[i] for i in bent], [self._leaves[i] for i in bent]
+            self._slopes = [slopes[i] for i in bent]
+            self._along = [torch.zeros_like(x, requires_grad=True) for x in self._made]
+            back = self._to_params(self._along, create_graph=True)
+        self._back = [(i, b) for i, b in enumerate(back) if b is not None and b.requires_grad]
+
+    def _to_params(self, given: Any, **how: bool) -> list[Tensor | None]:
+        """Takes gradients of what the model made on to the parameters; a frozen one has None."""
+        found = iter(torch.autograd.grad(self._made, self._trained, given, allow_unused=True, **how))
+        return [next(found) if trains else None for trains in self._trains]
+
+    def of(self, vector: list[Tensor]) -> list[Tensor]:
+        """(n,) by bucket -> the same."""
+        v = [x.view(shape) for flat, bucket in zip(vector, self._buckets, strict=True)
+             for x, shape in _cut(flat, bucket.parts)]  # fmt: skip
+        with _twice_differentiable():
+            out = torch.autograd.grad([b for _, b in self._back], self._along, [v[i] for i, _ in self._back],
+                                      retain_graph=True, materialize_grads=True)  # fmt: skip
+            pulled = torch.autograd.grad(self._slopes, self._leaves, out, retain_graph=True, materialize_grads=True)
+            grads = self._to_params(pulled, retain_graph=True)
+        found, flat = iter(grads), []
+        for x, bucket in zip(vector, self._buckets, strict=True):
+            product = torch.zeros_like(x)
+            for (into, _), grad in zip(_cut(product, bucket.parts), found, strict=False):
+                if grad is not None:
+                    into.copy_(grad.reshape(-1))
+            flat.append(product)
+        return flat
+
+
+def _cut(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
+    return [(flat[part.start : part.stop], part.shape) for part in parts]
+
+
+class Curvature:
+    """All of this of one rank: what hosts tell it, and what a strategy asks."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: Layout) -> None:
+        self._model, self._loss, self._layout = model, loss, layout
+        self._batch: Any = None  # of the last forward, until the next step of the parameters
+        self._collecting: Collecting | None = None
+        self._products: Products | None = None
+
+    def forward(self, batch: Any) -> None:
+        """A forward of `batch` begins or is over."""
+        self._batch, self._products = batch, None
+
+    def backward(self, grad: float | None) -> None:
+        """A backward of the loss times `grad` begins."""
+        if self._collecting is not None:
+            self._collecting.scale = 1.0 if grad is None else grad
+
+    def stepped(self) -> None:
+        """The parameters are others now."""
+        self._batch = self._products = None
+
+    def collect(self) -> None:
+        if self._collecting is not None:
+            self._collecting.factors()
+        self._collecting = Collecting(self._model, self._layout)
+
+    def factors(self) -> list[Factors]:
+        if self._collecting is None:
+            raise StrategyError("factors were asked for before `collect`")
+        collecting, self._collecting = self._collecting, None
+        return collecting.factors()
+
+    def product(self, vector: list[Tensor], step: int) -> list[Tensor]:
+        if self._products is None:
+            with self._again(step):
+                self._products = Products(self._model, self._loss, self._batch, self._layout)
+        return self._products.of(vector)
+
+    def value(self, step: int) -> Tensor:
+        self._products = None
+        with self._again(step), torch.no_grad():
+            return self._loss(self._model, self._batch).detach()
+
+    @contextmanager
+    def _again(self, step: int) -> Iterator[None]:
+        """Inside, the batch is computed once more: random numbers are the same each time in a step, buffers stay."""
+        if self._batch is None:
+            raise StrategyError("a batch's loss was asked for again before its forward, or after the update")
+        where = next(self._model.parameters()).device
+        kept = [(m, name, b) for m in self._model.modules() for name, b in m._buffers.items() if b is not None]
+        for module, name, buffer in kept:  # autograd keeps what it read: it is not to be written again
+            module._buffers[name] = buffer.clone()
+        try:
+            with torch.random.fork_rng([where] if where.type == "cuda" else []):
+                torch.manual_seed(step)
+                yield
+        finally:
+            for module, name, buffer in kept:
+                module._buffers[name] = buffer

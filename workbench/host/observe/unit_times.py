@@ -1,0 +1,103 @@
+"""How long each part of a model takes forward and backward, on one process of this machine."""
+
+from __future__ import annotations
+
+import copy
+import time
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from workbench.experiment import Experiment
+from workbench.host.core.meta import outline
+from workbench.host.memory.batches import example, to_device
+from workbench.host.passes.meetings import Passes
+from workbench.host.passes.piece import micro_batches
+from workbench.host.placement.cutting import Stages, parts_of
+from workbench.settings import KnobError
+from workbench.settings.said import text_of
+from workbench.tasks import Learner
+
+WARM = 3  # passes before those that are timed
+
+
+class Unit(NamedTuple):
+    """A part between two places where a model may be cut: seconds of one micro-batch forward and backward.
+
+    The first takes what is done before the model is called, too, and the last what the loss takes.
+    """
+
+    name: str
+    forward: float
+    backward: float
+
+
+def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]:
+    """Medians over so many passes of one micro-batch, after some that are not counted, on one thread as ranks have.
+
+    Parts are computed one after the other, each from what the one before has handed on, as stages of one part each
+    would. Raises KnobError where nobody says what the parts are, or one hands on what cannot cross between ranks.
+    """
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        torch.set_num_threads(1)
+        torch.manual_seed(e.seed)
+        model = copy.deepcopy(learner.model()).train()  # the task may have but one
+        parts = parts_of(model, learner)
+        batch = micro_batches(example(learner, e, "cpu"), e.partition.micro_batches)[0]
+        each = Stages(1, tuple((part,) for part in parts), (), ())
+        took: list[tuple[list[float], list[float]]] = [([], []) for _ in parts]
+        for number in range(WARM + rounds):
+            model.zero_grad(set_to_none=number == 0)
+            with torch.enable_grad():
+                passed = _passed(Passes(model, learner, each, batch))
+            for kept, pair in zip(took, passed if number >= WARM else (), strict=number >= WARM):
+                for one, seconds in zip(kept, pair, strict=True):
+                    one.append(seconds)
+    except KnobError:
+        raise
+    except Exception as error:
+        raise KnobError(
+            f"partition={type(e.partition).__name__}: the model's parts cannot be timed one by one, for one fails: "
+            f"{text_of(error)}; give the times (`times=`), or the task other `parts`"
+        ) from error
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    return tuple(Unit(names.get(id(part)) or type(part).__name__, median(there), median(back))
+                 for part, (there, back) in zip(parts, took, strict=True))  # fmt: skip
+
+
+def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
+    """Bytes of what each part hands on of one micro-batch, but the last one: nothing is computed.
+
+    Raises KnobError where the model's parts do not run on the meta device.
+    """
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            model = outline(learner)
+            parts = parts_of(model, learner)
+            batch = micro_batches(to_device(example(learner, e, "cpu"), "meta"), e.partition.micro_batches)[0]
+            passes = Passes(model, learner, Stages(len(parts), tuple((part,) for part in parts), (), ()), batch)
+            return tuple(passes.forward(number) for number in range(len(parts) - 1))
+    except Exception as error:
+        raise KnobError(
+            f"partition={type(e.partition).__name__}: what the model's parts hand on cannot be told, for they do not "
+            f"run on the meta device ({text_of(error)}); take a task whose model does"
+        ) from error
+
+
+def _passed(passes: Passes) -> list[tuple[float, float]]:
+    """By part the seconds of one forward and of its backward."""
+    there, back = [0.0] * passes.count, [0.0] * passes.count
+    for number in range(passes.count):
+        began = time.perf_counter()
+        passes.forward(number)
+        there[number] = time.perf_counter() - began
+    for number in reversed(range(passes.count)):
+        began = time.perf_counter()
+        passes.backward(number)
+        back[number] = time.perf_counter() - began
+    return list(zip(there, back, strict=True))

@@ -1,0 +1,167 @@
+"""What crosses in the middle of a pass between ranks that have slices of each matrix: Megatron-LM's f and g, and more.
+
+Before a layer by columns nothing happens forward and gradients are added up backward; after one by rows outputs are
+added up forward and nothing happens backward. Whoever runs the pass says, as `ask`, how ranks meet: over a wire, on a
+virtual clock, or all in one process. What crosses may be a codec's payload (coded.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workbench.host.passes.coded import (
+    Combining,
+    Others,
+    back_through,
+    chosen_of,
+    crossed,
+    gathered_payload,
+    joined,
+    parts_of,
+)
+from workbench.rank import Rank
+
+NOTHING = Combining("", "")
+PARTIAL = "gradient partial"  # what the sum of those is called of which each rank has a part
+
+
+class _Across(torch.autograd.Function):
+    """A tensor on its way from one module to another, where ranks meet: forward so, and backward so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
+        ctx.others, ctx.ahead, ctx.back = others, ahead, back
+        made, payload = crossed(x, others, ahead, others.coding.there)
+        ctx.save_for_backward(*chosen_of(payload, others.coding, others.ways if ahead.what == "scatter" else 1))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        others, back = ctx.others, ctx.back
+        came = crossed(grad, others, back, others.coding.back)[0] if back.what else grad
+        return back_through(came, ctx.saved_tensors, others.coding, ctx.ahead.dim), None, None, None
+
+
+def _across(x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
+    made: Tensor = _Across.apply(x, others, ahead, back)
+    return made
+
+
+def summed_ahead(x: Tensor, others: Others, name: str) -> Tensor:
+    """g: what all ranks have added up, of which each gets the same gradient."""
+    return _across(x, others, Combining("sum", f"activation {name}"), NOTHING)
+
+
+def summed_back(x: Tensor, others: Others, name: str) -> Tensor:
+    """f: the same `x` on all ranks, whose gradients are added up."""
+    return _across(x, others, NOTHING, Combining("sum", f"gradient {name}"))
+
+
+def gathered(x: Tensor, others: Others, name: str) -> Tensor:
+    """The features of all ranks one after the other, on each; of the gradient every rank takes its own part."""
+    return _across(x, others, Combining("gather", f"activation {name}"), Combining("own", f"gradient {name}"))
+
+
+class _Gathering(torch.autograd.Function):
+    """A Linear of the positions of all ranks, which keeps for its backward this rank's own and gathers them again.
+
+    Of what crosses in a payload it keeps that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: Others, name: str) -> Tensor:
+        ctx.others, ctx.name, ctx.biased = others, name, bias is not None
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        every, payload = crossed(x, others, Combining("gather", f"activation {name}", 1), others.coding.there)
+        ctx.save_for_backward(weight, *(payload or (x,)))
+        return F.linear(every, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        (weight, *kept), others = ctx.saved_tensors, ctx.others
+        (there, back, _), again = others.coding, Combining("gather", f"activation {ctx.name} again", 1)
+        if there is None:
+            every = others.ask(again, kept[0])
+        else:
+            like = kept[0].new_empty(ctx.shape, dtype=ctx.dtype)
+            every = joined(gathered_payload(tuple(kept), others, again), like, others, again, there)
+        every = every.to(grad.dtype).flatten(0, -2)
+        own, _ = crossed(grad @ weight.to(grad.dtype), others, Combining("scatter", f"gradient {ctx.name}", 1), back)
+        if there is not None:
+            own = back_through(own, chosen_of(tuple(kept), others.coding, 1), others.coding, 1)
+        flat = grad.flatten(0, -2)
+        of_bias = flat.sum(0).to(weight.dtype) if ctx.biased else None
+        return own.to(ctx.dtype), (flat.t() @ every).to(weight.dtype), of_bias, None, None
+
+
+def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
+    """What a Linear makes of the positions of all ranks; their gradients are added up, each rank's own."""
+    made: Tensor = _Gathering.apply(x, module.weight, module.bias, others, name)
+    return made
+
+
+def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
+    """What all ranks have added up of this rank's own positions; the gradients of all come together again."""
+    return _across(x, others, Combining("scatter", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
+
+
+def taken(x: Tensor, others: Others, name: str) -> Tensor:
+    """Of what all ranks have this rank's own positions; the gradients of all come together again."""
+    return _across(x, others, Combining("own", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
+
+
+class _OneSum(torch.autograd.Function):
+    """Parameters as they are, of which each rank has a part of the gradient: at the end of a backward all are added up.
+
+    Autograd goes back through what was made last first, and these are made before anything reads them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, others: Others, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.others = others
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        came = [grad for grad in grads if grad is not None]  # of what was read: on all ranks the same
+        for dtype in dict.fromkeys(grad.dtype for grad in came):
+            some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
+            flat = torch.cat([came[k].reshape(-1) for k in some])
+            flat = ctx.others.ask(Combining("sum", PARTIAL), flat)
+            parts = flat.split([came[k].numel() for k in some])
+            for k, part in zip(some, parts, strict=True):
+                came[k] = part.view(came[k].shape)
+        found = iter(came)
+        return None, *(None if grad is None else next(found) for grad in grads)
+
+
+def summed_at_the_end(params: Sequence[Tensor], others: Others) -> tuple[Tensor, ...]:
+    """The same parameters, to be read in their place by one forward; their gradients cross in one sum.
+
+    They come to the last parameter first, on all ranks and with sizes only alike: of nodes that are ready autograd
+    takes the one that was made last, and would otherwise take any.
+    """
+    made: tuple[Tensor, ...] = _OneSum.apply(others, *(p.view_as(p) for p in params))
+    return made
+
+
+async def met(rank: Rank, meeting: Combining, x: Tensor) -> Tensor:
+    """What a meeting of the ranks of a group answers this one."""
+    if meeting.what == "own":
+        return parts_of(x, rank.size, meeting)[rank.index].clone()
+    if meeting.what == "scatter":
+        parts = parts_of(x.detach(), rank.size, meeting)
+        return (await rank.reduce_scatter(torch.stack(parts).view(-1), meeting.name)).view(parts[0].shape)
+    flat = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    if meeting.what == "swap":
+        return (await rank.all_to_all(flat.view(rank.size, -1), meeting.name)).view(x.shape)
+    if meeting.what == "sum":
+        await rank.all_reduce(flat, "sum", meeting.name)
+        return flat.view(x.shape)
+    return torch.cat(list((await rank.all_gather(flat, meeting.name)).view(rank.size, *x.shape)), meeting.dim)

@@ -1,0 +1,174 @@
+"""Units of a model whose activations are not kept for backward but computed again there: activation checkpointing.
+
+A unit is a part of the model between which it may be cut into stages, if that is a Module of the model itself, or holds
+one that has several: a block of a transformer, a child of a Sequential. torch.utils.checkpoint computes it again, with
+the random numbers that it drew; ranks that meet inside of a unit meet again. Buffers are not written a second time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from workbench.host.placement.cutting import parts_of
+from workbench.partitions import Partition
+from workbench.rank import StrategyError
+from workbench.settings import KnobError
+from workbench.tasks import Learner
+
+OFF = "none"
+
+
+def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.Module]:
+    """The units of `model` that are computed again. Raises KnobError where nobody says any."""
+    what, every = layers.recompute
+    if what == OFF:
+        return []
+    try:
+        parts = parts_of(model, learner)
+    except KnobError as error:
+        raise KnobError(f"checkpoint={what}: nothing says what the model's units are ({error})") from error
+    own = {id(module) for module in model.modules()} - {id(model)}
+    units = [unit for part in parts for unit in (_own(part, own),) if unit is not None]
+    if not units:
+        raise KnobError(
+            f"checkpoint={what}: none of the model's parts is a Module of the model itself; let `parts` return such, "
+            f"or take checkpoint=none"
+        )
+    return units[::every]
+
+
+def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
+    """A part, or the one Module in it, if that is one of the model's own."""
+    if id(part) in own:
+        return part
+    inner = list(part.children())
+    return inner[0] if len(inner) == 1 and id(inner[0]) in own and list(inner[0].children()) else None
+
+
+class Checkpointed:
+    """Units that are computed again in backward, or the core of attention in them, until it is undone."""
+
+    def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
+        self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
+        for unit, own in self._units:
+            unit.__dict__["forward"] = _Unit(unit, own, what, draws)  # found before the class's own
+
+    def undo(self) -> None:
+        """They compute as they did before."""
+        for unit, own in reversed(self._units):
+            if own is None:
+                unit.__dict__.pop("forward", None)
+            else:
+                unit.__dict__["forward"] = own
+
+
+@contextmanager
+def checkpointing(model: nn.Module, learner: Learner, layers: Partition) -> Iterator[None]:
+    """Inside, `model`, which has no values, computes so."""
+    made = Checkpointed(units_of(model, learner, layers), layers.recompute[0], draws=False)
+    try:
+        yield
+    finally:
+        made.undo()
+
+
+class _Unit:
+    """What a unit computes in place of its own forward; its copy computes with the copy's weights."""
+
+    def __init__(self, unit: nn.Module, own: Any, what: str, draws: bool) -> None:
+        self._unit, self._own, self._what, self._draws = unit, own, what, draws
+        run = self._core if what == "attention" else self._whole
+        self._run = run if "torch._dynamo" not in sys.modules else torch.compiler.disable(run)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        call = self._own or partial(type(self._unit).forward, self._unit)
+        return self._run(call, *inputs, **named) if torch.is_grad_enabled() else call(*inputs, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
+        own = self._own.__deepcopy__(memo) if hasattr(self._own, "__deepcopy__") else self._own
+        return _Unit(memo.get(id(self._unit), self._unit), own, self._what, self._draws)
+
+    def _whole(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        def context() -> tuple[Any, Any]:
+            return nullcontext(), _BuffersAside(self._unit)
+
+        return _again(call, self._draws, inputs, named, context_fn=context)
+
+    def _core(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        with _Attention(self._draws):
+            return call(*inputs, **named)
+
+
+class _Attention(TorchFunctionMode):
+    """Inside, what attention makes of queries, keys and values is computed again in backward, and nothing else."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _again(func, self._draws, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept(torch.autograd.Function):
+    """A tensor that a checkpoint keeps, noted in the graph, where the ledger looks for what is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _again(call: Callable[..., Any], draws: bool, inputs: Any, named: Any, **more: Any) -> Any:
+    inputs = [_noted(x) for x in inputs]
+    named = {name: _noted(x) for name, x in named.items()}
+    return checkpoint(partial(call, **named), *inputs, use_reentrant=False, preserve_rng_state=draws, **more)
+
+
+def _noted(x: Any) -> Any:
+    return _Kept.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
+
+
+class _BuffersAside:
+    """Inside, what a unit writes into its buffers is forgotten: running statistics count each batch once.
+
+    It is entered as often as the unit is computed again: a graph that is kept is gone through several times.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._own: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        modules = self._unit.modules()
+        self._own = [(module, name, b) for module in modules for name, b in module._buffers.items() if b is not None]
+        for module, name, b in self._own:
+            module._buffers[name] = b.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, b in self._own:
+            module._buffers[name] = b
+
+
+def received_twice(name: str) -> StrategyError:
+    """What to say of a parameter whose gradient came twice in one exchanged backward, as torch's DDP refuses it."""
+    return StrategyError(
+        f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
+        f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
+    )

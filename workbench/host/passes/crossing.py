@@ -1,0 +1,99 @@
+"""What crosses between two stages: activations and their gradients, as they are or in a codec's payload.
+
+A payload travels as its tensors, behind one of no elements whose shape tells how many there are and of what shape.
+Where a codec has chosen a part of an activation (TopK its entries), the gradient may cross of that only: both ends
+know it, so it need not be said again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from workbench.compressors import Codec, Coder
+from workbench.host.passes.coded import require_floats
+from workbench.partitions import Partition
+from workbench.rank import Op, Rank
+
+Entry = tuple[int, int]  # a micro-batch, and the piece of the model that it goes into
+
+
+class Crossing:
+    """One batch's messages, as one stage sends and receives them."""
+
+    def __init__(self, rank: Rank, partition: Partition) -> None:
+        self.rank, self.pieces = rank, partition.pieces
+        self._there, self._back, self.masks = partition.between(rank.memory)
+        self._chosen: dict[Entry, Coder] = {}  # what of activations has crossed, until their gradients do
+        self._shapes: dict[Entry, Any] = {}  # of the whole ones, on who sent them
+
+    async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
+        """Sends the activation that goes into this piece of the model."""
+        name = self._named("activation", entry)
+        if self._there is None:
+            return await self.rank.send(x, to, name)
+        payload = await self._send(x, to, name, self._there)
+        self._note(entry, payload)
+        self._shapes[entry] = x.shape
+
+    async def receive_activation(self, source: int, entry: Entry) -> Tensor:
+        """The activation that goes into this piece."""
+        name = self._named("activation", entry)
+        if self._there is None:
+            return await received(self.rank, source, name)
+        payload, x = await self._receive(source, name, self._there)
+        self._note(entry, payload)
+        return x
+
+    async def send_gradient(self, grad: Tensor, to: int, entry: Entry) -> None:
+        """Sends the gradient of what went into this piece."""
+        name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
+        (x,) = (grad,) if chosen is None else chosen.encode(grad)
+        if self._back is None:
+            await self.rank.send(x, to, name)
+        else:
+            await self._send(x, to, name, self._back)
+
+    async def receive_gradient(self, source: int, entry: Entry) -> Tensor:
+        """The gradient of what went into this piece."""
+        name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
+        shape = self._shapes.pop(entry, None)
+        if self._back is None:
+            x = await received(self.rank, source, name)
+        else:
+            _, x = await self._receive(source, name, self._back)
+        return x if chosen is None else chosen.decode((x,), x.new_empty(shape))
+
+    async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
+        require_floats(x, name)
+        payload = await Op("coded", f"encode {name}", lambda: coder.encode(x), x.nbytes)
+        await self.rank.send(x.new_empty((0, len(payload), *x.shape)), to, f"{name} shape")
+        for number, part in enumerate(payload):
+            await self.rank.send(part, to, name if not number else f"{name} part {number}")
+        return payload
+
+    async def _receive(self, source: int, name: str, coder: Any) -> tuple[Any, Tensor]:
+        said = await received(self.rank, source, f"{name} shape")
+        count, *shape = said.shape[1:]
+        names = [name, *(f"{name} part {number}" for number in range(1, count))]
+        payload = tuple([await received(self.rank, source, each) for each in names])
+        like = said.new_empty(shape)
+        return payload, await Op("coded", f"decode {name}", lambda: coder.decode(payload, like), like.nbytes)
+
+    def _note(self, entry: Entry, payload: Any) -> None:
+        if self.masks and isinstance(self._there, Codec) and (chosen := self._there.chosen(payload)) is not None:
+            self._chosen[entry] = self._there.through(chosen)
+
+    def _named(self, what: str, entry: Entry) -> str:
+        micro, piece = entry
+        return f"{what} {micro}" if self.pieces == 1 else f"{what} {micro} of piece {piece}"
+
+
+async def received(rank: Rank, source: int, kind: str) -> Tensor:
+    """The next message of a kind. Raises ConnectionError where nothing more can come."""
+    got = await rank.recv(None, source, kind)
+    if got is None:
+        raise ConnectionError(f"Connection closed by peer: stage {source}, of which {kind} was awaited")
+    came: Tensor = got[0]
+    return came

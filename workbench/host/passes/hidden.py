@@ -1,0 +1,127 @@
+"""Which hidden units of a model a sub-model can be without: after the task's plan, or found in a Sequential.
+
+What is not found is whole in every sub-model, so a model is refused only where nothing is found at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from workbench.host.placement.sliced import shape_of
+from workbench.host.placement.splitting import ELEMENTWISE, leaves, planned
+from workbench.rank import Cut, Units
+from workbench.settings import KnobError
+from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BY_CHANNEL = (  # which work on each channel by itself, and know not how many there are
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d, nn.Dropout1d, nn.Dropout2d, nn.Upsample,
+)  # fmt: skip
+
+
+def units_of(model: nn.Module, learner: Learner) -> list[Units]:
+    """The units between each two layers of `model`. Raises KnobError in words where there are none."""
+    if learner.split is not None:
+        try:
+            plan = dict(planned(model, learner.split(model), "the task's split"))
+        except TaskError as error:
+            raise KnobError(str(error)) from error
+        found = list(_planned(model, plan))
+        lacks = "the task's `split` names no Colwise() Linears with a Rowwise() one that has an input for each output"
+    elif isinstance(model, nn.Sequential):
+        found = list(_in_a_row(model))
+        lacks = "the Sequential has no two Linears or convolutions with nothing but activations and pooling between"
+    else:
+        found, lacks = [], f"nothing says which of a {type(model).__name__}'s features a sub-model can be without"
+    if not found:
+        raise KnobError(
+            f'{lacks}; give the task `split`: model -> {{"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}}, with '
+            f"Colwise(together=...) where outputs form heads, or take AsyncServer or TEASQFed, which train all of it"
+        )
+    return found
+
+
+def _planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
+    """What lies between a Rowwise Linear and the Colwise ones before it, in the order in which the model has them."""
+    own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
+    firsts: list[tuple[str, nn.Linear, Colwise]] = []
+    for name, module in model.named_modules():
+        way = plan.get(name)
+        if isinstance(way, Colwise) and not way.gather and type(module) is nn.Linear:
+            firsts.append((name, module, way))
+        elif isinstance(way, Rowwise) and type(module) is nn.Linear:
+            if firsts and (found := _between(firsts, module, own, names)) is not None:
+                yield found
+            firsts = []
+
+
+def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own: set[int],
+             names: dict[int, str]) -> Units | None:  # fmt: skip
+    """The units that these layers make and `last` reads; None where they do not fit each other."""
+    out, into = shape_of(last.weight)
+    together = firsts[0][2].together
+    count = into // together
+    cuts: list[tuple[Tensor, tuple[int, ...], int]] = [(last.weight, (out, count, together), 1)]
+    for _, module, way in firsts:
+        rows, width = shape_of(module.weight)
+        if way.together != together or rows != way.packed * into or into % together:
+            return None
+        cuts.append((module.weight, (way.packed, count, together, width), 1))
+        if module.bias is not None:
+            cuts.append((module.bias, (way.packed, count, together), 1))
+    if count < 2 or any(id(p) not in own for p, _, _ in cuts):
+        return None
+    found = tuple(Cut(names[id(p)], view, dim) for p, view, dim in cuts)
+    return Units(firsts[0][0], count, found, names[id(last.weight)])
+
+
+def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
+    """What lies between two layers of a Sequential with only what works on each unit by itself between them."""
+    own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
+    made: tuple[str, Any, int] | None = None  # the layer before, and how many units it has
+    flat = False  # did a Flatten follow?
+    views: dict[str, tuple[int, ...]] = {}
+    found: list[tuple[str, int, list[tuple[str, int]]]] = []
+    layers: Iterator[tuple[str, Any]] = leaves(model)
+    for name, module in layers:
+        if isinstance(module, ELEMENTWISE) or (isinstance(module, _BY_CHANNEL) and made and isinstance(made[1], _CONV)):
+            continue
+        if isinstance(module, nn.Flatten) and made and isinstance(made[1], _CONV):
+            if (module.start_dim, module.end_dim) == (1, -1):
+                flat = True
+                continue
+        if not _alone(module, own):
+            made = None
+            continue
+        weight = names[id(module.weight)]
+        out, into, *kernel = shape_of(module.weight)
+        views[weight] = (out, into, *kernel)
+        if made is not None and type(made[1]) is not type(module) and flat and not kernel and into % made[2] == 0:
+            views[weight] = (out, made[2], into // made[2])  # each channel has so many places
+        if made is not None and views[weight][1] == made[2] and (flat or type(made[1]) is type(module)):
+            first = [(names[id(p)], 0) for p in (made[1].weight, made[1].bias) if p is not None]
+            found.append((made[0], made[2], [*first, (weight, 1)]))
+        if module.bias is not None:
+            views[names[id(module.bias)]] = (out,)
+        made, flat = (name, module, out), False
+    for name, count, cuts in found:
+        if count > 1:
+            yield Units(name, count, tuple(Cut(param, views[param], dim) for param, dim in cuts), cuts[-1][0])
+
+
+def _alone(module: Any, own: set[int]) -> bool:
+    """A layer with a weight and a bias of its own, that all learn."""
+    if type(module) is nn.Linear or (type(module) in _CONV and module.groups == 1):
+        return all(id(p) in own for p in (module.weight, module.bias) if p is not None)
+    return False
+
+
+def _sole(model: nn.Module) -> set[int]:
+    """The parameters that learn, and that one module has and no other."""
+    has = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {id(p) for p in model.parameters() if p.requires_grad and has[id(p)] == 1}

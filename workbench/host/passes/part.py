@@ -1,0 +1,97 @@
+"""A model with smaller parameters in the place of its own, and what it computes then.
+
+The very Modules of the model compute it, so nothing is masked: a Linear has a matrix of fewer rows or columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from workbench.experiment import Experiment
+from workbench.host.core.meta import outline
+from workbench.host.memory.batches import example, to_device
+from workbench.rank import Entries, Units
+from workbench.tasks import Learner, stands_for
+
+_SIZED: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Smaller]]] = WeakKeyDictionary()
+_COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary()
+
+
+class Smaller:
+    """A parameter of a Module, and a smaller one that may lie in its place."""
+
+    def __init__(self, module: nn.Module, short: str, name: str, entries: Entries) -> None:
+        self.module, self.short, self.name = module, short, name
+        self.whole: nn.Parameter = module._parameters[short]  # type: ignore[assignment]
+        shape = entries.shape(name, tuple(self.whole.shape))
+        self.small = stands_for(nn.Parameter(entries.of(name, self.whole.data).reshape(shape)), self.whole)
+        self.scale = 1.0  # how many times as large it is as those entries
+
+    def grow(self, scale: float) -> None:
+        """It is so many times as large as the entries that it stands for."""
+        self.small.data.mul_(scale)
+        self.scale *= scale
+
+
+def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Smaller]:
+    """Those that `model` would have in a sub-model that keeps these of its units."""
+    entries, found = Entries(units, kept), []
+    for name, _ in list(model.named_parameters()):
+        if entries.cuts(name):
+            path, _, short = name.rpartition(".")
+            found.append(Smaller(model.get_submodule(path), short, name, entries))
+    return found
+
+
+def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[Smaller]:
+    """The same of so many of each units where nothing has values: one for all ranks, which have one model."""
+    made = _SIZED.setdefault(model, {})
+    if counts not in made:
+        made[counts] = smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
+    return made[counts]
+
+
+def place(parameters: Iterable[Smaller]) -> None:
+    """The model is the sub-model."""
+    for p in parameters:
+        p.module._parameters[p.short] = p.small
+
+
+def restore(parameters: Iterable[Smaller]) -> None:
+    """The model is whole."""
+    for p in parameters:
+        p.module._parameters[p.short] = p.whole
+
+
+def computes(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
+    """Of the whole model's floating-point operations in a forward, those of a part; None where nobody can tell.
+
+    From passes on the meta device, which compute nothing; one for each size of a part.
+    """
+    made = _COUNTED.setdefault(learner, {})
+    key = e.batch, counts
+    if key not in made:
+        made[key] = _operations(e, learner, units, counts)
+    whole = e.batch, tuple(each.size for each in units)
+    if made[key] is not None and whole not in made:
+        made[whole] = _operations(e, learner, units, whole[1])
+    part, all_of_it = made[key], made.get(whole)
+    return part / all_of_it if part and all_of_it else None
+
+
+def _operations(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> int | None:
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model = outline(learner)
+            place(sized(model, units, counts))
+            with FlopCounterMode(display=False) as counter:
+                learner.loss(model, to_device(example(learner, e, "cpu"), "meta"))
+            return int(counter.get_total_flops())
+    except Exception:
+        return None

@@ -1,0 +1,197 @@
+"""What one stage of a pipeline computes: the user's own loss, in which the model is only the parts that lie here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.passes.halves import Halves
+from workbench.host.placement.cutting import instead, through
+from workbench.rank import StrategyError
+from workbench.tasks import TaskError
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Handed(BaseException):
+    """Leaves the user's loss at the end of a stage that is not the last; no `except Exception` of theirs sees it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+Pass = tuple[int, int]  # a micro-batch, and one of the pieces that lie here
+
+
+class Piece:
+    """One stage with its pieces of the model, and the micro-batches that have gone forward and not yet backward.
+
+    opened: by micro-batch and piece what came of it, whose graph holds what backward needs
+    """
+
+    def __init__(self, model: nn.Module, pieces: list[tuple[nn.Module, ...]], stage: int, stages: int) -> None:
+        self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
+        self.opened: dict[Pass, Tensor] = {}
+        self._came: dict[Pass, Tensor] = {}
+        self._halves: dict[Pass, Halves | Tensor] = {}  # backwards of which the second half is to come
+
+    def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
+        """What a piece makes of a micro-batch, or the last one of the model the loss: a tensor that is detached.
+
+        x: what the piece before has made of it; None on the first
+        """
+        if x is not None:
+            x, self._came[micro, chunk] = entering(x)
+        last = self.stage == self.stages - 1 and chunk == len(self.pieces) - 1
+        parts = self.pieces[chunk]
+
+        def mine(*inputs: Any, **named: Any) -> Any:
+            given = through(parts, *inputs, **named) if x is None else through(parts, x)
+            if last:
+                return given
+            raise Handed(given)
+
+        with instead(self.model, mine):
+            try:
+                made = loss(self.model, batch)
+            except Handed as handed:
+                made = handed.value
+        self._check(made, last)
+        self.opened[micro, chunk] = made
+        return made.detach()
+
+    def backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
+        """The gradient of what came of a micro-batch, given that of what a piece made of it; None on the first piece.
+
+        grad: on the last piece of the model a number that the loss is multiplied with
+        """
+        if (micro, chunk) not in self.opened:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        made = self.opened.pop((micro, chunk))
+        if made.requires_grad:  # else nothing before it is to learn
+            made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
+        x = self._came.pop((micro, chunk), None)
+        if x is None:
+            return None
+        return self._gradient(x.grad, chunk)
+
+    def inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
+        """The first half of a backward: as `backward`, but parameters get nothing yet."""
+        made = self.opened.get((micro, chunk))
+        if made is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
+        x = self._came.pop((micro, chunk), None)
+        if x is None:  # nobody waits for anything
+            self._halves[micro, chunk] = grad
+            return None
+        if not (made.requires_grad and x.requires_grad):
+            return self._gradient(None, chunk)
+        halves = self._halves[micro, chunk] = Halves(made, x, self.params(chunk))
+        found = halves.of_input(grad)
+        return self._gradient(found, chunk)
+
+    def weights(self, micro: int, chunk: int = 0) -> None:
+        """The second half: the gradients of the parameters."""
+        if (micro, chunk) not in self._halves:
+            raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
+        made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
+        if isinstance(left, Halves):
+            left.of_params()
+        elif made.requires_grad:
+            made.backward(left)
+
+    def _gradient(self, found: Tensor | None, chunk: int) -> Tensor:
+        if found is None:
+            raise StrategyError(
+                f"stage {self.stage}: its piece {chunk} gives no gradient to what it is handed; let floats cross "
+                f"between stages, and every piece use them"
+            )
+        return found
+
+    def forget(self, micros: Container[int]) -> None:
+        """Drops what these micro-batches have left here, which do not go back."""
+        for held in (self.opened, self._came):
+            for entry in [entry for entry in held if entry[0] in micros]:
+                del held[entry]
+
+    def buffers(self) -> list[Tensor]:
+        """Of all pieces."""
+        return [x for parts in self.pieces for part in parts for x in part.buffers()]
+
+    def params(self, chunk: int) -> list[nn.Parameter]:
+        """Of one piece."""
+        return [p for part in self.pieces[chunk] for p in part.parameters()]
+
+    def _check(self, made: Any, last: bool) -> None:
+        if last:
+            if not isinstance(made, Tensor) or made.numel() != 1 or not made.requires_grad:
+                raise TypeError("the loss must be a scalar tensor with a gradient")
+        elif not isinstance(made, Tensor):
+            raise TaskError(
+                f"the last part of a piece on stage {self.stage} returned a {type(made).__name__}: what crosses "
+                f"between stages must be one Tensor"
+            )
+
+
+class _Enter(torch.autograd.Function):
+    """A tensor from elsewhere, of which the gradient is taken at a stand-in that has no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
+        return x.clone()  # which may be written into, as an in-place layer does
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def entering(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` as a part may take it, and where its gradient will be."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x, x
+    stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
+    entered: Tensor = _Enter.apply(stand_in, x)
+    return entered, stand_in
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """`batch` in so many equal parts along the first dimension of its tensors. Raises TaskError where it cannot be."""
+    if count == 1:
+        return [batch]
+    sizes = {x.shape[0] for x in tensors_of(batch) if x.dim()}
+    if not sizes:
+        raise TaskError("micro_batches: the batch holds no tensors that could be cut; take micros=1")
+    if len(sizes) > 1 or next(iter(sizes)) % count:
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise TaskError(
+            f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into so many equal parts; let "
+            f"the first dimension of each count the examples, always a multiple of {count} (DataLoader: drop_last=True)"
+        )
+    return [_part(batch, number, count, next(iter(sizes))) for number in range(count)]
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors in a batch, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return [x for each in batch for x in tensors_of(each)] if isinstance(batch, list | tuple) else []
+
+
+def _part(batch: Any, number: int, count: int, rows: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.chunk(count)[number] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        cut = {k: _part(v, number, count, rows) for k, v in batch.items()}
+        return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        if len(batch) == rows and not tensors_of(batch):  # something for each example: names, texts
+            return batch[number * rows // count : (number + 1) * rows // count]
+        parts = [_part(v, number, count, rows) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

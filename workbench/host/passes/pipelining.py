@@ -1,0 +1,146 @@
+"""One batch through a pipeline, as one of its stages lives it: the same coroutine on both hosts.
+
+Verbs of the hosts' own compute: Op("stage_forward", x, micro, chunk) answers with what a piece of the model makes of a
+micro-batch, the last piece with its loss; Op("stage_backward", grad, micro, chunk) with the gradient of what came, and
+in two halves Op("stage_inputs", grad, micro, chunk) does; Op("stage_weights", micro, chunk) is the other half. All else
+are messages between neighbours, posted as soon as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.memory.following import arrived
+from workbench.host.passes.crossing import received
+from workbench.host.passes.flow import Flow
+from workbench.host.passes.piece import tensors_of
+from workbench.host.placement.checksum import checksum
+from workbench.host.placement.cutting import through
+from workbench.partitions import Partition
+from workbench.rank import Op, Rank, StrategyError
+
+WEIGHTS = "backward weights"  # the name of the half of a backward that is for parameters
+LOSS = "loss"  # what the last stage tells the others of a batch
+
+
+async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
+    """Raises StrategyError where the stages of a replica have drawn unlike batches. Asked of the first after a cut."""
+    told = checksum({str(number): x for number, x in enumerate(tensors_of(batch))})
+    mine = torch.tensor([told], device=device)
+    rows = await rank.all_gather(mine, "batch")
+    if not rows.is_meta and len(set(rows.reshape(-1).tolist())) > 1:
+        raise StrategyError(
+            "the stages of a replica read unlike batches: data(rank, ranks, seed) must give all who ask for the same "
+            "rank the same examples; draw what is random by `seed`, or by torch's, numpy's or Python's own generators"
+        )
+
+
+async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, step: int) -> Tensor:
+    """Forwards and backwards of one batch in the order of the schedule; the loss, the mean over its micro-batches.
+
+    rank:   this rank among the stages of its replica
+    share:  what each micro-batch's loss counts, so that gradients add up to those of the batch
+    flow:   what of it, and of batches to come, has gone forward before; nothing where each batch is flushed
+    """
+    losses: list[Tensor] = []
+    before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
+    actions, end = flow.begin(rank, partition, step), partition.pieces * rank.size - 1
+    crossing = flow.crossing
+    for what, micro, chunk in actions:
+        piece, number = chunk * rank.size + rank.index, flow.number(micro)
+        if what == "F":
+            x = await crossing.receive_activation(before, (number, piece)) if piece else None
+            flow.goes(micro)
+            made = await Op("stage_forward", x, micro, chunk)
+            if piece == end:
+                losses.append(made)
+            else:
+                await crossing.send_activation(made, after, (number, piece + 1))
+        elif what == "W":
+            await Op("stage_weights", micro, chunk)
+            flow.back(micro)
+        else:
+            grad: Any = share if piece == end else await crossing.receive_gradient(after, (number, piece + 1))
+            came = await Op("stage_backward" if what == "B" else "stage_inputs", grad, micro, chunk)
+            if piece:
+                await crossing.send_gradient(came, before, (number, piece))
+            flow.back(micro)
+    flow.over()
+    if rank.index < rank.size - 1:
+        return await received(rank, rank.size - 1, LOSS)
+    mean = sum(losses[1:], losses[0]) / len(losses)
+    for other in range(rank.size - 1):
+        await rank.send(mean, other, LOSS)
+    return mean
+
+
+async def drained(flow: Flow) -> None:
+    """Nothing of a batch to come is under way: its forwards are forgotten, and what nobody has taken yet is taken.
+
+    All stages have made the same number of batches. One has received what it has gone forward with; the stage before,
+    which is further ahead, has sent more.
+    """
+    if not flow.batches:
+        return
+    stage, ahead = flow.crossing.rank.index, flow.partition.ahead
+    for micro in range(ahead(stage), ahead(stage - 1)) if stage else ():
+        if flow.comes(micro):
+            await flow.crossing.receive_activation(stage - 1, (flow.number(micro), stage))
+    flow.clear()
+
+
+async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
+    """What the whole model makes of these inputs, which all stages have: on all of them. Each computes its `pieces`."""
+    last = rank.size - 1
+    x: Any = None
+    for number, parts in enumerate(pieces):
+        if number or rank.index:
+            inputs, named = (await received(rank, (rank.index - 1) % rank.size, "activation"),), {}
+            arrived(inputs)
+        x = await Op("do", partial(through, parts, *inputs, **named))  # where slices meet, too
+        if rank.index < last or number < len(pieces) - 1:
+            await rank.send(x, (rank.index + 1) % rank.size, "activation")
+    if rank.index < last:
+        x = await _answered(rank, last)
+        arrived(x)
+        return x
+    for other in range(last):
+        await _answer(rank, x, other)
+    return x
+
+
+class Answer(dict[str, Any]):
+    """What a model has answered that returns several tensors by name, as those of transformers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the model's answer has {', '.join(self) or 'nothing'} and no {name}")
+        return self[name]
+
+
+async def _answer(rank: Rank, x: Any, to: int) -> None:
+    """Sends what the model answers: a tensor, or several by name."""
+    named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in dict(x).items() if isinstance(v, Tensor)}
+    like = next(iter(named.values()))
+    names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)
+    await rank.send(names, to, "names of the answer")
+    for name, tensor in named.items():
+        await rank.send(tensor, to, f"answer {name}".rstrip())
+
+
+async def _answered(rank: Rank, source: int) -> Any:
+    said = await received(rank, source, "names of the answer")
+    if not said.numel():
+        return await received(rank, source, "answer")
+    names = bytes(said.tolist()).decode().split("\n")
+    return Answer({name: await received(rank, source, f"answer {name}") for name in names})
+
+
+def pass_name(phase: str, micro: int, chunk: int, pieces: int) -> str:
+    """The name of a pass's Span: "forward 3"; "forward 3.1" through a stage's second piece, where there are several."""
+    return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

@@ -1,0 +1,151 @@
+"""A model that is passed piece by piece: one batch's forward takes the memory that another's backward gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from workbench.host.passes.piece import Handed, entering
+from workbench.host.placement.cutting import instead, parts_of, through, weight
+from workbench.rank import StrategyError
+from workbench.settings import KnobError
+from workbench.settings.said import text_of
+
+_WRITTEN = "leaf Variable that requires grad"  # what torch says of who writes into where a graph begins
+
+
+class _Risen:
+    """One batch on its way: what the last piece made, and of each piece its graph and where its input's gradient is."""
+
+    def __init__(self, batch: Any, of: int, falls: bool) -> None:
+        self.batch, self.of, self.falls = batch, of, falls
+        self.made: Any = None
+        self.graphs: list[tuple[GradientEdge | None, Tensor | None]] = []  # of pieces that have not fallen
+        self.grad: Tensor | None = None  # of what the piece that falls next has made
+        self.loss: Tensor | None = None
+
+
+class Waves:
+    """The batches that are in pieces on one rank.
+
+    Where a batch falls by pieces, each piece has a graph of its own, which begins at what it is handed, and what it has
+    made is kept by nobody but who computes with it.
+    """
+
+    def __init__(self, model: nn.Module, learner: Any) -> None:
+        self._model, self._learner = model, learner
+        self._risen: dict[int, _Risen] = {}
+        self._parts: list[nn.Module] | None = None
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Between which it can be cut; none where nobody says."""
+        if self._parts is None:
+            try:
+                self._parts = parts_of(self._model, self._learner)
+            except KnobError:
+                self._parts = []
+        return self._parts
+
+    def count(self, most: int) -> int:
+        """Into how many pieces it can be cut, of `most`."""
+        return max(1, min(most, len(self.parts)))
+
+    def share(self, piece: int, of: int) -> float:
+        """What a piece is of the model's compute, as far as numbers of parameters tell."""
+        if of == 1:
+            return 1.0
+        return sum(map(weight, self._piece(piece, of))) / sum(map(weight, self.parts))
+
+    def opened(self) -> Iterable[Any]:
+        """Of batches in pieces, what graphs hang on: each has a `grad_fn`."""
+        for risen in self._risen.values():
+            if not risen.falls and risen.made is not None:
+                yield risen.made
+            yield from (SimpleNamespace(grad_fn=edge.node) for edge, _ in risen.graphs if edge is not None)
+
+    def rise(self, draw: Callable[[], Any], micro: int, piece: int, of: int, falls: bool) -> tuple[Any, Tensor | None]:
+        """A batch through one piece: the batch, and through the last piece its loss."""
+        if piece == 0:
+            if micro in self._risen:
+                raise StrategyError(f"batch {micro} rises anew before it has fallen")
+            self._risen[micro] = _Risen(draw(), of, falls)
+        risen = self._of(micro, of)
+        x, entry = risen.made, None
+        if piece and falls:
+            x, entry = self._entering(x, piece, of)
+        try:
+            made = self._through(risen.batch, x, piece, of)
+        except RuntimeError as error:
+            if entry is None or _WRITTEN not in text_of(error):
+                raise
+            raise StrategyError(
+                f"piece {piece} of {of} writes into what it is handed: let it compute x = x + y instead of x += y, or "
+                f"take pieces=1"
+            ) from error
+        if piece == of - 1 and not (isinstance(made, Tensor) and made.numel() == 1 and made.requires_grad):
+            raise TypeError("the loss must be a scalar tensor with a gradient")
+        if falls:
+            risen.graphs.append((get_gradient_edge(made) if made.requires_grad else None, entry))
+            made = made.detach()
+        risen.made = made
+        if piece < of - 1:
+            return risen.batch, None
+        batch, risen.batch, risen.made, risen.loss = risen.batch, None, None, made.detach()
+        if not falls:
+            del self._risen[micro]
+        return batch, made
+
+    def fall(self, micro: int, piece: int, of: int, grad: float) -> None:
+        """The backward through one piece."""
+        risen = self._of(micro, of)
+        if not risen.falls or risen.loss is None or len(risen.graphs) != piece + 1:
+            raise StrategyError(f"batch {micro} cannot fall through piece {piece} of {of} now: the last falls first")
+        edge, entry = risen.graphs.pop()
+        seed = torch.full_like(risen.loss, grad) if piece == of - 1 else risen.grad
+        if edge is not None and seed is not None:
+            torch.autograd.backward((edge,), (seed,))
+        risen.grad = None if entry is None else entry.grad
+        if not piece:
+            del self._risen[micro]
+
+    def _entering(self, x: Tensor, piece: int, of: int) -> tuple[Tensor, Tensor]:
+        """`x` as a piece takes it, in the memory where it lies unless the first layer writes there, and whose gradient
+        will be that of it.
+        """
+        first = next(m for m in self._piece(piece, of)[0].modules() if not next(m.children(), None))
+        if getattr(first, "inplace", False) or not x.is_floating_point():
+            return entering(x)
+        x = x.detach().requires_grad_()
+        return x, x
+
+    def _of(self, micro: int, of: int) -> _Risen:
+        if micro not in self._risen or self._risen[micro].of != of:
+            raise StrategyError(f"batch {micro} has not begun to rise through {of} pieces")
+        return self._risen[micro]
+
+    def _piece(self, piece: int, of: int) -> list[nn.Module]:
+        n = len(self.parts)
+        return self.parts[piece * n // of : (piece + 1) * n // of]
+
+    def _through(self, batch: Any, x: Any, piece: int, of: int) -> Any:
+        if of == 1:
+            return self._learner.loss(self._model, batch)
+        parts, last = self._piece(piece, of), piece == of - 1
+
+        def mine(*inputs: Any, **named: Any) -> Any:
+            given = through(parts, x) if piece else through(parts, *inputs, **named)
+            if last:
+                return given
+            raise Handed(given)
+
+        with instead(self._model, mine):
+            try:
+                return self._learner.loss(self._model, batch)
+            except Handed as handed:
+                return handed.value

@@ -1,0 +1,76 @@
+"""A hash of state that adds up: the same however tensors are cut, spread over ranks, laid out or put into buckets.
+
+Each element counts by its bits, times a number that its name and its place in the tensor choose, so ranks that hold
+slices can each hash theirs, and the sum over all slices, replicas counted once, is that of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.host.placement.placement import Held
+from workbench.host.placement.slices import Slice
+
+WORD = 4  # bytes of the numbers that are multiplied: a difference in the highest bit of 8 could cancel another's
+CHUNK = 1 << 16
+MASK = 2**63 - 1  # sums are taken modulo 2 ** 63: what an int64 can carry
+_WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dtype=np.uint64)
+
+
+def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
+    """The sum over all elements of these tensors, from 0 to 2 ** 63 - 1; 0 where there are sizes only.
+
+    held: by name the slices that a tensor has, one after the other; without it each tensor is a whole one
+    """
+    if any(x.is_meta for x in state.values()):
+        return 0
+    total = 0
+    for name, x in state.items():
+        words, at, seed = _words(x), 0, _seed(name)
+        each = words.size // max(1, x.numel())  # words of an element
+        for s in held[name] if held is not None else (Slice(0, x.numel()),):
+            for k in range(s.times):
+                length = s.length * each
+                total += _stretch(words[at : at + length], (s.start + k * s.stride) * each, seed)
+                at += length
+    return total & MASK
+
+
+def _words(x: Tensor) -> np.ndarray[Any, Any]:
+    """The bits of a tensor as unsigned numbers of at most WORD bytes."""
+    raw = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return raw.view(f"u{min(WORD, x.element_size())}")
+
+
+def _stretch(words: np.ndarray[Any, Any], start: int, seed: int) -> int:
+    """The sum of words that lie side by side, the first of them word `start` of its tensor."""
+    total = at = 0
+    while at < words.size:
+        chunk, low = divmod(start + at, CHUNK)
+        part = words[at : at + CHUNK - low]
+        weights = _WEIGHTS[low : low + part.size]
+        total += int((part * weights).sum(dtype=np.uint64)) * _mixed(seed + chunk)
+        at += part.size
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+
+
+@lru_cache(maxsize=65536)
+def _mixed(n: int) -> int:
+    """An odd number of 64 bits that looks random: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014,
+    https://doi.org/10.1145/2660193.2660195).
+    """
+    n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    n = (n ^ n >> 27) * 0x94D049BB133111EB % 2**64
+    return (n ^ n >> 31) | 1

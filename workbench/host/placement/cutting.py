@@ -1,0 +1,176 @@
+"""Where a model is cut into stages, and which parameters each has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.host.placement.balancing import balanced
+from workbench.host.placement.sliced import numel_of
+from workbench.settings import KnobError
+from workbench.tasks import Learner, TaskError, decoder_parts
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model in consecutive pieces, dealt out over stages round and round: piece k is on stage k modulo their number.
+
+    count:   of stages
+    pieces:  of each the Modules that follow each other
+    shares:  of each, what it is of the model's compute, as far as numbers of parameters tell
+    names:   by stage of the parameters, trained and frozen, and of the buffers, as the model calls them
+    """
+
+    count: int
+    pieces: tuple[tuple[nn.Module, ...], ...]
+    shares: tuple[float, ...]
+    names: tuple[frozenset[str], ...]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __str__(self) -> str:
+        """"0–2 | 3–6": the numbers of the parts on each stage."""
+        ends = [0, *accumulate(len(parts) for parts in self.pieces)]
+        spans = [_span(a, b - 1) for a, b in pairwise(ends)]
+        return "parts " + " | ".join(", ".join(spans[stage :: self.count]) for stage in range(self.count))
+
+    def of(self, stage: int) -> list[tuple[nn.Module, ...]]:
+        """The pieces of a stage."""
+        return list(self.pieces[stage :: self.count])
+
+    def share(self, stage: int) -> float:
+        """What a stage is of the model's compute."""
+        return sum(self.shares[stage :: self.count])
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The numbers of the parts at which pieces begin, without the first."""
+        return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
+
+    def dear(self, times: Sequence[float], piece: int) -> float:
+        """How many times longer a piece takes than its share says, where parts take these `times`."""
+        every = [0, *self.cuts, len(times)]
+        took = sum(times[every[piece] : every[piece + 1]])
+        return took / sum(times) / self.shares[piece]
+
+
+_CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut, and goes with it
+
+
+def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
+    """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
+    made = model.__dict__.setdefault(_CUTS, {})  # with sizes only thousands of ranks have one model
+    key = e.partition.depth, e.partition.pieces, e.partition.cuts
+    if key not in made:
+        made[key] = _cut(e, model, learner)
+    return made[key]
+
+
+def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
+    count, each, parts = e.partition.depth, e.partition.pieces, parts_of(model, learner)
+    said = f"partition={type(e.partition).__name__}"
+    if len(parts) < count * each:
+        what = f"{count} stages of {each} pieces" if each > 1 else f"{count} stages"
+        most = f"at most {len(parts)} {'pieces in all' if each > 1 else 'stages'}" if len(parts) > 1 else "Whole()"
+        have = f"{len(parts)} parts" if len(parts) > 1 else "one part"
+        raise KnobError(f"{said}: the model has {have}, too few for {what}; take {most}, or a deeper model")
+    if (begins := e.partition.cuts) and begins[-1] >= len(parts):
+        raise KnobError(
+            f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, and "
+            f"no piece can begin after it; take smaller numbers, or cuts=[]"
+        )
+    weights = [weight(part) for part in parts]
+    ends = [0, *(begins or balanced([weights], count * each)), len(parts)]
+    pieces = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
+    dealt = [[part for piece in pieces[stage::count] for part in piece] for stage in range(count)]
+    own = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    names = tuple(frozenset(own[id(x)] for x in _held(some) if id(x) in own) for some in dealt)
+    for name in (name for where, name in own.items() if where in trained):
+        stages = [stage for stage, has in enumerate(names) if name in has]
+        if len(stages) > 1:
+            raise KnobError(
+                f"{said}: parameter {name} is tied: stages {' and '.join(map(str, stages))} would each need it; untie "
+                f"it, or take fewer stages, so that the parts which share it lie on one"
+            )
+        if not stages:
+            raise KnobError(f"{said}: parameter {name} is in no part of the model; let `parts` return one that has it")
+    if empty := [stage for stage, some in enumerate(dealt) if not trained & {id(x) for x in _held(some)}]:
+        would = "other cuts, or cuts=[]" if begins else "fewer stages, or a model whose parts are more alike"
+        raise KnobError(f"stages={count}: stage {empty[0]} would have no parameters to train; take {would}")
+    total = sum(weights)
+    return Stages(count, pieces, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)), names)
+
+
+def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
+    """The parts between which `model` may be cut. Raises KnobError where nobody says any."""
+    if learner.parts is not None:
+        try:
+            return list(learner.parts(model))
+        except TaskError as error:
+            raise KnobError(f"partition=Pipeline: {error}") from error
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    if (found := decoder_parts(model)) is not None:
+        return found
+    raise KnobError(
+        f"partition=Pipeline: a {type(model).__name__} does not say where it may be cut; make the model a Sequential, "
+        f"or give the task `parts`: model -> a list of Modules that compute, one after the other, what the model does"
+    )
+
+
+def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
+    """The parts that must lie with the one before, for a parameter is tied, and those that train nothing."""
+    last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
+    first: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        for p in part.parameters():
+            first.setdefault(id(p), number)
+    together = {at for p, number in first.items() for at in range(number + 1, last[p] + 1)}
+    barren = {number for number, part in enumerate(parts) if not any(p.requires_grad for p in part.parameters())}
+    return together, barren
+
+
+def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
+    """What the parts make of these inputs, one after the other."""
+    x = parts[0](*inputs, **named)
+    for part in parts[1:]:
+        x = part(x)
+    return x
+
+
+@contextmanager
+def instead(model: nn.Module, forward: Any) -> Iterator[None]:
+    """Within it, whoever calls `model` gets what `forward` answers."""
+    own = model.__dict__.get("forward")
+    model.__dict__["forward"] = forward  # found before the class's own, and no parameter or module of it
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
+
+
+def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The parameters and buffers of some parts."""
+    for part in parts:
+        yield from part.parameters()
+        yield from part.buffers()
+
+
+def weight(part: nn.Module) -> int:
+    """How much a part computes, for one example: its parameters that each example is multiplied with, and a little."""
+    looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return 1 + sum(numel_of(p) for p in part.parameters() if id(p) not in looked_up)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"

@@ -1,0 +1,201 @@
+"""Which rank holds which elements of every named tensor: a value, for parameters, moments and buffers alike.
+
+Replicas are "all of it, everywhere"; ZeRO is slices over the data dimension; a pipeline is layers over the stages;
+tensor parallelism is slices of matrices. They nest: `copied` and `dealt` put several ranks for one, `|` joins two.
+What is not elementwise (buffers, step counters, the state of generators) is a tensor that is placed `whole`.
+
+It knows names and numbers of elements only: no tensor, no dtype, no wire. How state gets from one placement to another
+is in host/placement/plan.py and host/placement/move.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from workbench.host.placement.slices import Slice, deal, refine
+
+Held = Mapping[str, tuple[Slice, ...]]  # by name of the tensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """sizes: elements of each tensor, in order of use; held: by rank and name, which of them lie there.
+
+    A rank's own tensor of a name is flat and has the elements of its slices one after the other: (n,). Neither mapping
+    is to be written to. Ranks are numbered as the whole run numbers them.
+
+    Raises ValueError in words where a tensor lies on no rank, or twice on one, or has no such elements.
+
+    >>> both = Placement.layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copied({0: [0, 2], 1: [1, 3]})
+    >>> [both.numel(rank) for rank in both.ranks]  # a pipeline of two stages in two replicas
+    [6, 4, 6, 4]
+    """
+
+    sizes: Mapping[str, int]
+    held: Mapping[int, Held]
+
+    def __post_init__(self) -> None:
+        held = {rank: {name: tuple(s.normal() for s in slices if s.numel) for name, slices in here.items()}
+                for rank, here in sorted(self.held.items())}  # fmt: skip
+        held = {rank: {name: slices for name, slices in here.items() if slices} for rank, here in held.items()}
+        object.__setattr__(self, "sizes", dict(self.sizes))
+        object.__setattr__(self, "held", {rank: here for rank, here in held.items() if here})
+        self._check()
+
+    # -- the plain ones --
+
+    @classmethod
+    def whole(cls, sizes: Mapping[str, int], ranks: Collection[int]) -> Placement:
+        """All of it on every one of these ranks."""
+        return cls(sizes, {rank: {name: (Slice(0, n),) for name, n in sizes.items()} for rank in ranks})
+
+    @classmethod
+    def sharded(cls, sizes: Mapping[str, int], ranks: Sequence[int], shares: Sequence[int] = ()) -> Placement:
+        """All tensors end to end in order of use, cut into one contiguous piece per rank; see `dealt`."""
+        return cls.whole(sizes, ranks[:1]).dealt(dict.fromkeys(ranks[:1], ranks), shares)
+
+    @classmethod
+    def layers(cls, sizes: Mapping[str, int], ranks: Sequence[int], parts: Sequence[Collection[str]]) -> Placement:
+        """The i-th part, a collection of names, on the i-th rank; with more parts than ranks they go round.
+
+        A tensor that is tied may be in several parts.
+        """
+        held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in ranks}
+        for number, part in enumerate(parts):
+            held[ranks[number % len(ranks)]].update({name: (Slice(0, sizes[name]),) for name in part})
+        return cls(sizes, held)
+
+    @classmethod
+    def split(cls, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int], dim: int) -> Placement:
+        """Each tensor, seen in the shape given, cut along dimension `dim` as evenly as it goes.
+
+        For torch's weight (out, in) Megatron's column-parallel layer is dim 0, its row-parallel one dim 1; a fused qkv
+        is dim 1 of (3, heads, d * in). A rank's own tensor is that of its part of the shape, flat.
+        """
+        held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in ranks}
+        for name, shape in shapes.items():
+            at = range(len(shape))[dim]
+            n, inner, times = shape[at], prod(shape[at + 1 :]), prod(shape[:at])
+            for k, rank in enumerate(ranks):
+                low, high = n * k // len(ranks), n * (k + 1) // len(ranks)
+                held[rank][name] = (Slice(low * inner, (high - low) * inner, n * inner, times),)
+        return cls({name: prod(shape) for name, shape in shapes.items()}, held)
+
+    # -- made of others --
+
+    def copied(self, groups: Mapping[int, Collection[int]]) -> Placement:
+        """What rank r holds is held by each of groups[r] instead; who is in no group keeps what it holds."""
+        return self._spread(groups, lambda here, count: [here] * count)
+
+    def dealt(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
+        """What rank r holds is cut among groups[r], in order of use, each taking one contiguous piece of it.
+
+        Pieces are of ceil(n / ranks) elements and the last ones shorter, as `Bucket.shard` and an all-gather of equal
+        chunks want them; with `shares`, one number per rank of a group, they are in that proportion, to the element.
+        """
+        return self._spread(groups, lambda here, count: self._cut(here, count, shares))
+
+    def __or__(self, other: Placement) -> Placement:
+        """Both at once: of other tensors, or of the same ones on other ranks."""
+        for name in self.sizes.keys() & other.sizes.keys():
+            if self.sizes[name] != other.sizes[name]:
+                raise ValueError(f"placement: {name} has {self.sizes[name]} elements in one and {other.sizes[name]} in "
+                                 f"the other; a name stands for one tensor")  # fmt: skip
+        held = {rank: dict(here) for rank, here in self.held.items()}
+        for rank, here in other.held.items():
+            _add(held.setdefault(rank, {}), here)
+        return Placement({**self.sizes, **other.sizes}, held)
+
+    def only(self, names: Collection[str]) -> Placement:
+        """The same of these tensors alone."""
+        held = {rank: {name: slices for name, slices in here.items() if name in names}
+                for rank, here in self.held.items()}  # fmt: skip
+        return Placement({name: n for name, n in self.sizes.items() if name in names}, held)
+
+    # -- questions --
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who holds anything, in order."""
+        return list(self.held)
+
+    def at(self, rank: int) -> Held:
+        """What a rank holds: slices by name; nothing for a rank that is not here."""
+        return self.held.get(rank, {})
+
+    def numel(self, rank: int, name: str | None = None) -> int:
+        """How many elements a rank holds, of one tensor or of all."""
+        here = self.at(rank)
+        return sum(s.numel for each in ([name] if name is not None else here) for s in here.get(each, ()))
+
+    def __hash__(self) -> int:
+        """Of numbers only: the same in every process, and soon told."""
+        return hash((len(self.sizes), sum(self.sizes.values()), *self.held))
+
+    # -- inside --
+
+    def _spread(self, groups: Mapping[int, Collection[int]],
+                give: Callable[[Held, int], Sequence[Held]]) -> Placement:  # fmt: skip
+        """What each rank r holds goes to groups[r], as `give` of it and their number says."""
+        held = {rank: dict(here) for rank, here in self.held.items() if rank not in groups}
+        for rank, ranks in groups.items():
+            for other, here in zip(ranks, give(self.at(rank), len(ranks)), strict=True):
+                _add(held.setdefault(other, {}), here)
+        return Placement(self.sizes, held)
+
+    def _cut(self, here: Held, count: int, shares: Sequence[int]) -> list[Held]:
+        """What one rank holds, in `count` pieces."""
+        line = [(s, 1, name) for name in self.sizes for s in here.get(name, ())]
+        total = sum(s.numel for s, _, _ in line)
+        if shares and len(shares) != count:
+            raise ValueError(f"placement: {len(shares)} shares for {count} ranks; give one number for each")
+        chunk, every = -(-total // count), sum(shares)
+        ends = [total * share // every for share in accumulate(shares)] if shares else [
+            min(total, chunk * (k + 1)) for k in range(count)]  # fmt: skip
+        pieces: list[dict[str, tuple[Slice, ...]]] = [{} for _ in range(count)]
+        for piece, hand in zip(pieces, deal(line, ends), strict=True):
+            for s, name in hand:
+                piece[name] = (*piece.get(name, ()), s)
+        return list(pieces)
+
+    def _check(self) -> None:
+        """Refuses in words what cannot be."""
+        sets: dict[str, dict[tuple[Slice, ...], int]] = {name: {} for name in self.sizes}
+        for rank, here in self.held.items():
+            for name, slices in here.items():
+                if name not in sets:
+                    raise ValueError(f"placement: rank {rank} holds {name!r}, which has no size; name it in `sizes`")
+                sets[name].setdefault(slices, rank)
+        for name, each in sets.items():
+            for slices, rank in each.items():
+                _check_slices(f"placement: rank {rank} holds", name, self.sizes[name], slices)
+            known = self.sizes[name] if (Slice(0, self.sizes[name]),) in each else _numel(refine(list(each)))
+            if known < self.sizes[name]:
+                raise ValueError(f"placement: {name}: {self.sizes[name] - known} elements lie on no rank; give them to "
+                                 f"one, or leave the tensor out of `sizes`")  # fmt: skip
+
+
+def _add(held: dict[str, tuple[Slice, ...]], more: Held) -> None:
+    """Adds to what a rank holds; what it holds already it holds once."""
+    for name, slices in more.items():
+        mine = held.get(name, ())
+        held[name] = mine + tuple(s for s in slices if s not in mine)
+
+
+def _check_slices(who: str, name: str, size: int, slices: tuple[Slice, ...]) -> None:
+    """Slices of one tensor on one rank lie inside it, do not run over their own stride, and share no element."""
+    for s in slices:
+        if s.start < 0 or s.stop > size:
+            raise ValueError(f"{who} elements {s.start} to {s.stop} of {name}, which has {size}")
+        if s.times > 1 and s.length > s.stride:
+            raise ValueError(f"{who} {s} of {name}: a stretch is longer than the stride; take a stride of {s.length}")
+    twice = sum(s.numel for s in slices) - _numel(refine([[s] for s in slices])) if len(slices) > 1 else 0
+    if twice:
+        raise ValueError(f"{who} {twice} elements of {name} twice; let its slices share none")
+
+
+def _numel(parts: list[tuple[Slice, int]]) -> int:
+    return sum(s.numel for s, _ in parts)

@@ -1,0 +1,189 @@
+"""What an optimizer remembers, by name; and its step of a rank's shard alone, where that lies or apart from the model.
+
+A slot of a parameter is "exp_avg/NAME". Where one element's step depends on no other's, a slot may be cut as its
+parameter is (see `workbench.optimizers.elementwise`); step counters and the like are whole wherever any of it lies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.host.placement import absent
+from workbench.host.placement.layout import Layout, Place
+from workbench.optimizers import elementwise
+from workbench.rank import Bucket, StrategyError
+
+Settings = list[dict[str, Any]]  # what an optimizer's groups say but for their parameters
+
+
+def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
+    """What the optimizer remembers of each parameter; writing into it changes the optimizer."""
+    return {f"{slot}/{place.name}": x for place in layout.order
+            for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
+
+
+def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
+    """Tensors like those that `slots` has once it has stepped, but of no elements where they are cut as the parameter.
+
+    For ranks that are to receive what they hold none of. The optimizer steps a parameter of two elements for it.
+    """
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
+    found: dict[str, Tensor] = {}
+    for place in places:
+        if id(place.param) not in group_of:  # the optimizer does not own it
+            continue
+        key = group_of[id(place.param)], place.param.dtype
+        if key not in known:
+            known[key] = _tried(optimizer, key[0], place)
+        found |= {f"{slot}/{place.name}": x for slot, x in known[key].items()}
+    return found
+
+
+def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
+    small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
+    small.grad = torch.zeros_like(small)
+    other = twin(optimizer)
+    other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
+    other.step()
+    tensors = {slot: x for slot, x in sorted(other.state[small].items()) if isinstance(x, Tensor)}
+    return {slot: x[:0] if x.shape == small.shape else x for slot, x in tensors.items()}
+
+
+def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor],
+        places: Iterable[Place] | None = None) -> None:  # fmt: skip
+    """The optimizer remembers these slots of all parameters, or of `places`, from now on, flat where one is cut, and
+    nothing else of them.
+    """
+    mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, x in given.items():
+        slot, _, parameter = name.partition("/")
+        mine[parameter][slot] = x.view(like[name].shape) if like[name].numel() else x
+    for place in layout.order if places is None else places:
+        if place.name not in mine:
+            optimizer.state.pop(place.param, None)
+            continue
+        shape = place.param.shape
+        for slot, x in mine[place.name].items():
+            optimizer.state[place.param][slot] = x.view(shape) if x.dim() and x.numel() == place.numel else x
+
+
+def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experiment) -> None:
+    """Refuses in words to step a bucket, or a shard of one, by itself where that would not be what was asked for."""
+    if e.clip and not e.strategy.shards:  # those that share out shorten what they have added up
+        raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
+    if shard.data.numel() < layout.buckets[shard.index].data.numel() and not elementwise(optimizer):
+        raise StrategyError(
+            f"update of part of a tensor: {type(optimizer).__name__} is not known to step each element by itself; take "
+            f"SGD, Adam or AdamW, let the class of your own say `elementwise = True`, or update whole buckets"
+        )
+
+
+def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
+    """One step of the optimizer on these elements alone; the gradients of their whole bucket are used up."""
+    with _seen(layout, optimizer, shard):
+        optimizer.step()
+    layout.let_go(shard.index)
+
+
+@contextmanager
+def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
+    """Within it the optimizer has no parameters but those of `shard`, and these are only its elements.
+
+    Their gradients are where they lie: in the bucket's vector, or what was kept of it when that was given back.
+    """
+    whole, bucket = layout.lies(shard.index), layout.buckets[shard.index]
+    held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
+    start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
+    grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
+    cut = []
+    with absent.unasked():
+        for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
+            place.param.grad = None
+            low, high = max(part.start, start), min(part.stop, stop)
+            if high > low and place.name not in layout.unused:
+                own, ask = place.param.data, getattr(place.param, "ask", None)
+                shape = part.shape if high - low == place.numel else (high - low,)
+                cut.append((place.param, own, ask))
+                absent.come(place.param)
+                place.param.data = held[low - begin : high - begin].view(shape)
+                place.param.grad = grads[low - start : high - start].view(shape)
+    all_of_it, mine = [group["params"] for group in optimizer.param_groups], {id(param) for param, _, _ in cut}
+    try:
+        for group, params in zip(optimizer.param_groups, all_of_it, strict=True):
+            group["params"] = [p for p in params if id(p) in mine]
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, all_of_it, strict=True):
+            group["params"] = params
+        with absent.unasked():
+            for param, own, ask in cut:
+                param.grad = None
+                param.data = own
+                if ask is not None:
+                    absent.leave(param, ask)
+
+
+def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """By (parameter, slot), what the optimizer remembers of a bucket, and then no longer; or is `given`, of any."""
+    named = {place.name: place.param for place in (layout.groups[index] if given is None else layout.order)}
+    if given is not None:
+        for (name, slot), x in given.items():
+            optimizer.state[named[name]][slot] = x
+        return given
+    found = {name: optimizer.state.pop(param, {}) for name, param in named.items()}
+    return {(name, slot): x for name, state in found.items() for slot, x in state.items()}
+
+
+def settings(optimizer: Any) -> Settings:
+    """Rates and the like as they are now."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, grads: Tensor, state: dict[Any, Any],
+               by: Settings, unused: Collection[str] = ()) -> dict[Any, Any]:  # fmt: skip
+    """One step of `values`, (n,), the parameters of `shard` where they lie apart from the model, and no other's.
+
+    state:  by (parameter, slot), what the optimizer remembers of them; returned as it is after the step
+    by:     the optimizer's settings
+    unused: names of parameters that no rank used: they are not stepped
+
+    The optimizer itself is not touched, so that another thread may use the model meanwhile.
+    """
+    places = {place.name: place for place in layout.groups[shard.index]}
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups: list[list[nn.Parameter]] = [[] for _ in by]
+    made: dict[str, nn.Parameter] = {}
+    for part in shard.parts:
+        place = places[part.name]
+        if id(place.param) not in group_of or part.name in unused:
+            continue
+        shape = place.param.shape if part.stop - part.start == place.numel else (part.stop - part.start,)
+        made[part.name] = own = nn.Parameter(values[part.start : part.stop].view(shape))
+        own.grad = grads[part.start : part.stop].view(shape)
+        groups[group_of[id(place.param)]].append(own)
+    other = twin(optimizer)
+    other.param_groups = [{**said, "params": params} for said, params in zip(by, groups, strict=True)]
+    for (name, slot), x in state.items():
+        if name in made:
+            other.state[made[name]][slot] = x
+    other.step()
+    stepped = {(name, slot): x for name, param in made.items() for slot, x in other.state[param].items()}
+    return {**state, **stepped}
+
+
+def twin(optimizer: Any) -> Any:
+    """An optimizer of the same class that remembers nothing; a copy by torch's own rules leaves out what a class of
+    one's own adds.
+    """
+    other = object.__new__(type(optimizer))
+    other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # a schedule's own
+    other.state = defaultdict(dict)
+    return other

@@ -1,0 +1,299 @@
+"""How a model's matrices are dealt out over ranks that compute together: after a plan by the names of its modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from torch import nn
+
+from workbench.host.placement.sliced import numel_of, shape_of
+from workbench.settings import KnobError
+from workbench.tasks import Colwise, Learner, Partial, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
+
+ELEMENTWISE = (
+    nn.Identity,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Dropout,
+)
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A parameter in slices: seen in the shape `view` it is cut along dimension `dim`, in its own along `axis`."""
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dim: int
+    axis: int
+
+    def local(self, ways: int) -> tuple[int, ...]:
+        """The shape of one of so many equal slices."""
+        return tuple(n // ways if k == self.axis else n for k, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A model's matrices in `ways` equal slices each; what is whole is on every rank, and one looks after it.
+
+    modules: by name, how each is dealt out
+    sliced:  by name, the parameters that are
+    owners:  by name, which of the ranks keeps what belongs to a parameter that is whole
+    share:   of the whole model's compute, what one rank does, as far as numbers of parameters tell
+    partial: parameters that are whole and see only a rank's own heads, or positions of a sequence
+    """
+
+    ways: int
+    modules: tuple[tuple[str, Way], ...]
+    sliced: Mapping[str, Sliced]
+    owners: Mapping[str, int]
+    share: float
+    partial: frozenset[str] = frozenset()
+
+    @property
+    def sequences(self) -> bool:
+        """Does each rank have its own positions of what lies between two layers?"""
+        return any(isinstance(way, Scatter) for _, way in self.modules)
+
+    @cached_property
+    def names(self) -> tuple[frozenset[str], ...]:
+        """By rank the parameters that it trains: its slices, and what it looks after."""
+        return tuple(
+            frozenset(self.sliced) | {name for name, rank in self.owners.items() if rank == k} for k in range(self.ways)
+        )
+
+    def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What one rank has of a parameter of this shape."""
+        return self.sliced[name].local(self.ways) if name in self.sliced else shape
+
+
+def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> Split:
+    """`model` in so many slices, as it is or as it was before it came to lie in others. Raises KnobError in words.
+
+    sequence: does each rank have its own positions of what lies between two layers?
+    """
+    every = dict(planned(model, _plan(model, learner)))
+    if sequence and not any(isinstance(way, Scatter) for way in every.values()):
+        raise KnobError(
+            "sequence=true: the plan does not say where positions are dealt out first; let it say Scatter() of the "
+            "first block, Sequence() of norms and Colwise(gather=True) of the last layer, or take sequence=false"
+        )
+    plan = every if sequence else {n: w for n, w in every.items() if not isinstance(w, Scatter | Sequence)}
+    modules, trained = dict(model.named_modules()), {n: p for n, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in model.named_parameters()}
+    sliced: dict[str, Sliced] = {}
+    _require_even(modules, plan, ways)
+    for name, way in plan.items():
+        for kind, made in _slices(name, modules[name], way, ways):
+            full = names.get(id(getattr(modules[name], kind)), "")
+            if not full:
+                raise _refusal(
+                    f"{name} computes its {kind} from others (weight_norm, spectral_norm, pruning); leave it out of "
+                    f"the plan, or take that off"
+                )
+            if full not in trained:
+                raise _refusal(
+                    f"parameter {full} is frozen, and only what learns is dealt out; leave {name} out of the "
+                    f"plan, or let it learn"
+                )
+            if sliced.setdefault(full, made) != made:
+                raise _refusal(
+                    f"parameter {full} is tied, and {name} would be dealt out otherwise than the other module "
+                    f"that has it; deal both out along the same dimension"
+                )
+    _require_alone(model, plan, sliced)
+    whole = {name: numel_of(p) for name, p in trained.items() if name not in sliced}
+    partial = {names[id(p)] for name, way in plan.items() for p in _partial(modules[name], way, sequence)}
+    share = _share(model, sliced, ways)
+    return Split(ways, tuple(plan.items()), sliced, _owners(whole, ways), share, frozenset(partial & whole.keys()))
+
+
+def _plan(model: nn.Module, learner: Learner) -> Plan:
+    if learner.split is not None:
+        try:
+            return learner.split(model)
+        except TaskError as error:
+            raise _refusal(str(error)) from error
+    if isinstance(own := getattr(model, "_tp_plan", None), Mapping) and own:
+        return own
+    if isinstance(model, nn.Sequential) and (pairs := _pairs(model)):
+        return pairs
+    what = "a Sequential without two Linears in a row" if isinstance(model, nn.Sequential) else type(model).__name__
+    raise _refusal(
+        f"nothing says how {what} is dealt out; give the task `split`: model -> "
+        f'{{"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}}, or take another partition'
+    )
+
+
+def _pairs(model: nn.Sequential) -> dict[str, Way]:
+    """Of a Sequential: pairs of Linears with nothing between but what works element by element."""
+    layers = [(name, module) for name, module in leaves(model) if not isinstance(module, ELEMENTWISE)]
+    found: dict[str, Way] = {}
+    for (one, first), (other, second) in pairwise(layers):
+        if one not in found and type(first) is type(second) is nn.Linear and first is not second:
+            found |= {one: Colwise(), other: Rowwise()}
+    return found
+
+
+def leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a Sequential, also of one in another, with their names."""
+    for name, module in model.named_children():
+        if isinstance(module, nn.Sequential):
+            yield from leaves(module, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", module
+
+
+def planned(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
+    """By the name of a module how it is dealt out. A pattern that fits none is refused: it is a slip of the pen."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern, said in plan.items():
+        way = way_of(said)
+        if way is None:
+            raise _refusal(
+                f"the plan says {said!r} of {pattern}; take Colwise() or Rowwise(), or leave it out: it is whole then",
+                whose,
+            )
+        like = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        if not (fits := [name for name in names if like.fullmatch(name)]):
+            raise _refusal(
+                f"the plan names {pattern}, and no module of the model is called so; it has "
+                f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}",
+                whose,
+            )
+        for name in fits:
+            yield name, way
+
+
+def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, Sliced]]:
+    """The module's own parameters that are cut, by their short names, and how."""
+    if isinstance(way, Sequence) and (odd := [m for m in module.modules() if hasattr(m, "running_mean")]):
+        raise _refusal(
+            f"{name}: a {type(odd[0]).__name__} takes statistics of a whole batch, of which a rank has some positions; "
+            f"take a LayerNorm, or sequence=false"
+        )
+    if isinstance(way, Scatter | Sequence | Partial):
+        return
+    if type(module) is nn.Embedding and isinstance(way, Rowwise):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise _refusal(
+                f"{name}: an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be dealt out by "
+                f"its rows; leave it out of the plan"
+            )
+        rows, width = shape_of(module.weight)
+        _require(name, "rows", rows, 1, ways)
+        yield "weight", Sliced((rows, width), (rows, width), 0, 0)
+        return
+    if type(module) is not nn.Linear:
+        kinds = "Rowwise deals out Linear or Embedding" if isinstance(way, Rowwise) else "Colwise deals out Linear"
+        raise _refusal(f"{name} is of class {type(module).__name__}, and {kinds}; leave it out of the plan")
+    out, into = shape_of(module.weight)
+    if not isinstance(way, Colwise):
+        _require(name, "inputs", into, 1, ways)
+        yield "weight", Sliced((out, into), (out, into), 1, 1)
+        return
+    if out % way.packed:
+        raise _refusal(
+            f"{name} has {out} outputs, which are not {way.packed} matrices of one size; let `packed` be a "
+            f"number that divides it"
+        )
+    _require(name, "outputs", out // way.packed, way.together, ways)
+    each = (way.packed, out // way.packed) if way.packed > 1 else (out,)
+    yield "weight", Sliced((out, into), (*each, into), len(each) - 1, 0)
+    if module.bias is not None:
+        yield "bias", Sliced((out,), each, len(each) - 1, 0)
+
+
+def _partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Parameter]:
+    """Of the module those that are whole and see a rank's own heads or positions only."""
+    if isinstance(way, Sequence | Partial):
+        yield from module.parameters()
+    elif sequence and isinstance(way, Rowwise) and isinstance(module, nn.Linear) and module.bias is not None:
+        yield module.bias
+
+
+def _require(name: str, what: str, count: int, together: int, ways: int) -> None:
+    units = count // together
+    if count % together == 0 and units % ways == 0:
+        return
+    some = f", {together} of which stay together" if together > 1 else ""
+    raise _Uneven(
+        f"ways={ways}: {name} has {count} {what}{some}, and they cannot be dealt out to so many ranks evenly", units
+    )
+
+
+class _Uneven(KnobError):
+    """So many units (rows, heads) of a module cannot be dealt out evenly."""
+
+    def __init__(self, said: str, units: int) -> None:
+        super().__init__(said)
+        self.units = units
+
+
+def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], ways: int) -> None:
+    """Refuses so many ranks with a number that suits every module of the plan, if there is one."""
+    def uneven(n: int) -> list[_Uneven]:
+        found = []
+        for name, way in plan.items():
+            try:
+                list(_slices(name, modules[name], way, n))
+            except _Uneven as error:
+                found.append(error)
+        return found
+
+    if lines := uneven(ways):
+        least = min(line.units for line in lines)
+        fits = [n for n in range(2, least + 1) if least % n == 0 and not uneven(n)]
+        would = f"take ways={' or '.join(map(str, fits[:4]))}" if fits else "leave it out of the plan"
+        raise KnobError(f"{lines[0]}; {would}")
+
+
+def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[str, Sliced]) -> None:
+    """Refuses a parameter in slices that a module also has which is computed whole."""
+    named, cut = dict(model.named_parameters()), {id(p) for n, p in model.named_parameters() if n in sliced}
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None and id(p) in cut]
+        if own and name not in plan:
+            tied = next(n for n, p in named.items() if p is own[0])
+            raise _refusal(
+                f"parameter {tied} is tied, and {name or 'the model'} needs it whole; deal that out along the "
+                f"same dimension, too, or neither"
+            )
+
+
+def _refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
+    return KnobError(f"{whose}: {reason}")
+
+
+def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
+    """Who looks after each parameter that every rank has: the large ones first, to who has the least."""
+    load = [0] * ways
+    found: dict[str, int] = {}
+    for name, numel in sorted(whole.items(), key=lambda one: -one[1]):
+        rank = load.index(min(load))
+        found[name], load[rank] = rank, load[rank] + numel
+    return found
+
+
+def _share(model: nn.Module, sliced: Mapping[str, Sliced], ways: int) -> float:
+    """What one rank computes of the model: of parameters that are only looked up nothing."""
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    counts = {n: numel_of(p) for n, p in model.named_parameters() if id(p) not in looked_up}
+    total = sum(counts.values())
+    cut = sum(numel for name, numel in counts.items() if name in sliced)
+    return (total - cut + cut / ways) / total if total else 1.0

@@ -1,0 +1,113 @@
+"""How one replica of a model lies on several ranks: its layers in stages, its matrices in slices, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host.placement.cutting import Stages, cut
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.splitting import Split, split
+from workbench.partitions import Partition
+
+_SPLITS = "workbench splits"  # the attribute of a model that keeps how it was split, and goes with it
+
+
+@dataclass(frozen=True)
+class Spread:
+    """stages: where its layers are cut; None: every rank has of all of them
+    split:  how matrices are dealt out over the ranks of a stage, who are neighbours; None: each has all of them
+    """
+
+    stages: Stages | None = None
+    split: Split | None = None
+
+    def __len__(self) -> int:
+        """How many ranks a replica takes."""
+        return (len(self.stages) if self.stages else 1) * (self.split.ways if self.split else 1)
+
+    def __str__(self) -> str:
+        ways = f"{self.split.ways} slices of each matrix" if self.split else ""
+        ways += " and of each sequence" if self.split and self.split.sequences else ""
+        return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Which stage rank `rank` of the run computes, and which of its slices it has."""
+        return divmod(rank % len(self), self.split.ways if self.split else 1)
+
+    def trained(self, rank: int, names: set[str]) -> set[str]:
+        """Of these parameters those that this rank trains."""
+        stage, index = self.place(rank)
+        here = names & self.stages.names[stage] if self.stages else names
+        return here & self.split.names[index] if self.split else here
+
+    def followed(self, rank: int, names: set[str]) -> set[str]:
+        """Of these parameters those that lie here and that another rank looks after."""
+        stage, index = self.place(rank)
+        here = names & self.stages.names[stage] if self.stages else names
+        return here - self.split.names[index] if self.split else set()
+
+    def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a rank that trains it has of a parameter of this shape."""
+        return self.split.local(name, shape) if self.split else shape
+
+
+def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
+    """How `e` lays `model` out; None where a replica is whole. Raises KnobError where it cannot be laid out so."""
+    way = e.partition
+    if way.size == 1:
+        return None
+    return Spread(cut(e, model, learner) if way.depth > 1 else None,
+                  _split(way, model, learner) if way.slices > 1 else None)  # fmt: skip
+
+
+def _split(way: Partition, model: nn.Module, learner: Any) -> Split:
+    made: dict[Any, Split] = model.__dict__.setdefault(_SPLITS, {})  # with sizes only thousands of ranks have one model
+    key = way.slices, way.sequences
+    if key not in made:
+        made[key] = split(way.slices, model, learner, way.sequences)
+    return made[key]
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int) -> Placement:
+    """Where everything lies, tensors by name and number of elements: what belongs to a parameter lies with it.
+
+    A parameter in slices, and what has as many elements, lies in slices; a counter that belongs to it on all who have
+    one; buffers and what is of no stage lie on every rank of a stage, or of all.
+    """
+    sizes = dict(named)
+    if spread is None:
+        return Placement.whole(sizes, range(size))
+    places = [spread.place(rank) for rank in range(size)]
+    cut = _slices(spread.split) if spread.split else {}
+    held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in range(size)}
+    for name, n in sizes.items():
+        of = name.partition("/")[2] or name
+        in_slices = of in cut and n == sizes[of]
+        for rank in _ranks(spread, of, places):
+            held[rank][name] = cut[of][places[rank][1]] if in_slices else (Slice(0, n),)
+    return Placement(sizes, held)
+
+
+def _slices(split: Split) -> dict[str, list[tuple[Slice, ...]]]:
+    """By parameter that is cut, each rank's slices of it."""
+    found: dict[str, list[tuple[Slice, ...]]] = {}
+    for dim in {made.dim for made in split.sliced.values()}:
+        views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
+        dealt = Placement.split(views, range(split.ways), dim)
+        found |= {name: [dealt.at(index)[name] for index in range(split.ways)] for name in views}
+    return found
+
+
+def _ranks(spread: Spread, of: str, places: list[tuple[int, int]]) -> list[int]:
+    """Who has anything of the parameter or buffer `of`, given each rank's stage and slice."""
+    stages, split = spread.stages, spread.split
+    stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None
+    owner = split.owners.get(of) if split else None
+    return [r for r, (s, k) in enumerate(places) if stage in (None, s) and owner in (None, k)]

@@ -1,0 +1,1 @@
+"""reconfigure: to be described."""

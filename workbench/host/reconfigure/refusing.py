@@ -1,0 +1,155 @@
+"""Whether a run's model can be trained as another experiment says, and come to lie so: asked before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from workbench.compressors import inside
+from workbench.experiment import Experiment
+from workbench.host.passes.checkpointing import units_of
+from workbench.host.passes.recomputing import recomputed
+from workbench.host.placement import absent
+from workbench.host.placement.sliced import shape_of
+from workbench.host.placement.slots import slots
+from workbench.host.placement.spread import Spread, spread_of
+from workbench.host.reconfigure.trying import check, check_parts
+from workbench.host.reconfigure.trying_units import require_narrow
+from workbench.host.transfer.handover import cut
+from workbench.host.transfer.tables import tables_of
+from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
+from workbench.settings import KnobError
+
+
+def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
+    """Why the model, or a rank's part of it, cannot be trained as `e` says, in a sentence that says what would do."""
+    shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
+    if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
+        return reason
+    spread = spread_of(e, model, learner)
+    for rank in range(len(spread)) if spread else (0,):
+        mine = spread.trained(rank, set(shapes)) if spread else set(shapes)
+        if spread and not mine:
+            return _barren(e, spread, rank)
+        here = {name: spread.local(name, shape) if spread else shape for name, shape in shapes.items() if name in mine}
+        parts = [Part(name, shape, 0, prod(shape)) for name, shape in here.items()]
+        said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
+        if reason := next((reason for reason in said if reason), None):
+            return f"{reason} (of a rank's part: a replica lies in {spread})" if spread else reason
+    return None
+
+
+def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
+    """Why a member of `e` cannot train parameters of these element types, by name; or None."""
+    wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
+    every: list[tuple[str, Any]] = [("strategy=DDP", e.strategy), *wrapped]
+    for other, member in every:
+        odd = next(((name, dtype) for name, dtype in dtypes.items() if dtype not in member.dtypes), None)
+        if odd is not None:
+            path, known = other.partition("=")[0], ", ".join(member.dtypes)
+            would = f"take {other}, or convert" if odd[1] in FLOATS + COMPLEX else "convert"
+            return (f"{path}={type(member).__name__}: takes parameters of {known}, and {odd[0]} has {odd[1]}; "
+                    f"{would} the parameter")  # fmt: skip
+    return None
+
+
+def _barren(e: Experiment, spread: Spread, rank: int) -> str:
+    stage, index = spread.place(rank)
+    said = f"partition={type(e.partition).__name__}: slice {index} of {e.partition.slices}"
+    said += f" of stage {stage}" if spread.stages else ""
+    would = "other cuts, fewer stages, or of=Whole()" if spread.stages else "partition=Whole()"
+    return (
+        f"{said} would have nothing to train, for no matrix there is dealt out and others look after what is "
+        f"whole; take {would}, or deal out more of the model's matrices"
+    )
+
+
+def able(run: Any, wanted: Experiment) -> None:
+    """Raises KnobError where `run`'s model cannot be trained as `wanted` says, or cannot come to lie so."""
+    if reason := refuses_model(wanted, run.model, run.learner):
+        raise KnobError(reason)
+    here = {n: p for n, p in run.model.named_parameters() if p.requires_grad and not isinstance(p, absent.Absent)}
+    if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
+        raise KnobError(reason)
+    require_narrow(run, wanted)
+    try:
+        tables_of(run.learner, wanted, run.layout)
+    except StrategyError as error:
+        raise KnobError(f"strategy={type(wanted.strategy).__name__}: {error}") from None
+    now, way = run.experiment, wanted.partition
+    if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
+        _require_tried(run, wanted)
+    if wanted.strategy.by_pieces and not run.layout.sizes_only:
+        _require_parts(run, wanted)
+    spread = spread_of(wanted, run.model, run.learner)
+    units_of(run.model, run.learner, way)
+    recomputed(wanted, run.learner, spread.split if spread else None)
+    if moves(now, wanted):
+        _ask_slots(run, wanted)
+
+
+_TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by a task's functions: why not, or ""
+
+
+def _require_tried(run: Any, wanted: Experiment) -> None:
+    """Tries one batch, whole and spread, once for each way to spread."""
+    way = wanted.partition
+
+    def tried(model: nn.Module, batch: Any) -> None:
+        spread = spread_of(wanted, model, run.learner)
+        assert spread is not None
+        check(model, run.learner, spread, batch, way.micro_batches)
+
+    key = (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, run.layout.sizes_only)
+    _once(run, wanted, key, tried)
+
+
+def _require_parts(run: Any, wanted: Experiment) -> None:
+    """Tries one batch, whole and part by part."""
+    said = f"strategy={type(wanted.strategy).__name__}"
+    _once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
+
+
+def _once(run: Any, wanted: Experiment, what: Any, tried: Callable[[nn.Module, Any], None]) -> None:
+    """Tries something on a model of its own, whatever lies here, and raises the same KnobError when asked again."""
+    made = _TRIED.setdefault(run.learner, {})
+    if (key := (what, wanted.batch)) not in made:
+        made[key] = _tried(run, wanted, tried)
+    if made[key]:
+        raise KnobError(made[key])
+
+
+def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
+    batch, learner = run.example(wanted), run.learner
+    with torch.random.fork_rng():
+        torch.manual_seed(wanted.seed)
+        model = run.model if run.layout.sizes_only else learner.model().to(run.layout.order[0].param.device).train()
+        try:
+            tried(model, batch)
+        except KnobError as error:
+            return str(error)
+    return ""
+
+
+def _ask_slots(run: Any, wanted: Experiment) -> None:
+    """Refuses in words what an optimizer remembers in a shape that no other rank could tell."""
+    if cut(run, run.experiment.strategy) is not None:  # it steps each element by itself, or there were no shards
+        return
+    shapes = {place.name: place.param.shape for place in run.layout.order}
+    for name, x in slots(run.layout, run.optimizer).items():
+        if x.numel() > 1 and x.shape != shapes[name.partition("/")[2]]:
+            raise KnobError(
+                f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
+                f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
+            )
+
+
+def moves(was: Experiment, wanted: Experiment) -> bool:
+    """Does a model lie otherwise under `wanted`?"""
+    one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
+    return one != other

@@ -1,0 +1,299 @@
+"""Steering: how a policy is asked, and how what it decides is made, the same on both hosts.
+
+A look is planned as a change is: all ranks come to it before the same step, or together where they keep none. Each
+tells what it has noted since the look before, rank 0 asks the policy, and all make what it decided as the ordinary
+changes that follow. So nobody else need ever agree with rank 0, and a policy may be any code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.host.reconfigure.changes import refused
+from workbench.policies import Policy, Seen
+from workbench.settings import Change, KnobError, resolved, to_plain
+from workbench.settings.said import said
+
+KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # what a checkpoint has of it
+FAILURES = (Exception, SystemExit)  # of a policy; the process is not its to end, but KeyboardInterrupt is a person's
+
+
+@dataclass(frozen=True)
+class Look(Change):
+    """What stands among the planned changes where the policy is to be asked."""
+
+    path: str = field(default="")
+    value: Any = field(default=None)
+
+
+class Steering:
+    """One rank's part in asking the policy. On rank 0 it knows what people have set, and what was refused.
+
+    names: the Samples that are noted for the policy
+    steps: made since the last look
+    made: all changes so far, by people and by policies, the same on all ranks
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.names: tuple[str, ...] = ()
+        self.steps = 0
+        self._noted: dict[str, list[float]] = {}
+        self._state: Any = None
+        self._known = False  # is there a state?
+        self._given = False  # are its decisions among the planned changes, as of a run that is replayed? It looks only
+        self._next: Look | None = None  # the look that is to come; another that is still taken is none any more
+        self._held: dict[str, int] = {}  # paths that people have set, and before which step
+        self.made: list[Change] = []
+        self._after: list[int] = []  # of each of them, how many changes had been obeyed before
+        self._refused: set[str] = set()  # what need not be asked again as long as nothing changes
+        self._said: set[str] = set()
+
+    @property
+    def policy(self) -> Policy | None:
+        """Who is to be asked, paused or not; None where only people decide."""
+        policy = self.run.experiment.policy
+        return policy if isinstance(policy, Policy) else None
+
+    def hear(self, name: str, value: float) -> None:
+        """Something is written into the record."""
+        if name in self.names:
+            self._noted.setdefault(name, []).append(float(value))
+
+    def begin(self) -> None:
+        """The run begins; before its first step, on all ranks."""
+        self._given = any(change.by for change in self.run.planned)
+        if self._given and self.policy:
+            self._say("given", "its decisions are those of another run, given as changes; it makes no others")
+        self._plan(-1)
+
+    def begin_again(self) -> None:
+        """Other ranks go on from the present step, which all have in common, than were there before."""
+        self._forget()
+        self._plan(self.run.rank.step - 1)
+
+    def _plan(self, after: int, at: int | None = None) -> None:
+        """The next look, later than `after` or `at` a step, stands among the planned changes, behind all that are due
+        by then; or none.
+        """
+        run, policy = self.run, self.policy
+        run.planned = [change for change in run.planned if not isinstance(change, Look)]
+        self.names, self._next = (), None
+        if policy is None or policy.paused:
+            return
+        self.names = policy.reads
+        at = self._looks(policy, after) if at is None else at
+        if at < run.experiment.steps or not run.experiment.steps:
+            steps = [change.at_step for change in run.planned]
+            self._next = Look(at)
+            run.planned.insert(bisect_right(steps, at), self._next)
+
+    def kept(self) -> dict[str, Any]:
+        """All that it goes by, for a checkpoint, but for the changes `made`: these grow, and are said once for all."""
+        return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
+
+    def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
+        """After `begin`: goes on from what was `kept`, and from the changes made before."""
+        following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
+        vars(self).update({name: kept[name] for name in KEPT})
+        if self._next is not None and following is not None:
+            self._plan(following - 1, following)
+
+    def undo(self, changes: int) -> None:
+        """Only so many of the changes that were obeyed count, fewer than were."""
+        count = bisect_left(self._after, changes)
+        del self.made[count:], self._after[count:]
+
+    async def agree(self) -> None:
+        """What was changed so far, and what by people, as who knows most has it: some have come, or were behind."""
+        by = (counts := await self.run.gather(len(self.made))).index(max(counts))
+        mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
+        said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
+        known, self._held, self._given = json.loads(said)
+        self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
+
+    def _looks(self, policy: Policy, after: int) -> int:
+        """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
+        try:
+            at = int(policy.next_look(self.run.experiment, after))
+        except FAILURES as error:
+            self._say("next_look", f"its next_look failed with {said(error)}; it looks every {policy.look_every} steps")
+            at = max(after, 0) + policy.look_every
+        return max(at, after + 1)
+
+    async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
+        """Awaits whether a change is made, and heeds what follows from that for the policy."""
+        change = self._full(change)
+        if made := await obeyed:
+            await self._heed(change)
+        elif change.by:
+            self._refused.add(_key(change))
+        return made
+
+    async def _heed(self, change: Change) -> None:
+        """A change was made, whose paths are in full."""
+        self._refused.clear()
+        self.made.append(change)
+        self._after.append(self.run.obeyed)
+        if "policy" in change.settings:  # also the same again: all is in its hands anew
+            self._held.clear()
+            self._said.clear()
+            self._known = False
+        if not change.by:
+            others = [path for path in change.settings if path.partition(".")[0] != "policy"]
+            self._held |= dict.fromkeys(others, self.run.rank.step)
+        if any(path.startswith("policy") for path in change.settings):
+            self._forget()
+            self._plan((await self.run.gather(self.run.rank.step))[0])
+
+    def _full(self, change: Change) -> Change:
+        """`change` with its paths as they are in full for what is in force."""
+        try:
+            return resolved(self.run.experiment, change)[0]
+        except KnobError:
+            return change
+
+    def _forget(self) -> None:
+        self.steps, self._noted = 0, {}
+
+    async def look(self, look: Look) -> bool:
+        """Asks the policy, and makes what it has decided; was that anything? All ranks are here.
+
+        A change before the same step may have paused it, or named another: then nobody is asked.
+        """
+        run, made = self.run, len(self.made)
+        if look is not self._next:
+            return False
+        self._next = None
+        seen = await self._seen()
+        said = await run.told(self._asked(seen) if run.rank.id == 0 else "")
+        for number, decision in enumerate(json.loads(said)):
+            about = [{"id": f"decision {seen.step}.{number} {part['path']}", **part} for part in decision]
+            await self._make([Change.read(part, run.rank.step) for part in about])
+        if self._next is None:
+            self._plan(seen.step)
+        return len(self.made) > made
+
+    async def _make(self, decision: list[Change]) -> None:
+        """Makes all of a decision, or none of it where some rank cannot make a part."""
+        if part := await refused(self.run, decision):
+            self._refused.add(_key(part))
+            return
+        for part in decision:
+            if not await self.run.obey(part):
+                break  # it has to wait for what a part before it has left to do
+
+    async def _seen(self) -> Seen:
+        """What all ranks have noted since the last look."""
+        run, numbers = self.run, {}
+        steps = await run.gather(run.rank.step)
+        for name in self.names:
+            noted = self._noted.get(name, [])
+            count = self.steps if name == "compute" else len(noted)
+            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(_mean(noted, count)))))
+        self._forget()
+        made = tuple(self.made)
+        return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
+
+    def _asked(self, seen: Seen) -> str:
+        """On rank 0: what the policy decides, as the JSON of plain changes; if it fails, that it is put off."""
+        policy, name = self.policy, type(self.policy).__name__
+        if self._given or policy is None:
+            return "[]"
+        try:
+            if reason := policy.needs(seen.experiment):
+                self._say(f"needs {reason}", reason)
+                return "[]"
+            if not self._known:
+                self._state, self._known = policy.init(), True
+            wanted = list(self._wanted(policy, seen))
+            if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
+                self._say("blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does")
+            return json.dumps(wanted)
+        except FAILURES as error:
+            text = (
+                f"{name} failed at step {seen.step} with {said(error)}; it is put off, and training "
+                f"goes on without it; policy.paused=false lets it try again"
+            )
+            self._say(text, text, named=True)
+            return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
+
+    def _wanted(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
+        """Of what it decides that which is news, may be and is nobody else's."""
+        name, now = type(policy).__name__, seen.experiment
+        for reason, changes in policy.decide(seen, self._state):
+            after, decision = now, []
+            for path, value in changes.items():
+                change, wanted = Change(0, path, value, by=name, reason=reason), None
+                with suppress(KnobError):  # else it is refused in words when it is made
+                    change, wanted = resolved(after, change)
+                if wanted != after:
+                    decision.append(change)
+                after = wanted or after
+            given = {path for c in decision for path in c.settings}
+            held = sorted(path for path in self._held if any(_overlap(path, one) for one in given))
+            if held:
+                self._say(f"leaves {held}", f"leaves {' and '.join(held)} alone, which a person set at step "
+                          f"{self._held[held[0]]}; set policy again to put that into its hands")
+            elif decision and not any(_key(c) in self._refused for c in decision):
+                now = after
+                yield [change.plain() for change in decision]
+
+    def _say(self, what: str, text: str, named: bool = False) -> None:
+        """A Mark "policy", by rank 0, once until the policy is set anew."""
+        if self.run.rank.id == 0 and what not in self._said:
+            self._said.add(what)
+            name = type(self.policy).__name__
+            self.run.mark("policy", {"policy": name, "text": text if named else f"{name}: {text}"})
+
+
+class Overheard:
+    """A rank's recorder, of which the rank's Steering hears."""
+
+    def __init__(self, record: Any, steering: Steering) -> None:
+        self._record, self._hear = record, steering.hear
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._record, name)
+
+    def span(self, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
+        if lane == "compute":
+            self._hear("compute", t1 - t0)
+        self._record.span(step, lane, name, asked, t0, t1, nbytes)
+
+    def sample(self, step: int, name: str, t: float, value: float) -> None:
+        self._hear(name, value)
+        self._record.sample(step, name, t, value)
+
+
+def _mean(noted: list[float], count: int) -> float:
+    """NaN where nothing was noted, or what has no sum: more than a float holds, or infinities of both signs."""
+    try:
+        return math.fsum(noted) / count if count and noted else math.nan
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Is one of two paths the other, or does it hold it?"""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _key(change: Change) -> str:
+    return f"{change.path} = {json.dumps(to_plain(change.value), sort_keys=True)}"
+
+
+def _as_int(x: float) -> int:
+    """Its bits, as ranks gather whole numbers."""
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+
+
+def _as_float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

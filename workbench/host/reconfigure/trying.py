@@ -1,0 +1,153 @@
+"""What is tried on one batch before a model is spread: that its parts compute what it does, and that ranks learn so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.passes.piece import Piece, micro_batches
+from workbench.host.placement.cutting import Stages, instead, parts_of, through
+from workbench.host.placement.spread import Spread
+from workbench.host.reconfigure.trying_slices import check_slices
+from workbench.settings import KnobError
+from workbench.settings.said import text_of
+from workbench.tasks import Learner
+
+Again = Callable[[Callable[[], Tensor]], Tensor]
+
+PIPELINE = "partition=Pipeline"
+FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
+
+
+def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count: int) -> None:
+    """Raises KnobError in words where `model`, which is whole here and thrown away, would not learn the same spread so.
+
+    count: of micro-batches
+    """
+    if spread.stages:
+        _check_stages(model, learner, spread.stages, batch, count)
+    if spread.split and not next(model.parameters()).is_meta:
+        check_slices(model, learner, spread.split, batch)
+
+
+def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> None:
+    """Raises KnobError in words where `model` passed part by part would not learn the same; `said` is who passes it so.
+
+    One that does not say where it may be cut is passed whole.
+    """
+    try:
+        parts = parts_of(model, learner)
+    except KnobError:
+        return
+    try:
+        with _untouched(model) as again:
+            whole, pieces, calls = _composed(again, model, parts, learner, batch)
+    except Exception as error:
+        raise KnobError(f"{said}: tried on one batch, the model part by part fails: {text_of(error)}") from error
+    _require_once(calls, said, "it is passed part by part once")
+    _compare(float(whole), float(pieces), said)
+
+
+def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
+    try:
+        parts = parts_of(model, learner)
+        with _untouched(model) as again:
+            whole, pieces, calls = _composed(again, model, parts, learner, batch)
+            with instead(model, partial(through, parts)):
+                micros = micro_batches(batch, count)
+                micros = micros[:1] if whole.is_meta else micros  # without values one is like the other
+                means = [again(partial(learner.loss, model, micro)) for micro in micros]
+            with torch.enable_grad():
+                _walk(model, learner, stages, micros[0])
+    except KnobError:
+        raise
+    except Exception as error:
+        raise KnobError(_failed(model, error)) from error
+    _require_once(calls, PIPELINE, "a pipeline passes each micro-batch through once")
+    if not whole.is_meta:
+        _compare(float(whole), float(pieces), PIPELINE)
+        _compare_means(float(whole), [float(x) for x in means])
+
+
+def _composed(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
+              batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """The loss of the model, that of its parts one after the other, and how often it calls the model."""
+    calls: list[int] = []
+
+    def composed(*inputs: Any, **named: Any) -> Any:
+        calls.append(1)
+        return through(parts, *inputs, **named)
+
+    whole = again(partial(learner.loss, model, batch))
+    with instead(model, composed):
+        return whole, again(partial(learner.loss, model, batch)), len(calls)
+
+
+def _require_once(calls: int, said: str, why: str) -> None:
+    if calls != 1:
+        raise KnobError(f"{said}: the loss calls the model {calls} times, and {why}; let loss(model, batch) call "
+                        f"model once")  # fmt: skip
+
+
+def _compare(whole: float, pieces: float, said: str) -> None:
+    if whole != pieces and whole == whole:  # one that is no number is as good as any other
+        raise KnobError(
+            f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
+            f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
+        )
+
+
+def _compare_means(whole: float, means: list[float]) -> None:
+    mean = sum(means) / len(means)
+    if abs(mean - whole) > FAR * abs(whole) + 1e-6:
+        raise KnobError(
+            f"partition=Pipeline: a batch's loss is {whole:.6g} and the mean over its micro-batches {mean:.6g}; a "
+            f"pipeline adds up means, so let loss(model, batch) be a mean over examples (reduction='mean'), or take "
+            f"micros=1"
+        )
+
+
+def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> None:
+    """One micro-batch forward through all pieces and back."""
+    count = len(stages)
+    ways = [Piece(model, stages.of(stage), stage, count) for stage in range(count)]
+    x: Tensor | None = None
+    for number in range(len(stages.pieces)):
+        x = ways[number % count].forward(learner.loss, micro, x, 0, number // count).clone()
+    grad: Any = 1.0
+    for number in reversed(range(len(stages.pieces))):
+        grad = ways[number % count].backward(grad, 0, number // count)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[Again]:
+    """Inside, what is given computes with the same random numbers each time; the model is afterwards as it was."""
+    was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
+
+    def again(compute: Callable[[], Tensor]) -> Tensor:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            return compute()
+
+    model.eval()  # no part draws random numbers or changes a buffer
+    try:
+        with torch.random.fork_rng():
+            yield again
+    finally:
+        model.train(was)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad
+
+
+def _failed(model: nn.Module, error: Exception) -> str:
+    if next(model.parameters()).is_meta:
+        return (
+            f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "
+            f"({text_of(error)}); take a task whose model does, or real=True"
+        )
+    return f"partition=Pipeline: tried on one batch, a stage fails: {text_of(error)}"

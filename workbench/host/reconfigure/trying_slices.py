@@ -1,0 +1,136 @@
+"""What is tried on one batch before a model is dealt out: that all slices together learn what the whole does.
+
+In double precision, where rounding hides nothing, and on the CPU, where a pass may wait for another one's in the middle
+of autograd. A model that does not compute in double precision is tried in its own, which hides more.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workbench.host.passes.coded import Ask
+from workbench.host.passes.crew import together
+from workbench.host.passes.together import computing, slice_of
+from workbench.host.placement.splitting import Split
+from workbench.rank import as_real
+from workbench.settings import KnobError
+from workbench.settings.said import text_of
+from workbench.tasks import Learner
+
+NEAR = {True: 1e-6, False: 2e-2}  # in double precision or not: so far a gradient of slices may be, of its length
+LEAST = {True: 1e-9, False: 1e-5}  # and so long it counts as being at least, of the length of all gradients
+STIR = 0.02  # what is added to each parameter: a layer that begins as zero would hide what those before it do
+
+
+class _Still(TorchFunctionMode):
+    """Inside, nothing is random: slices draw other numbers than the whole, which is no fault."""
+
+    NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "dropout":
+            return args[0] if args else kwargs["input"]
+        made = func(*args, **kwargs)
+        return made.fill_(0.5) if name in self.NAMES and isinstance(made, Tensor) else made
+
+
+def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
+    """Raises KnobError where ranks with slices would learn, or say, something else. model: whole, and thrown away"""
+    rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), on_cpu(batch, None)
+    with torch.no_grad():
+        for p in twin.parameters():
+            if p.is_floating_point():
+                p.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
+    parts = [slice_of(twin, split, k) for k in range(split.ways)]  # before a pass, of which a model may keep something
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        double, (loss, whole), batch = _whole(twin, learner, batch)
+        works = [partial(_of_slices, part.double() if double else part, learner, split, k, batch)
+                 for k, part in enumerate(parts)]  # fmt: skip
+        try:
+            found = together(works)
+        except Exception as error:
+            raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {text_of(error)}") from error
+    _compare(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
+
+
+def _whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
+    """Whether it computes in double precision; the loss and gradients of the whole; the batch as it was taken."""
+    dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
+    try:
+        wide = on_cpu(batch, torch.float64)
+        return True, _learned(twin.double(), learner, wide), wide
+    except Exception:
+        for x, dtype in zip((*twin.parameters(), *twin.buffers()), dtypes, strict=True):
+            x.data = x.data.to(dtype)
+    try:
+        return False, _learned(twin, learner, batch), batch
+    except Exception as error:
+        said = f"partition=Tensor: tried on one batch on the CPU, the model itself fails: {text_of(error)}"
+        raise KnobError(said) from error
+
+
+def _learned(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    with _Still():
+        loss = learner.loss(model, batch)
+        loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: Any,
+               ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """The loss of rank k, and the gradients of its slices and of what it looks after."""
+    with computing(part, split, k, ask, draws=False) as slices, slices.summing():
+        return _learned(part, learner, batch)
+
+
+def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[float], found: list[dict[str, Tensor]],
+             double: bool) -> None:  # fmt: skip
+    near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
+    least = LEAST[double] * float(torch.stack([as_real(grad).float().norm() for grad in whole.values()]).norm())
+    for name, grad in whole.items():
+        off = float((_joined(name, split, found, grad) - grad).norm())
+        if not off <= near * float(grad.norm()) + least:
+            share = f"its gradient is off by {off / (float(grad.norm()) or 1.0):.0%}"
+            raise KnobError(
+                f"partition=Tensor: {ways} {name} would learn something else than in the whole model: {share}. Let "
+                f"each Colwise be followed by the Rowwise that takes its outputs, with nothing between but what works "
+                f"feature by feature or head by head (`packed`, `together`); what is whole and works on a rank's own "
+                f"heads is Partial(), on its own positions Sequence()"
+            )
+    if odd := next((x for x in losses if abs(x - loss) > near * max(1.0, abs(loss))), None):
+        raise KnobError(
+            f"partition=Tensor: {ways} the loss is {odd:.6g}, and {loss:.6g} of the whole model, though gradients are "
+            f"the same: it reads parameters, of which a rank has slices; let it read only what the model returns, and "
+            f"take weight decay from the optimizer"
+        )
+
+
+def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
+    """The whole gradient of a parameter from those of its slices, or its owner's; zero where there is none."""
+    if name not in split.sliced:
+        return found[split.owners[name]].get(name, torch.zeros_like(like))
+    made = split.sliced[name]
+    view = [n // (split.ways if k == made.dim else 1) for k, n in enumerate(made.view)]
+    zero = like.new_zeros(made.local(split.ways))
+    return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
+
+
+def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
+    """The tensors of a batch on the CPU, and floats as `dtype`."""
+    if isinstance(batch, Tensor):
+        return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
+    if isinstance(batch, dict):
+        moved = {k: on_cpu(v, dtype) for k, v in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)
+    if isinstance(batch, list | tuple):
+        each = [on_cpu(v, dtype) for v in batch]
+        return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
+    return copy.copy(batch)

@@ -1,0 +1,92 @@
+"""What is tried on one batch before a model is trained in parts: that its hidden units are such."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host.passes.hidden import units_of
+from workbench.host.passes.part import place, smaller
+from workbench.host.reconfigure.trying_slices import on_cpu
+from workbench.rank import Units
+from workbench.settings import KnobError
+from workbench.settings.said import text_of
+from workbench.tasks import Learner
+
+STIR = 0.02  # added to each parameter: a layer that begins as zero would hide what those before it do
+NEAR = {True: 1e-9, False: 2e-2}  # in double precision or not: of the loss, so far it may be in another order
+_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by a task's functions: why not, or ""
+
+
+def require_narrow(run: Any, wanted: Experiment) -> None:
+    """Raises KnobError in words where `wanted`'s strategy trains sub-models and this model has none.
+
+    Tried once on a batch, with a model of its own: in another order the same units must compute the same.
+    """
+    if not wanted.strategy.narrows:
+        return
+    sizes = run.layout.order[0].param.is_meta
+    made, key = _TRIED.setdefault(run.learner, {}), (wanted.batch, sizes)
+    if key not in made:
+        try:
+            units, made[key] = units_of(run.model, run.learner), ""
+            if not sizes:
+                _try(run.learner, units, run.example(wanted), wanted.seed)
+        except KnobError as error:
+            made[key] = str(error)
+    if made[key]:
+        raise KnobError(f"strategy={type(wanted.strategy).__name__}: {made[key]}")
+
+
+def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = copy.deepcopy(learner.model()).cpu().eval()  # it may be the very one that is trained
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.add_(STIR * torch.randn_like(p))
+        double, loss = _losses(model, learner, batch)
+        try:
+            whole = loss()
+            place(smaller(model, units, [torch.randperm(each.size) for each in units]))
+            other = loss()
+            place(smaller(model, units, [torch.arange(max(1, each.size // 2)) for each in units]))
+            loss()
+        except Exception as error:
+            raise KnobError(
+                f"tried on one batch, a sub-model fails: {text_of(error)}; let the model take its sizes from what a "
+                f"layer returns, and name no layer whose outputs others read, too"
+            ) from error
+    if abs(whole - other) > NEAR[double] * abs(whole):
+        raise KnobError(
+            f"with its hidden units in another order the model has loss {other:.6g} in place of {whole:.6g}, so they "
+            f"are no units that it can be without; let the task's `split` say which outputs stay `together`, as those "
+            f"of an attention head must, and leave out what is not read by the next layer alone"
+        )
+
+
+def _losses(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
+    """Whether the model computes in double precision, and what gives its loss by the same random numbers."""
+    state = torch.get_rng_state()
+
+    def loss(inputs: Any) -> float:
+        torch.set_rng_state(state)
+        return float(learner.loss(model, inputs))
+
+    dtypes = [x.dtype for x in (*model.parameters(), *model.buffers())]
+    try:
+        wide = partial(loss, on_cpu(batch, torch.float64))
+        model.double()
+        wide()
+        return True, wide
+    except Exception:
+        for x, dtype in zip((*model.parameters(), *model.buffers()), dtypes, strict=True):
+            x.data = x.data.to(dtype)
+    return False, partial(loss, on_cpu(batch, None))

@@ -1,0 +1,103 @@
+"""Parameters that a model unfreezes while it is trained: all ranks lay them out in the same step, and train them.
+
+Ranks that exchange gradients in a step learn there which parameters some rank has unfrozen (workbench/host/sharding/usage.py).
+All other ranks train such a parameter by themselves until they meet next. Then they compare names and take the mean of
+the parameter and of what the optimizer remembers of it. Ranks without a common step are called together for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from workbench.experiment.arranged import mesh
+from workbench.host.core.changing import Changing
+from workbench.host.passes.pipelining import drained
+from workbench.host.placement.canonical import prime
+from workbench.host.placement.slots import slots
+from workbench.host.reconfigure.changes import leave
+from workbench.host.transfer import handover
+from workbench.host.transfer.lying import lying
+from workbench.rank import StrategyError
+
+
+def unfreeze(run: Changing, names: Collection[str]) -> None:
+    """These parameters are trained elsewhere: those of them that are frozen here are trained and laid out from now on.
+
+    Of a model that lies on several ranks, or whose parameters are others, it changes nothing.
+    """
+    here = {place.name for place in run.layout.order}
+    frozen = {name: p for name, p in run.model.named_parameters() if name in names and not p.requires_grad}
+    more = {name: p for name, p in frozen.items() if name not in here}
+    if run.spread is not None or not more:
+        return
+    for p in more.values():
+        p.requires_grad_(True)
+    run.relaid(here | set(more), None)
+
+
+async def settle(run: Any) -> None:
+    """Between steps, when all ranks have met: trains on all ranks what some rank has unfrozen by itself.
+
+    run: a Life. Nothing is asked of other ranks if no parameter is frozen.
+    """
+    usage = run.usage
+    if not usage.frozen:
+        return
+    mine = json.dumps(found) if (found := usage.found()) else ""
+    lengths = await run.gather(len(mine))
+    names: set[str] = set()
+    for by, length in enumerate(lengths):
+        if length:
+            names.update(json.loads(await run.told(mine, by)))
+    if names:
+        await train_more(run, [name for name in usage.frozen if name in names], apart=True)
+
+
+async def train_more(run: Changing, names: Sequence[str], apart: bool = False) -> None:
+    """The model has unfrozen these parameters: from now on they are exchanged, averaged and saved as others are.
+
+    apart: have ranks trained them each by itself? Then their mean is what all go on from. The strategy is left and
+    entered again, so that what ranks share out is cut anew. Raises StrategyError if the model lies on several ranks.
+    """
+    e = run.experiment
+    if run.spread is not None:
+        raise StrategyError(
+            f"parameter {names[0]}: was unfrozen while a replica lies on several ranks "
+            f"(partition={type(e.partition).__name__}); unfreeze it before the run, or take partition=Whole"
+        )
+    await drained(run.flow)
+    if e.strategy.in_flight:
+        await e.strategy.drain(run.rank.replicas, run.state)
+    with run.switching(e, e):
+        await leave(run, e, e, lying(run, e.strategy).shards, ())
+        momentum = e.strategy.hands_on(run.rank.replicas, run.state)
+        run.relaid({*(place.name for place in run.layout.order), *names}, None)
+        if apart:
+            await average_new(run, names)
+        await run.reading.forget()
+        await handover.reshard(run, None, handover.cut(run, e.strategy))
+        run.enter(e, e)
+        e.strategy.takes(run.rank.replicas, run.state, momentum)
+        await handover.check(run)
+        if e.strategy.opaque:
+            run.enter_opaque()
+        await run.reading.shard()
+    run.choose_lane()
+    if run.rank.id == 0:
+        run.mark("unfrozen", {"names": [*names], "text": f"{', '.join(names)}: unfrozen, and trained from now on"})
+
+
+async def average_new(run: Changing, names: Collection[str]) -> None:
+    """Parameters that are new in the layout become the mean of the ranks that train, with their optimizer's state."""
+    rank, new = run.rank, [place for place in run.layout.order if place.name in names]
+    for place in new:
+        place.param.grad = None  # gradients of steps in which nothing was updated
+    stepped = await run.gather(sum(bool(run.optimizer.state.get(place.param)) for place in new))
+    if any(stepped) and min(stepped) < len(new):
+        prime(run.layout, run.optimizer)
+    state = [x for name, x in slots(run.layout, run.optimizer).items() if name.partition("/")[2] in names]
+    trained = mesh(run.experiment.strategy, rank.size).ranks
+    among = trained if len(trained) < rank.size else ()
+    await handover.averaged(rank.replicas, [place.param.data for place in new] + state, "unfrozen", among)

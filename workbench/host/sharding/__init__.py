@@ -1,0 +1,1 @@
+"""sharding: to be described."""

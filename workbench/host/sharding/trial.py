@@ -1,0 +1,206 @@
+"""Which parameters a model reads in a forward and a backward, in which order, and how the gradients come between.
+
+Learned by listening to one pass. A strategy whose ranks hold only shards then knows what is read next, and what is read
+no more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.memory.memory import packed
+from workbench.host.placement import absent
+from workbench.host.placement.layout import Layout
+
+Names = tuple[str, ...]
+READS = {"read", "grad"}  # the kinds of event in a backward
+
+
+class Trial(NamedTuple):
+    """What a forward and a backward did with parameters, by their names.
+
+    forward:  the parameters that each call read, one call after the other
+    backward: ("read", names) before they were read, ("grad", (name,)) once its gradient was there, in their order
+    """
+
+    forward: tuple[Names, ...]
+    backward: tuple[tuple[str, Names], ...]
+
+    @property
+    def arrival(self) -> list[str]:
+        """Names in the order in which gradients came."""
+        return [name for kind, names in self.backward for name in names if kind == "grad"]
+
+    def plain(self) -> list[Any]:
+        """The trial as JSON, for a checkpoint's manifest."""
+        return [[list(names) for names in self.forward], [[kind, list(names)] for kind, names in self.backward]]
+
+    @classmethod
+    def read(cls, said: Any) -> Trial:
+        """The trial that `plain` wrote. Raises ValueError for anything else."""
+        try:
+            forward, backward = said
+            found = cls(tuple(map(tuple, forward)), tuple((kind, tuple(names)) for kind, names in backward))
+        except TypeError:
+            raise ValueError("its order of reading parameters is damaged") from None
+        if not all(isinstance(name, str) for name in found.names()) or {kind for kind, _ in found.backward} - READS:
+            raise ValueError("its order of reading parameters is damaged")
+        return found
+
+    def names(self) -> list[Any]:
+        """Every parameter name in it, once per mention."""
+        return [name for names in (*self.forward, *(names for _, names in self.backward)) for name in names]
+
+
+class Event(NamedTuple):
+    """Something that happens in a pass.
+
+    share: of the pass, what is computed before
+    kind:  "read", before buckets are first read; "full", when the gradients of one are there
+    over:  the buckets that are read no more
+    """
+
+    share: float
+    kind: str
+    buckets: tuple[int, ...]
+    over: tuple[int, ...] = ()
+
+
+def assumed(names: Iterable[str]) -> Trial:
+    """What a stack of layers does whose parameters are registered as `names`."""
+    forward = tuple((name,) for name in names)
+    return Trial(forward, tuple((kind, one) for one in reversed(forward) for kind in ("read", "grad")))
+
+
+class Listening:
+    """Listens to one forward and one backward of a model whose parameters are all here."""
+
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        self._named = named
+        self._names = {id(p): name for name, p in named.items()}
+        lies: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by storage, where in it each parameter begins
+        for name, p in named.items():
+            lies[p.untyped_storage()._cdata].append((int(p.storage_offset()), name))
+        self._lies = {where: sorted(begins) for where, begins in lies.items()}
+        self._forward: list[Names] = []
+        self._backward: list[tuple[str, Names]] = []
+        self._turned = False  # does backward run?
+
+    @property
+    def heard(self) -> Trial | None:
+        """What was heard, once a backward has run."""
+        return Trial(tuple(self._forward), tuple(self._backward)) if self._turned else None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, a forward runs."""
+        with self._asking(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, its backward runs."""
+        self._turned = True
+        hooks = [p.register_post_accumulate_grad_hook(partial(self._came, name))
+                 for name, p in self._named.items() if p.requires_grad]  # fmt: skip
+        try:
+            with self._asking():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        for p in self._named.values():
+            absent.leave(p, self._asked)
+        try:
+            yield
+        finally:
+            for p in self._named.values():
+                absent.come(p)
+
+    def _came(self, name: str, _: Any) -> None:
+        self._backward.append(("grad", (name,)))
+
+    def _asked(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+        self._read(tuple(self._names[id(p)] for p in params))
+
+    def _read(self, names: Names) -> None:
+        if self._turned:
+            self._backward.append(("read", names))
+        elif not self._forward or self._forward[-1] != names:
+            self._forward.append(names)
+
+    def _pack(self, x: Tensor) -> Any:
+        begins = self._lies.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+        if begins is None:
+            return packed(x)
+        return packed(x), begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        x, name = packed
+        self._read((name,))
+        return x
+
+
+def forward_events(layout: Layout, trial: Trial) -> list[Event]:
+    """When buckets are first read in a forward, and which ones are over by then."""
+    bucket, numel = _places(layout)
+    last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
+    found: list[Event] = []
+    known, read, done, over = set[str](), set[int](), 0, set[int]()
+    for at, names in enumerate(trial.forward):
+        first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
+        if first:
+            ended = tuple(i for i in sorted(read - over) if last[i] < at)
+            found.append(Event(done / layout.numel, "read", first, ended))
+            read |= set(first)
+            over |= set(ended)
+        done += sum(numel[name] for name in set(names) - known)
+        known |= set(names)
+    return found
+
+
+def backward_events(layout: Layout, trial: Trial) -> list[Event]:
+    """When buckets are first read in a backward, and when their gradients are there, which is told in their order."""
+    bucket, numel = _places(layout)
+    left = [len(b.parts) for b in layout.buckets]
+    found: list[Event] = []
+    read, done, told = set[int](), 0, 0
+
+    def tell() -> None:
+        nonlocal told
+        while told < len(left) and not left[told]:
+            found.append(Event(done / layout.numel, "full", (told,)))
+            told += 1
+
+    for kind, names in trial.backward:
+        if kind == "read":
+            first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
+            if first := tuple(i for i in first if i >= told):
+                found.append(Event(done / layout.numel, "read", first))
+                read |= set(first)
+        else:
+            for name in names:
+                done += numel[name]
+                left[bucket[name]] -= 1
+            tell()
+    left, done = [0] * len(left), layout.numel  # whatever had no gradient
+    tell()
+    return found
+
+
+def _places(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+    """By name, the bucket of a parameter and its elements."""
+    return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}

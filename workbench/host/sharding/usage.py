@@ -1,0 +1,148 @@
+"""Which parameters a step used, and which the model has unfrozen: what ranks compare, the same on both hosts.
+
+[Note: The raised hand] Every parameter of a bucket is exchanged, and one without a gradient counts as zero. If no rank
+has a gradient, torch's DDP leaves `grad` at None, and the optimizer does not move the parameter. To know that, ranks
+have to compare notes, and a comparison in every step would cost each step a round trip. So a rank that left a parameter
+out raises a hand first: it writes the step's number into memory that all ranks of the host share, and hands out the
+bucket afterwards. A rank whose last exchange of that step is over has data of all ranks, so it sees every hand. All
+ranks then decide alike, without a word. Ranks of several hosts share no memory and compare notes in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from workbench.host.placement.layout import Layout, Place
+from workbench.rank import Rank, StrategyError
+
+
+class Raised(Protocol):
+    """By rank, the last step in which it raised a hand."""
+
+    def raise_in(self, step: int) -> None: ...
+    def raised_in(self, step: int, ranks: Iterable[int]) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Usage:
+    """One rank's notes on what its steps use.
+
+    hands:    None if ranks share no memory: they compare notes in every step
+    step:     of an exchanged backward that is over, while the ranks have not agreed on its parameters; else None
+    last:     the child that was started last in that backward; once it is over the ranks can agree
+    listening: whether a backward is under way that is exchanged, where the host does not note that by itself
+    settled:  whether the ranks agreed in this step on what it unfroze
+    unfrozen: parameters that train on some rank and are not in the layout, by name, agreed among the ranks
+    """
+
+    def __init__(self, hands: Raised | None = None) -> None:
+        self.hands = hands
+        self.step: int | None = None
+        self.last: Any = None
+        self.listening = False
+        self.settled = False
+        self.unfrozen: dict[str, nn.Parameter] = {}
+        self.frozen: dict[str, nn.Parameter] = {}  # outside of the layout when that was made
+        self._trained: list[Place] = []  # of the layout, what was trained then
+
+    def lie(self, model: nn.Module, layout: Layout, whole: bool = True) -> None:
+        """The layout is a new one. whole: does all that is trained lie here?"""
+        here = {id(place.param) for place in layout.order}
+        named = model.named_parameters()
+        self.frozen = {name: p for name, p in named if id(p) not in here and (whole or not p.requires_grad)}
+        self.unfrozen = {}
+        self._trained = [place for place in layout.order if place.param.requires_grad]
+
+    def require_trained(self, strategy: Any) -> None:
+        """Raises StrategyError if the model has frozen a parameter that `strategy` would go on moving."""
+        frozen = (place.name for place in self._trained if not place.param.requires_grad)
+        if strategy.moves_frozen and (name := next(frozen, "")):
+            raise StrategyError(
+                f"parameter {name}: was frozen during the run, and {type(strategy).__name__} would go on moving it, by "
+                f"a momentum of its own or by rounding; freeze it before the run, or take DDP or LocalSGD"
+            )
+
+    def found(self) -> list[str]:
+        """Parameters that this rank's model has unfrozen and that are not in the layout."""
+        return [name for name, p in self.frozen.items() if p.requires_grad]
+
+    def begin(self, step: int) -> None:
+        """Before a backward: raises a hand if the model has unfrozen a parameter."""
+        self.settled = False
+        if self.found():
+            self.raise_hand(step)
+
+    def raise_hand(self, step: int) -> None:
+        """Before a bucket is handed out that has a parameter without a gradient."""
+        if self.hands is not None:
+            self.hands.raise_in(step)
+
+    def handed_out(self, step: int) -> None:
+        """The strategy has been given all buckets of the backward that this was `listening` to."""
+        if self.listening:
+            self.listening, self.step = False, step
+
+    async def agree(self, host: Any) -> None:
+        """After the last exchange of a backward: `layout.unused` names the parameters that no rank used.
+
+        Gradients of unfrozen parameters become the sum over ranks, as if they had been in a bucket.
+        """
+        step, self.step, self.last = self.step, None, None
+        rank, layout = host.rank.replicas, host.layout
+        if step is None:
+            return
+        if rank.size == 1:
+            self.unfrozen = {name: self.frozen[name] for name in self.found()}
+        else:
+            ranks = rank.within.ranks if rank.within is not None else range(rank.size)
+            if self.hands is None or self.hands.raised_in(step, ranks):
+                await self._compare(host, rank, layout)
+        self.settled = True
+        if self.unfrozen and not host.strategy().follows:
+            self._update_unfrozen(host)
+
+    async def _compare(self, host: Any, rank: Rank, layout: Layout) -> None:
+        """0: frozen or without a gradient; 1: unfrozen, and not used in this step; 2: used."""
+        mine = [0 if place.name in layout.unused else 2 for place in layout.order]
+        mine += [p.requires_grad + (p.requires_grad and p.grad is not None) for p in self.frozen.values()]
+        noted = torch.tensor(mine, dtype=torch.int32, device=layout.order[0].param.device)
+        noted = await rank.all_reduce(noted, "max", "used")
+        of_layout, others = noted.tolist()[: len(layout.order)], noted.tolist()[len(layout.order) :]
+        layout.unused = {place.name for place, use in zip(layout.order, of_layout, strict=True) if not use}
+        uses = dict(zip(self.frozen, others, strict=True))
+        self.unfrozen = {name: p for name, p in self.frozen.items() if uses[name]}
+        how = "sum" if host.module is host.model else "mean"  # torch's own has not scaled the loss
+        for name, p in self.unfrozen.items():
+            if uses[name] == 2:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense().contiguous()
+                p.grad = (await rank.all_reduce(grad.view(-1), how, f"unfrozen {name}")).view(p.shape)
+
+    def _update_unfrozen(self, host: Any) -> None:
+        """One step of the optimizer on these alone, if the strategy updates bucket by bucket and so misses them."""
+        with host.alone, only(host.optimizer, self.unfrozen.values()):
+            host.optimizer.step()
+        for p in self.unfrozen.values():
+            p.grad = None
+
+    def close(self) -> None:
+        """Gives the shared memory back."""
+        if self.hands is not None:
+            self.hands.close()
+
+
+@contextmanager
+def only(optimizer: Any, params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, the optimizer has no parameters but these."""
+    wanted, before = {id(p) for p in params}, [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in wanted]
+        yield
+    finally:
+        for group, every in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = every

@@ -1,0 +1,1 @@
+"""transfer: to be described."""

@@ -1,0 +1,151 @@
+"""A copy of what one rank holds between two steps: its pieces by name, and how that is cut of which they are pieces.
+
+What is kept so can be put together with what others have kept, however the model lies meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from workbench.compressors import Compressor, inside
+from workbench.host.placement import sliced
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.move import State, seen
+from workbench.host.placement.placement import Held
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import slots
+from workbench.host.placement.spread import Spread, placed
+from workbench.host.transfer.handover import Cut, cut, in_shards
+
+Bound = tuple[int, int]  # the next step, and how many changes came before it
+
+
+class Boundary(NamedTuple):
+    """bound: where it stood; place, size: as which rank of how many
+
+    spread:  how the model lay on ranks; cut: how the optimizer's state did, and where `sharded` the parameters, too
+    state:   flat, by name: parameters and buffers, and what the optimizer remembers ("exp_avg/NAME")
+    memory:  by buffer and parameter, what its compressor remembered
+    apart:   steps since all ranks last had the same parameters; -1: nobody can tell
+    """
+
+    bound: Bound
+    place: int
+    size: int
+    spread: Spread | None
+    cut: Cut | None
+    sharded: bool
+    state: State
+    memory: dict[str, State]
+    apart: int = 0
+
+    def whole_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
+        """What it remembered, of whole parameters: zero where another rank has elements; of what is no sum, none."""
+        if self.spread is None:
+            return self.memory
+        sums = {name for one in inside(compressor) for name, rule in one.own.items() if rule == "sum"}
+        shapes, found = {name: sliced.shape_of(p) for name, p in model.named_parameters()}, dict[str, State]()
+        for kind in self.memory.keys() & sums:
+            found[kind] = {name: widened(name, x, prod(shapes[name]), self.spread, self.place, self.size)
+                           for name, x in self.memory[kind].items()}  # fmt: skip
+        return found
+
+
+def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, size: int) -> Tensor:
+    """(n,): what the rank at `place` has of a parameter, `x`; zero where another rank of its replica has elements."""
+    made, slices = x.new_zeros(n), placed(((name, n),), spread, size).at(place)[name]
+    at = 0
+    for s in slices:
+        seen(made, (Slice(0, n),), s).copy_(x[at : at + s.numel].view(s.times, s.length))
+        at += s.numel
+    return made
+
+
+def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
+    """What `run`'s rank holds now. spare: one that is needed no more, whose memory may be written over
+
+    copied: else it is what is held itself, but for buffers, for a rank that changes nothing any more
+    """
+    layout, state = run.layout, dict[str, Tensor]()
+    lies = cut(run, run.experiment.strategy)
+    state |= held(layout, lies if run.reading.sharded else None, run.rank.id)
+    state |= {name: x.clone().reshape(-1) for name, x in run.model.named_buffers() if x.numel()}
+    state |= {name: x.reshape(-1) for name, x in slots(layout, run.optimizer).items()}
+    memory: dict[str, State] = run.rank.memory.buffers
+    if copied:
+        state = _copied(state, spare.state if spare else {})
+        old = spare.memory if spare else {}
+        memory = {kind: _copied(of, old.get(kind, {})) for kind, of in memory.items()}
+    return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory,
+                    steps_apart(run))  # fmt: skip
+
+
+def steps_apart(run: Any) -> int:
+    """Steps since all ranks last had the same parameters, as far as the strategy of `run` can tell; -1: it cannot."""
+    strategy = run.experiment.strategy
+    since = strategy.steps_apart(run.state) if strategy.periodic else 0
+    return -1 if since is None else since
+
+
+def copy_boundary(b: Boundary) -> Boundary:
+    """The same boundary in memory of its own."""
+    return b._replace(state=_copied(b.state, {}), memory={kind: _copied(of, {}) for kind, of in b.memory.items()})
+
+
+def held(layout: Layout, lies: Cut | None, place: int) -> State:
+    """Flat, by name, what is here of each parameter; where they lie in shards, the shard of the rank at `place`."""
+    found = dict[str, Tensor]()
+    for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
+        first, last = begin, begin + own.numel()
+        if lies is not None:  # in a pass that broke off more may be here, some of it void
+            first, last = _shard(bucket.data.numel(), lies, place)
+        for part in bucket.parts:
+            low, high = max(part.start, first), min(part.stop, last)
+            if low < high:
+                found[part.name] = own[low - begin : high - begin]
+    return found
+
+
+def _shard(total: int, lies: Cut, place: int) -> tuple[int, int]:
+    """The elements of a bucket of so many that the rank at `place` keeps."""
+    group = next(group for group in lies.groups if place in group)
+    chunk = -(-total // len(group))
+    begin = chunk * group.index(place)
+    return min(begin, total), min(begin + chunk, total)
+
+
+def _copied(state: Mapping[str, Tensor], spare: Mapping[str, Tensor]) -> State:
+    made = {}
+    with torch.no_grad():
+        for name, x in state.items():
+            old = spare.get(name)
+            if old is not None and old.shape == x.shape and old.dtype == x.dtype:
+                made[name] = old.copy_(x)
+            else:
+                made[name] = x.detach().clone()
+    return made
+
+
+def pieces_at(place: int, size: int, sizes: Mapping[str, int], kept: Mapping[str, bool], spread: Spread | None,
+              cut: Cut | None, sharded: bool) -> Held:  # fmt: skip
+    """What the rank at `place` of `size` holds: slices, by name.
+
+    sizes: elements of parameters and buffers, and of what the optimizer remembers; kept: of the latter, is it one
+    number whatever its parameter has?
+    """
+    if spread is not None:
+        return placed(tuple(sizes.items()), spread, size).at(place)
+    whole = {name: (Slice(0, n),) for name, n in sizes.items()}
+    if cut is None:
+        return whole
+    params = {part.name: sizes[part.name] for parts in cut.buckets for part in parts}
+    lying = [*((f"/{name}", False) for name in (params if sharded else ())), *kept.items()]
+    mine = in_shards(tuple(params.items()), tuple(lying), cut, size).at(place)
+    apart = {name.removeprefix("/") for name, _ in lying}
+    here = {name.removeprefix("/"): slices for name, slices in mine.items()}
+    return {name: slices for name, slices in whole.items() if name not in apart} | here

@@ -1,0 +1,286 @@
+"""What is handed over between strategies: the one state of a run, by name; whom it lies with; and its way to others.
+
+Two steps, in this order. `consolidate` is arithmetic: where ranks drifted apart, those that trained take the mean.
+`spread` is one `move`: from where the state lies under one strategy to where it is to lie under the next. A rank that
+only served has the parameters, and lacks what training made beside them.
+
+By name: parameters and buffers have their own; what the optimizer remembers of a parameter is "exp_avg/NAME", its
+counter "step/NAME". Frozen parameters are not in it, since nothing makes them differ, nor is what is each rank's own
+(residuals, a strategy's memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench.experiment.arranged import mesh, sharers
+from workbench.host.core.changing import Changing
+from workbench.host.core.remembered import rule
+from workbench.host.placement.canonical import Disagreement, check_same, flattened, prime, scatter_back
+from workbench.host.placement.checksum import MASK, checksum
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.move import State, move
+from workbench.host.placement.placement import Held, Placement
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import likes, put, slots
+from workbench.rank import Part, Rank, can_average
+
+
+class Cut(NamedTuple):
+    """How something lies in shards.
+
+    buckets: by bucket, the places of its parameters
+    groups:  ranks among whom each bucket is dealt out, in their order; every group has all of it
+    """
+
+    buckets: tuple[tuple[Part, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+def parameters(layout: Layout) -> State:
+    """The trained parameters by name; writing into them changes the model."""
+    return {place.name: place.param.data for place in layout.order}
+
+
+def beside(run: Changing) -> State:
+    """What only ranks that train have besides: buffers, and what the optimizer remembers."""
+    return {**{name: b.data for name, b in run.model.named_buffers()}, **slots(run.layout, run.optimizer)}
+
+
+def alike(run: Changing, numbers: list[int]) -> list[int]:
+    """Of every rank's number those of the ranks that hold the same of the model as this one."""
+    who = run.rank.replicas.within
+    return numbers if who is None else [numbers[rank] for rank in who.ranks]
+
+
+def names(run: Changing) -> list[int]:
+    """The numbers in the run of the ranks that `alike` picks."""
+    return alike(run, [run.rank.number(place) for place in range(run.rank.size)])
+
+
+def owners(run: Changing, strategy: Any) -> dict[str, int]:
+    """By embedding table the rank whose values of it are the run's, where `strategy` lets them lie with one each."""
+    names = run.rank.tables if strategy.tables else ()
+    return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
+
+
+async def consolidate(run: Changing, strategy: Any) -> None:
+    """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
+
+    Of whole numbers (counters, quantised moments) the first one's are taken. Diverged momenta would pull replicas
+    apart again. Raises Disagreement where ranks remember unlike things.
+    """
+    rank, who = run.rank, mesh(strategy, run.rank.size)
+    if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
+        return
+    own, apart = _numel(beside(run)), owners(run, strategy)
+    most = max(alike(run, await run.gather(own)))
+    if own < most or (apart and most):  # it served, or is yet to make its first step, or has others' tables
+        prime(run.layout, run.optimizer)
+    check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state", names(run))
+    if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
+        return
+    group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
+    drifted = drifting(run, run.experiment.optimizer, apart)
+    await averaged(group, drifted, "optimizer state")
+
+
+def drifting(run: Changing, optimizer: Any, apart: Collection[str] = ()) -> list[torch.Tensor]:
+    """What a rank has made beside the parameters, but for tables that lie `apart`; what has no mean begins at zero."""
+    found = []
+    for name, x in beside(run).items():
+        slot, _, of = name.rpartition("/")
+        if x.numel() and of not in apart:
+            found.append(x.zero_() if slot and rule(optimizer.own, slot) == "drop" else x)
+    return found
+
+
+async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
+    """These tensors of all ranks of a group become the mean of those `among` them (none: all); of whole numbers, which
+    have none, the first one's.
+    """
+    first, count = min(among, default=0), len(among) or group.size
+    floats = [x for x in drifted if can_average(x.dtype)]
+    if floats:
+        flat = flattened(floats).div_(count)
+        if among and group.index not in among:
+            flat.zero_()
+        await group.all_reduce(flat, "sum", name)
+        scatter_back(flat, floats)
+    for x in drifted:
+        if not can_average(x.dtype):
+            whole = x.detach().reshape(-1).clone().view(torch.uint8)
+            await group.broadcast(whole, first, "counters")
+            scatter_back(whole.view(x.dtype), [x])
+
+
+async def spread(run: Changing, strategy: Any) -> None:
+    """After `consolidate`: every rank gets what it lacks of the state. Nothing is sent where nobody does."""
+    trained = mesh(strategy, run.rank.size).ranks
+    if len(trained) < run.rank.size:
+        await bring(run, trained, len(_present(parameters(run.layout))), tuple(owners(run, strategy).items()))
+
+
+async def bring(run: Changing, holders: tuple[int, ...], everywhere: int = 0,
+                apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
+    """Every rank gets what it lacks of what `holders` have. See `_placed`."""
+    rank, state = run.rank, _present(parameters(run.layout)) | _present(beside(run))
+    sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
+    was = _placed(sizes, everywhere, holders, rank.size, apart)
+    to = _placed(sizes, everywhere, everyone, rank.size)
+    given = await move(rank, {name: state[name] for name in was.at(rank.id)}, was, to, everyone, state)
+    with torch.no_grad():
+        for name, x in state.items():
+            if not x.is_meta and given[name] is not x:
+                x.copy_(given[name].view(x.shape))
+
+
+def _present(state: State) -> State:
+    return {name: x for name, x in state.items() if x.numel()}
+
+
+async def check(run: Changing) -> None:
+    """All ranks hold the same parameters, and their optimizers the same of them. Raises Disagreement."""
+    own = checksum(parameters(run.layout))
+    check_same(alike(run, await run.gather(own)), "after the switch the parameters", names(run))
+    if cut(run, run.experiment.strategy) is None:
+        own = checksum(slots(run.layout, run.optimizer))
+        check_same(alike(run, await run.gather(own)), "after the switch the optimizer's slots", names(run))
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
+            apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
+    """The first tensors, so many of them, on every rank; the others on those that trained. But tables, and what is
+    remembered of them, lie `apart`, each with one rank.
+    """
+    owner, held = dict(apart), {rank: dict[str, tuple[Slice, ...]]() for rank in range(size)}
+    for number, (name, n) in enumerate(sizes):
+        of = name if number < everywhere else name.partition("/")[2]
+        for rank in (owner[of],) if of in owner else range(size) if number < everywhere else trained:
+            held[rank][name] = (Slice(0, n),)
+    return Placement(dict(sizes), held)
+
+
+def _nbytes(state: State) -> int:
+    return sum(x.numel() * x.element_size() for x in state.values())
+
+
+def _numel(state: State) -> int:
+    return sum(x.numel() for x in state.values())
+
+
+# -- optimizer state in shards --
+
+
+def cut(run: Changing, strategy: Any) -> Cut | None:
+    """How the optimizer's state lies in shards under `strategy`; None where it is whole on every rank, or torch's."""
+    if strategy.opaque or "optimizer state" not in strategy.shards:
+        return None
+    if len((groups := sharers(strategy, run.rank.size))[0]) == 1:
+        return None
+    return Cut(tuple(bucket.parts for bucket in run.layout.buckets), groups)
+
+
+async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
+    """The optimizer's state, which lies in shards as `was` says (None: whole on every rank), comes to lie as `to` says:
+    one `move`, of what each rank lacks. Where it is whole and comes to lie in shards, nothing is sent.
+    """
+    if was == to:
+        return
+    rank, layout = run.rank, run.layout
+    some = {place.name for place in layout.order if place.numel}
+    both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
+    like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
+    kept = await kept_slots(run, like, here)
+    sizes = tuple((place.name, place.numel) for place in layout.order)
+    slots_of = tuple((name, bool(like[name].numel())) for name in kept)
+    if was is None and layout.sizes_only:  # with sizes only there is nothing to look at, of thousands
+        if run.ledger.remembers:
+            run.ledger.surge(sum(n * like[name].element_size() for name, n in _counts(dict(sizes), slots_of).items()))
+        return run.sharded(to)
+    lies, comes = (in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
+    if layout.sizes_only:  # one optimizer stands for those of all ranks, and stays as it is
+        here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
+    before = await summed(run, here, lies)
+    given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
+    if run.ledger.remembers:
+        run.ledger.surge(_nbytes(here))  # beside what was given
+    if await summed(run, given, comes) != before:
+        raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
+    if not layout.sizes_only:
+        put(layout, run.optimizer, given, like)
+    run.sharded(to)
+
+
+async def summed(run: Changing, state: State, lies: Placement) -> int:
+    """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
+    return sum(await run.gather(hashed(run, state, lies))) & MASK
+
+
+def hashed(run: Changing, state: State, lies: Placement) -> int:
+    """This rank's part of that hash; parts add up."""
+    me = run.rank.id
+    if run.layout.sizes_only:
+        return 0
+    mine = {name: slices for name, slices in lies.at(me).items()
+            if not any(lies.at(r).get(name) == slices for r in range(me))}  # fmt: skip
+    return checksum({name: state[name] for name in mine}, mine)
+
+
+def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int) -> int:
+    """What a rank keeps of the optimizer's state in shards, once that has stepped."""
+    like, numel = likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
+    mine = _shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
+    return sum(s.numel * like[name].element_size() for name, slices in mine.items() for s in slices)
+
+
+async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
+    """The slots that any rank has."""
+    if not like:
+        return []
+    has = [name in here for name in like]
+    known = run.layout.weights[0].new_zeros(len(has), dtype=torch.int32).copy_(torch.tensor(has))
+    told = await run.rank.all_reduce(known, "max", "slots")
+    if told.is_meta:
+        return [name for name, there in zip(like, has, strict=True) if there]
+    names = list(like)
+    return [names[i] for i in told.nonzero().view(-1).tolist()]
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
+               size: int) -> Placement:  # fmt: skip
+    """Where slots lie: whole on every rank, or each bucket's in shards; what cannot be cut lies beside what is."""
+    numel = dict(sizes)
+    counts = _counts(numel, kept)
+    if cut is None:
+        return Placement.whole(counts, range(size))
+    return Placement(counts, {rank: _shard(numel, kept, cut, rank) for group in cut.groups for rank in group})
+
+
+def _counts(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
+    """Elements of each slot; `kept`: whether it has one, as counters have, or as many as its parameter."""
+    return {name: 1 if whole else numel[name.partition("/")[2]] for name, whole in kept}
+
+
+def _shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: Cut, rank: int) -> Held:
+    """What one rank holds of it: its slice of each bucket, as `Bucket.shard` cuts them."""
+    group = next(group for group in cut.groups if rank in group)
+    place, mine = group.index(rank), {}
+    for parts in cut.buckets:
+        names = [part.name for part in parts if part.stop > part.start]
+        total, at = sum(numel[name] for name in names), 0
+        chunk = -(-total // len(group))
+        begin, end = min(chunk * place, total), min(chunk * (place + 1), total)
+        for name in names:
+            low, high = max(begin - at, 0), min(end - at, numel[name])
+            if low < high:
+                mine[name] = (Slice(low, high - low),)
+            at += numel[name]
+    of = {name: name.partition("/")[2] for name, _ in kept}
+    return {name: (Slice(0, 1),) if whole else mine[of[name]] for name, whole in kept if of[name] in mine}

@@ -1,0 +1,83 @@
+"""How what is trained lies on ranks: each with all of it, in stages and slices, or in shards of buckets."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.experiment.arranged import sharers
+from workbench.host.placement import absent
+from workbench.host.placement.layout import Place, grouped, in_a_row
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.sliced import shape_of
+from workbench.host.placement.spread import Spread, placed, spread_of
+from workbench.host.transfer.boundary import pieces_at
+from workbench.host.transfer.handover import Cut, cut
+
+
+class Lying(NamedTuple):
+    """spread: how a replica lies on several ranks; None: each rank has a whole one
+    shards:  where replicas are whole, the buckets in whose shards what the optimizer remembers lies; None: in none
+    sharded: do parameters lie in these, too?
+    order:   that of parameters, where buckets are to be cut in another than the reverse of registration
+    """
+
+    spread: Spread | None = None
+    shards: Cut | None = None
+    sharded: bool = False
+    order: tuple[str, ...] = ()
+
+
+WHOLE = Lying()
+
+
+def lying(run: Any, strategy: Any) -> Lying:
+    """How it lies now, under `strategy`."""
+    shards = cut(run, strategy)
+    return Lying(run.spread, shards, run.reading.sharded and shards is not None)
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def where(named: tuple[tuple[str, int], ...], slots: tuple[tuple[str, bool], ...], lies: Lying, size: int) -> Placement:
+    """Where everything lies, tensors by name and number of elements: see `placed` and `pieces_at`.
+
+    slots: what the optimizer remembers, "exp_avg/NAME", and whether that has one element, whatever its parameter has
+    """
+    if lies.shards is None:
+        return placed(named, lies.spread, size)
+    sizes, kept = dict(named), dict(slots)
+    return Placement(sizes, {rank: pieces_at(rank, size, sizes, kept, None, lies.shards, lies.sharded)
+                             for rank in range(size)})  # fmt: skip
+
+
+async def lying_then(run: Any, wanted: Experiment) -> Lying:
+    """How what lies in stages or slices is to lie as `wanted` says; all ranks ask for it together.
+
+    Where that is in shards, their buckets are cut in the order in which gradients will come, where that is foreseen.
+    Parameters stay whole until a step has shown what it reads, where that is not.
+    """
+    spread, strategy, rank = spread_of(wanted, run.model, run.learner), wanted.strategy, run.rank
+    if spread is not None or strategy.opaque or "optimizer state" not in strategy.shards:
+        return Lying(spread)
+    if len((groups := sharers(strategy, rank.size))[0]) == 1:
+        return WHOLE
+    shared = "parameters" in strategy.shards
+    trial = await run.reading.foresee(cheaply=not shared)
+    params = {name: p for name, p in reversed(list(run.model.named_parameters())) if p.requires_grad}
+    order = dict.fromkeys([*(name for name in (trial.arrival if trial else ()) if name in params), *params])
+    digest = hashlib.blake2b(";".join(order).encode(), digest_size=8).digest()
+    known = trial is not None and len(set(await run.gather(int.from_bytes(digest, "big") >> 1))) == 1
+    places = [Place(name, _outline(params[name])) for name in (order if known else params)]
+    buckets = tuple(tuple(in_a_row(group)) for group in grouped(places, run.layout.bucket_mb * 1e6))
+    return Lying(None, Cut(buckets, groups), shared and trial is not None, tuple(order) if known else ())
+
+
+def _outline(param: nn.Parameter) -> nn.Parameter:
+    """All of a parameter, wherever that is, as its size."""
+    made = torch.empty(shape_of(param), dtype=absent.data_of(param).dtype, device="meta")
+    return nn.Parameter(made, requires_grad=False)

@@ -1,0 +1,81 @@
+"""The optimizer's momentum while a compressor keeps it: who may, the way there and back, and the steps in between.
+
+What goes over is a running sum of gradients, as torch's SGD keeps it. The ranks' shares of it, in the compressor's
+memory, add up to it. What weight decay adds stays with the optimizer, which is not asked about anything else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.compressors import inside
+from workbench.experiment.momentum import plain
+from workbench.host.placement.canonical import flattened
+from workbench.rank import MOMENTUM, Memory
+
+if TYPE_CHECKING:
+    from workbench.host.core.changing import Changing
+    from workbench.host.placement.layout import Layout, Place
+
+
+def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
+    """After a step: takes its gradients out of the optimizer's momentum, where a compressor keeps that of gradients."""
+    kept = memory.buffers.get(MOMENTUM)
+    if not kept or not plain(optimizer):
+        return
+    params = [place.param for place in layout.order if place.name in kept]
+    buffers = [(optimizer.state.get(p, {}).get("momentum_buffer"), p.grad) for p in params]
+    pairs = [(buffer, grad) for buffer, grad in buffers if buffer is not None and grad is not None]
+    if pairs:
+        torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))
+
+
+async def move_momentum(run: Changing) -> None:
+    """The momentum goes where it is kept from now on: into the compressor's memory, or back. A Mark says so."""
+    memory = run.rank.memory
+    here = MOMENTUM in memory.buffers
+    wanted = any(c.carries for c in inside(run.rank.compressor))
+    if wanted and not here:
+        memory.buffers[MOMENTUM] = {}
+        _take(run)
+    elif here and not wanted:
+        await give_back(run)
+    else:
+        return
+    if run.rank.id == 0:
+        run.mark("momentum", {"text": f"the momentum is kept by the {'compressor' if wanted else 'optimizer'}"})
+
+
+def _take(run: Changing) -> None:
+    """Every rank's share of the optimizer's momentum goes into its compressor's memory."""
+    for place in run.layout.order:
+        buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
+        if buffer is not None and not buffer.is_meta and plain(run.optimizer):
+            run.rank.memory.buffers[MOMENTUM][place.name] = buffer.reshape(-1) / run.rank.replicas.size
+            buffer.zero_()
+
+
+async def give_back(run: Changing) -> None:
+    """The sum of what all ranks keep is added to the optimizer's momentum, if it has one. Crosses uncompressed."""
+    kept = run.rank.memory.buffers[MOMENTUM]
+    places = [place for place in run.layout.order if place.name in kept]
+    flat = flattened([kept[place.name] for place in places])
+    run.rank.memory.drop(MOMENTUM)
+    if not flat.numel():
+        return
+    await run.rank.replicas.all_reduce(flat, "sum", "momentum")
+    if flat.is_meta or not plain(run.optimizer):
+        return
+    has = {p for group in run.optimizer.param_groups for p in group["params"] if group["momentum"]}
+    for place, piece in zip(places, flat.split([place.numel for place in places]), strict=True):
+        if place.param in has:
+            _add(run.optimizer.state[place.param], place, piece)
+
+
+def _add(state: Any, place: Place, piece: torch.Tensor) -> None:
+    """Adds (n,) to the momentum of one parameter."""
+    piece = piece.view(place.param.shape).to(place.param.dtype)
+    buffer = state.get("momentum_buffer")
+    state["momentum_buffer"] = piece.clone() if buffer is None else buffer.add_(piece)

@@ -1,0 +1,208 @@
+"""What is each rank's own goes with what it is of, where ranks come to hold another part of the model.
+
+Its owner says by name what becomes of it (`Compressor.own`); see "The hand-over" in workbench/DESIGN.md. A "sum" goes
+by shares: each replica's is a tensor of its own in one `move`, so what all owe together stays what it was, element by
+element. Of a "mean" the sum is taken before, and goes as the model does. All else begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.compressors import inside
+from workbench.fabric import traffic
+from workbench.host.core.changing import Changing
+from workbench.host.core.remembered import UNDECLARED
+from workbench.host.placement.canonical import Disagreement
+from workbench.host.placement.move import State, move, seen
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.plan import plan
+from workbench.host.placement.sliced import numel_of
+from workbench.host.placement.slices import Slice, refine
+from workbench.host.placement.spread import Spread, placed
+from workbench.host.transfer.handover import summed
+from workbench.rank import Rank
+
+Named = tuple[tuple[str, int], ...]  # the trained parameters of one kind, in the model's order, and their elements
+MOVED = ("sum", "mean")  # rules by which something goes with the parameters
+
+
+async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
+    """What the compressor of each rank remembers, while the model comes to lie as `to` says: by its owner's rules.
+
+    All ranks ask for it together, before the model moves. Raises Disagreement where a sum is not what it was.
+    """
+    memory, nbytes = run.rank.memory, 0
+    rules = {buffer: rule for of in (run.rank.compressor, run.experiment.compressor) for one in inside(of)
+             for buffer, rule in one.own.items()}  # fmt: skip
+    here = {*memory.buffers, *memory.parts, *(["generator"] if memory.draws else [])}
+    stays = {name for name in here if rules.get(name) == "keep"}
+    kept: dict[str, dict[str, Tensor]] = {}
+    for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED):
+        if not any(await run.gather(int(buffer in memory.buffers))):  # some may have exchanged nothing yet
+            continue
+        pieces = memory.buffers.get(buffer, {})
+        kept[buffer] = {}
+        for kind, named in _kinds(run).items():
+            like = run.layout.weights[0].new_empty(0, dtype=kind)
+            if rule == "mean":
+                found, sent = await _meant(run, pieces, named, like, (was, to))
+            else:
+                found, sent = await _dealt(run, pieces, named, like, (was, to))
+            kept[buffer] |= found
+            nbytes += sent
+    lost = sorted(here - kept.keys() - stays - {"generator"})
+    for name in {*kept, *lost}:
+        memory.drop(name)
+    memory.buffers.update(kept)
+    if run.rank.id == 0 and (kept or lost):
+        run.mark("own", _told({name: rules.get(name, UNDECLARED) for name in (*kept, *stays, *lost)}, nbytes))
+
+
+def _told(rules: dict[str, str], nbytes: int) -> dict[str, Any]:
+    said = [f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED]
+    stays = [name for name, rule in rules.items() if rule == "keep"]
+    lost = [name for name, rule in rules.items() if rule not in (*MOVED, "keep")]
+    said += [f"{', '.join(stays)} stayed"] if stays else []
+    said += [f"{', '.join(lost)} began anew"] if lost else []
+    return {"rules": rules, "nbytes": nbytes, "text": f"of what compression remembers, {'; '.join(said)}"}
+
+
+def _kinds(run: Changing) -> dict[torch.dtype, Named]:
+    """All trained parameters, whoever holds them, by the kind of float that is remembered of them."""
+    found: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
+    for name, p in run.model.named_parameters():
+        if p.requires_grad:
+            found[torch.promote_types(p.dtype, torch.float32)].append((name, numel_of(p)))
+    return {kind: tuple(named) for kind, named in found.items()}
+
+
+def _line(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Tensor:
+    """(n,): all that this rank has, one parameter after the other; zero where it remembers nothing of one."""
+    parts = []
+    for name in lies.at(rank.id):
+        n = lies.numel(rank.id, name)
+        parts.append(like.new_zeros(n) if like.is_meta or name not in pieces else pieces[name].to(like))
+        if parts[-1].numel() != n:
+            raise Disagreement(f"rank {rank.number()} remembers {parts[-1].numel()} elements of {name} and holds {n}")
+    return torch.cat(parts) if parts else like.new_zeros(0)
+
+
+def _cut(line: Tensor, lies: Placement, me: int) -> State:
+    names = lies.at(me)
+    return dict(zip(names, line.split([lies.numel(me, name) for name in names]), strict=True))
+
+
+async def _moved(run: Changing, state: State, was: Placement, to: Placement, like: Tensor) -> tuple[State, int]:
+    """What this rank is to hold of it, and how many bytes all ranks have sent; its hash must stay."""
+    likes = dict.fromkeys(to.sizes, like)
+    before = await summed(run, state, was)
+    given = await move(run.rank, state, was, to, range(run.rank.size), likes)
+    if await summed(run, given, to) != before:
+        raise Disagreement("what ranks remember of their own is not what it was before it was dealt on")
+    run.ledger.surge(sum(x.numel() * x.element_size() for x in (*state.values(), *given.values())))
+    todo = plan(was, to, range(run.rank.size), dict.fromkeys(to.sizes, like.element_size()))
+    return given, sum(todo.nbytes.values())
+
+
+# -- mean --
+
+
+async def _meant(run: Changing, pieces: State, named: Named, like: Tensor,
+                 ways: tuple[Spread | None, Spread | None]) -> tuple[State, int]:  # fmt: skip
+    """Everyone's is the mean, in shares of as many as hold it then."""
+    rank = run.rank
+    lies, comes = (placed(named, way, rank.size) for way in ways)
+    line = _line(pieces, lies, rank, like)
+    apart = 0
+    if (size := rank.replicas.size) > 1:
+        await rank.replicas.all_reduce(line, "sum", "own")
+        lines = [lies.numel(r) * like.element_size() for r in range(rank.size)]
+        apart = sum(traffic("all_reduce", nbytes, size)[0] for nbytes in lines)
+    given, sent = await _moved(run, _cut(line, lies, rank.id), lies, comes, like)
+    return {name: x / (rank.size // _ranks(ways[1])) for name, x in given.items()}, sent + apart
+
+
+# -- sum --
+
+
+async def _dealt(run: Changing, pieces: State, named: Named, like: Tensor,
+                 ways: tuple[Spread | None, Spread | None]) -> tuple[State, int]:  # fmt: skip
+    """Who still holds an element keeps its share; that of who does not is added to an heir's; others begin at zero."""
+    me = run.rank.id
+    lies, comes = (placed(named, way, run.rank.size) for way in ways)
+    was, to = _shares(named, *ways, run.rank.size)
+    mine = {share: _line(pieces, lies, run.rank, like) for share in was.at(me)}
+    given, sent = await _moved(run, mine, was, to, like)
+    total = like.new_zeros(comes.numel(me))
+    if not total.is_meta:
+        starts = _starts(named)
+        here = tuple(_from(starts[name], s) for name, slices in comes.at(me).items() for s in slices)
+        for share in sorted(given, key=int):
+            at = 0
+            for s in to.at(me)[share]:
+                seen(total, here, s).add_(given[share][at : at + s.numel].view(s.times, s.length))
+                at += s.numel
+    return _cut(total, comes, me), sent
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def _shares(named: Named, was: Spread | None, to: Spread | None, size: int) -> tuple[Placement, Placement]:
+    """Each replica's share, "0", "1", ..., of all parameters end to end: with whom it lies, and is to lie.
+
+    The heirs of replica j of p are, of the q that there will be, the ranks of number j q // p.
+    """
+    before, after = (placed(named, way, size) for way in (was, to))
+    old, new = _ranks(was), _ranks(to)
+    starts, total = _starts(named), sum(n for _, n in named)
+    lies: list[dict[str, list[Slice]]] = [defaultdict(list) for _ in range(size)]
+    comes: list[dict[str, list[Slice]]] = [defaultdict(list) for _ in range(size)]
+    for owner in range(size):
+        share = owner // old
+        first = share * (size // new) // (size // old) * new
+        for name, slices in before.at(owner).items():
+            lies[owner][str(share)] += [_from(starts[name], s) for s in slices]
+            for rank, s in _heirs(slices, after, name, (owner, *range(first, first + new))):
+                comes[rank][str(share)].append(_from(starts[name], s))
+    sizes = {str(share): total for share in range(size // old)}
+    return _placement(sizes, lies), _placement(sizes, comes)
+
+
+def _placement(sizes: dict[str, int], held: list[dict[str, list[Slice]]]) -> Placement:
+    return Placement(sizes, {rank: {share: tuple(found) for share, found in here.items()}
+                             for rank, here in enumerate(held)})  # fmt: skip
+
+
+def _heirs(slices: tuple[Slice, ...], after: Placement, name: str,
+           ranks: tuple[int, ...]) -> Iterator[tuple[int, Slice]]:  # fmt: skip
+    """Who of these is to have what of these elements: the first that is to hold them."""
+    holding = [(rank, its) for rank in ranks if (its := after.at(rank).get(name))]
+    for s, who in _refined(slices, tuple(its for _, its in holding)):
+        yield holding[who][0], s
+
+
+@lru_cache(maxsize=1024)  # most replicas and many parameters are cut alike
+def _refined(slices: tuple[Slice, ...], others: tuple[tuple[Slice, ...], ...]) -> list[tuple[Slice, int]]:
+    """The parts of `slices`, and which of the others is the first that holds each."""
+    return [(s, (members >> 1 & -(members >> 1)).bit_length() - 1) for s, members in refine([slices, *others])
+            if members & 1]  # fmt: skip
+
+
+def _starts(named: Named) -> dict[str, int]:
+    return dict(zip((name for name, _ in named), accumulate((n for _, n in named), initial=0), strict=False))
+
+
+def _from(start: int, s: Slice) -> Slice:
+    return s._replace(start=start + s.start)
+
+
+def _ranks(way: Spread | None) -> int:
+    """How many ranks a replica takes."""
+    return len(way) if way else 1

@@ -1,0 +1,222 @@
+"""Buckets are cut anew, and what lies in shards of them stays in shards: no rank comes to hold the whole model for it.
+
+Where parameters lie in shards, each new bucket in its turn is one `move`, of this rank's shard of its parameters and
+of what the optimizer remembers of them. An old bucket's shard goes once all of it has moved. So a rank holds its
+shards and a few buckets' shares besides, and is sent what it lacks, where assembling took all of the model. Where they
+are kept away from the device, those of an old bucket come when the first of it is to move, and a new one's go at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from workbench.experiment.arranged import sharers
+from workbench.host.core.changing import Changing
+from workbench.host.placement.canonical import Disagreement
+from workbench.host.placement.checksum import MASK
+from workbench.host.placement.move import State, move
+from workbench.host.placement.placement import Placement
+from workbench.host.placement.slots import likes, put, slots
+from workbench.host.sharding.reading import shard_of
+from workbench.host.transfer.boundary import held
+from workbench.host.transfer.handover import Cut, cut, hashed, in_shards, kept_slots, reshard
+from workbench.rank import Bucket
+
+Sizes = tuple[tuple[str, int], ...]  # elements of each parameter
+Kept = tuple[tuple[str, bool], ...]  # what moves: "exp_avg/NAME", and "/NAME" for the parameter; has it one element?
+
+
+async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
+    """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
+    if run.reading.sharded:
+        if not (away := strategy.aside(run.state)):
+            await strategy.recall(run.rank.replicas, run.state)
+        return await _by_buckets(run, strategy, away, anew)
+    await strategy.recall(run.rank.replicas, run.state)
+    before = cut(run, strategy)
+    await run.reading.unshard()
+    await anew()
+    await reshard(run, before, cut(run, strategy))
+    await run.reading.shard()
+
+
+class _Old(NamedTuple):
+    """What this rank holds before. sizes, kept: of all ranks; state: by name, this rank's; like: a tensor of each
+
+    lies: where it all does; away: this rank's shards that are to come yet, by an index of theirs that no new bucket has
+    """
+
+    sizes: Sizes
+    kept: Kept
+    state: State
+    like: State
+    lies: Placement
+    away: dict[int, Bucket]
+
+
+async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Callable[[], Awaitable[None]]) -> None:
+    run.ledger.built()  # between two steps nothing is whole, as it was in the last one
+    was = _cut(run, strategy)
+    old = await _held(run, was, away)
+    room, sums, given = _Room(was), [0, 0], dict[str, Tensor]()
+    room.came(old.state)
+    await anew()
+    to = _cut(run, strategy)
+    run.reading.recut()
+    for bucket in run.layout.params():
+        room.came(await _fetched(run, old, bucket))
+        mine = await _bucket(run, old, (was, to), bucket, sums)
+        pieces = {name[1:]: x for name, x in mine.items() if name.startswith("/")}
+        shard = shard_of(run, strategy, bucket, pieces)
+        room.moved(mine, {name: old.state.pop(name) for name in _names(old.kept, bucket) if name in old.state}, shard)
+        own = {name: x for name, x in mine.items() if not name.startswith("/")}
+        await run.rank.hold(shard)
+        if not away:
+            given |= own
+            await run.reading.by.reshard(run.rank, run.state, run.layout.lies(bucket.index))
+            continue
+        if not run.layout.sizes_only:
+            put(run.layout, run.optimizer, own, old.like, run.layout.groups[bucket.index])
+        await strategy.stow(run.rank, run.state, run.layout.lies(bucket.index))
+        room.gone(shard.nbytes + (_nbytes(own.values()) if run.ledger.away.has("optimizer state") else 0))
+    run.ledger.away.forget()
+    run.ledger.surge(room.surge)
+    before, after = [await run.gather(own & MASK) for own in sums]
+    if (sum(before) - sum(after)) & MASK:
+        raise Disagreement("parameters and the optimizer's state are not what they were before buckets were cut anew")
+    if not (away or run.layout.sizes_only):
+        put(run.layout, run.optimizer, given, old.like)
+    run.sharded(cut(run, strategy))
+
+
+def _cut(run: Changing, strategy: Any) -> Cut:
+    """How parameters lie in shards, also those of one rank alone, which keeps them away."""
+    return Cut(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
+
+
+async def _held(run: Changing, was: Cut, away: list[Bucket]) -> _Old:
+    """What is to move; the layout and the optimizer hold it no longer than the answer does."""
+    layout, rank = run.layout, run.rank
+    some = {place.name for place in layout.order if place.numel}
+    both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
+    like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
+    gone: set[str] = run.ledger.away.remembers() if away else set()
+    if layout.sizes_only and not (run.ledger.remembers or run.ledger.away.has("optimizer state")):
+        here = {}  # one optimizer stands for all ranks', as if it had stepped
+    known = [n for n in await kept_slots(run, like, here | {n: x for n, x in like.items() if n in gone}) if n in like]
+    sizes = tuple((place.name, place.numel) for place in layout.order)
+    kept = (*((f"/{name}", False) for name, n in sizes if n), *((name, bool(like[name].numel())) for name in known))
+    like |= {f"/{part.name}": layout.weights[b.index][:0] for b in layout.params() for part in b.parts}
+    lies = in_shards(sizes, kept, was, rank.size)
+    if layout.sizes_only:
+        there = (n for n in lies.at(rank.id) if not (n in gone or (away and n.startswith("/"))))
+        state = {n: like[n].new_empty(lies.numel(rank.id, n)) for n in there}
+    else:
+        pieces = {f"/{name}": x for name, x in held(layout, None, rank.id).items()}
+        state = pieces | {name: here[name] for name in known if name in here}
+        for place in layout.order:
+            run.optimizer.state.pop(place.param, None)
+    if away:
+        run.ledger.away.aside()
+    others = {~b.index: Bucket(~b.index, b.data, b.parts, b.offset) for b in away}
+    return _Old(sizes, kept, state, like, lies, others)
+
+
+async def _fetched(run: Changing, old: _Old, bucket: Bucket) -> State:
+    """What of `bucket` is away comes here, with all else of the old buckets that it was in; what has come."""
+    names, found = {part.name for part in bucket.parts}, State()
+    for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
+        del old.away[shard.index]
+        values = await run.rank.fetch(shard, "parameters")
+        found |= {f"/{part.name}": values[part.start : part.stop] for part in shard.parts}
+        found |= await _remembered(run, old, shard)
+    old.state.update(found)
+    return found
+
+
+async def _remembered(run: Changing, old: _Old, shard: Bucket) -> State:
+    """What the optimizer remembers of an old shard, if that is away."""
+    here = {part.name for part in shard.parts}
+    mine = [n for n in old.lies.at(run.rank.id) if n.partition("/")[2] in here and n not in old.state and n[0] != "/"]
+    if not mine:
+        return {}
+    await run.rank.fetch(shard, "optimizer state")
+    if run.layout.sizes_only:
+        return {name: old.like[name].new_empty(old.lies.numel(run.rank.id, name)) for name in mine}
+    found = slots(run.layout, run.optimizer)
+    for place in run.layout.order:
+        if place.name in here:
+            run.optimizer.state.pop(place.param, None)
+    return {name: found[name] for name in mine}
+
+
+async def _bucket(run: Changing, old: _Old, cuts: tuple[Cut, Cut], bucket: Bucket, sums: list[int]) -> State:
+    """What this rank is to hold of one new bucket; `sums` is what all hash to before and after."""
+    rank, names = run.rank, _names(old.kept, bucket)
+    lies, comes = (_of_bucket(old.sizes, old.kept, each, rank.size, names) for each in cuts)
+    here = {name: old.state[name] for name in lies.at(rank.id)}
+    given = await move(rank, here, lies, comes, range(rank.size), {name: old.like[name] for name in names})
+    sums[0] += hashed(run, here, lies)
+    sums[1] += hashed(run, given, comes)
+    return given
+
+
+def _names(kept: Kept, bucket: Bucket) -> tuple[str, ...]:
+    """What of it belongs to the parameters of a bucket."""
+    here = {part.name for part in bucket.parts}
+    return tuple(name for name, _ in kept if name.partition("/")[2] in here)
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def _of_bucket(sizes: Sizes, kept: Kept, cut: Cut, size: int, names: tuple[str, ...]) -> Placement:
+    """Where these lie."""
+    return in_shards(sizes, kept, cut, size).only(set(names))
+
+
+class _Room:
+    """Bytes that a rank holds at once while buckets move, beside what it holds in the end."""
+
+    def __init__(self, was: Cut) -> None:
+        self._bucket = {f"/{part.name}": index for index, parts in enumerate(was.buckets) for part in parts}
+        self._left = Counter[int]()  # parameters that an old bucket still holds
+        self._nbytes = Counter[int]()
+        self.now = self.most = 0
+
+    def came(self, state: State) -> None:
+        """So much more is here, of old buckets."""
+        for name, x in state.items():
+            if name in self._bucket:
+                self._left[self._bucket[name]] += 1
+                self._nbytes[self._bucket[name]] += _nbytes([x])
+        self.gone(-_nbytes(state.values()))
+
+    def gone(self, nbytes: int) -> None:
+        """So much less is here."""
+        self.now -= nbytes
+        self.most = max(self.most, self.now)
+
+    @property
+    def surge(self) -> int:
+        return self.most - self.now
+
+    def moved(self, given: State, gone: State, shard: Bucket) -> None:
+        """A bucket's shard was made of what was `given`, for what has `gone`."""
+        new = [x for name, x in given.items() if gone.get(name) is not x]
+        self.most = max(self.most, self.now + _nbytes(new) + shard.nbytes)
+        self.now += shard.nbytes + _nbytes(x for name, x in given.items() if name not in self._bucket)
+        for name, x in gone.items():
+            if name not in self._bucket:
+                self.now -= _nbytes([x])
+            else:
+                self._left[self._bucket[name]] -= 1
+                if not self._left[self._bucket[name]]:
+                    self.now -= self._nbytes[self._bucket[name]]
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

@@ -1,0 +1,222 @@
+"""A model comes to lie in stages or slices, in others, or whole again, between two steps and by one `move`.
+
+Where it lay in shards these go to where their elements belong then: no rank comes to have all of it for that.
+
+What moves is the state of the run: parameters, buffers and what the optimizer remembers, each bit as it was. A
+parameter that lies on another stage is absent here (workbench.host.placement.absent): it has its shape and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from workbench.host.placement import absent, sliced
+from workbench.host.placement.canonical import Disagreement
+from workbench.host.placement.checksum import MASK
+from workbench.host.placement.layout import Place
+from workbench.host.placement.move import State, move
+from workbench.host.placement.plan import plan
+from workbench.host.placement.sliced import numel_of, shape_of
+from workbench.host.placement.slices import Slice
+from workbench.host.placement.slots import likes, put, slots
+from workbench.host.placement.spread import Spread, placed
+from workbench.host.transfer.boundary import held
+from workbench.host.transfer.handover import averaged, cut, hashed, kept_slots
+from workbench.host.transfer.lying import WHOLE, Lying, where
+from workbench.rank import StrategyError
+from workbench.tasks import at_rate, rate
+
+OUTER = "outer"  # what an outer momentum is called among what moves
+
+
+class _Moved(NamedTuple):
+    """What there is to move. here: what this rank has of it
+
+    sizes: elements of everything, on every rank alike; like: a tensor of the dtype of each
+    slots: the names of those of the optimizer, and whether they are one number, whatever their parameter has
+    """
+
+    sizes: dict[str, int]
+    like: State
+    here: State
+    slots: dict[str, bool]
+
+
+class Came(NamedTuple):
+    """outer: an outer momentum of what lies here, by parameter
+
+    pieces: where parameters come to lie in shards, what this rank has of each, flat, which is not laid yet
+    """
+
+    outer: State | None
+    pieces: State | None
+
+
+async def repartition(run: Any, was: Lying, to: Lying, outer: State | None = None) -> Came:
+    """What lies as `was` says comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike.
+
+    outer: an outer momentum of what lies here, by parameter
+    """
+    rank, everyone, began = run.rank, range(run.rank.size), run.now
+    await _agree_on_buffers(run, was.spread)
+    trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    what = await _collected(run, trained, outer, was)
+    if was == WHOLE and to.spread is not None and run.layout.sizes_only:
+        return await _cut_out(run, trained, what, to, began)
+    lies, comes = (where(tuple(what.sizes.items()), tuple(what.slots.items()), each, rank.size) for each in (was, to))
+    if run.layout.sizes_only:
+        here = {name: what.like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
+        what = what._replace(here=here)
+    given, sums = State(), [0, 0]
+    for names in _turns(run, what) if was.shards or to.shards else [set(what.sizes)]:
+        now, then = (each.only(names) if len(names) < len(what.sizes) else each for each in (lies, comes))
+        own = {name: what.here[name] for name in now.at(rank.id)}
+        new = await move(rank, own, now, then, everyone, {name: what.like[name] for name in names})
+        sums = [sums[0] + hashed(run, own, now), sums[1] + hashed(run, new, then)]
+        given |= new
+    gone = [what.here[name] for name in lies.at(rank.id) if given.get(name) is not what.here[name]]
+    run.ledger.surge(sum(x.numel() * x.element_size() for x in gone))
+    before, after = [sum(await run.gather(total & MASK)) for total in sums]
+    if (before - after) & MASK:
+        raise Disagreement("the model's state is not what it was before it was spread anew")
+    mine = to.spread.trained(rank.id, set(trained)) if to.spread else set(trained)
+    await _settle(run, trained, given, mine, to, what)
+    widths = {name: what.like[name].element_size() for name in comes.sizes}
+    sent = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone)))) if rank.id == 0 else 0
+    _tell(run, to, sent, began)
+    return Came(_outer(given, mine), {name: given[name] for name in given if name in trained} if to.sharded else None)
+
+
+def _turns(run: Any, what: _Moved) -> Iterator[set[str]]:
+    """What moves together where no rank may have room for much more than its own: about a bucket of whole tensors."""
+    limit, names, nbytes = run.layout.bucket_mb * 1e6, set[str](), 0
+    for name, n in what.sizes.items():
+        names.add(name)
+        nbytes += n * what.like[name].element_size()
+        if nbytes >= limit:
+            yield names
+            names, nbytes = set(), 0
+    if names:
+        yield names
+
+
+async def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Lying, began: float) -> Came:
+    """With sizes only, each rank keeps its part of what all have whole: nobody lacks anything, and none is asked."""
+    rank, spread = run.rank, to.spread
+    assert spread is not None
+    wants = placed(tuple(what.sizes.items()), spread, len(spread)).at(rank.id % len(spread))
+    stays = {name for name, slices in wants.items() if slices == (Slice(0, what.sizes[name]),)}
+    given = {name: what.like[name].new_empty(sum(s.numel for s in slices)) for name, slices in wants.items()}
+    run.ledger.surge(sum(n * what.like[name].element_size() for name, n in what.sizes.items() if name not in stays))
+    mine = spread.trained(rank.id, set(trained))
+    await _settle(run, trained, given, mine, to, what)
+    _tell(run, to, 0, began)
+    return Came(_outer(given, mine), None)
+
+
+def _tell(run: Any, lies: Lying, nbytes: int, began: float) -> None:
+    """How the model lies now, what went between ranks for it, and how long that took rank 0, into its record."""
+    if run.rank.id == 0:
+        to, whole = lies.spread, "all ranks share the model out" if lies.sharded else "every rank holds the whole model"
+        text = f"each replica lies in {to}" if to else whole
+        stages, slices = len(to.stages) if to and to.stages else 1, to.split.ways if to and to.split else 1
+        said = {"stages": stages, "slices": slices, "nbytes": nbytes, "seconds": run.now - began}
+        run.mark("partition", said | {"text": text})
+
+
+def _outer(given: State, mine: set[str]) -> State | None:
+    return {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given} or None
+
+
+def _buffers(run: Any) -> State:
+    return {name: b for name, b in run.model.named_buffers() if b.numel()}
+
+
+async def _agree_on_buffers(run: Any, was: Spread | None) -> None:
+    """Running statistics, of which each replica has its own, become one value."""
+    rank, here = run.rank, _buffers(run)
+    if was and was.stages:
+        stage, _ = was.place(rank.id)
+        here = {name: b for name, b in here.items() if name in was.stages.names[stage]}
+    if rank.replicas.size > 1 and here:
+        await averaged(rank.replicas, list(here.values()), "buffers")
+
+
+async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | None, was: Lying) -> _Moved:
+    buffers, here = _buffers(run), slots(run.layout, run.optimizer)
+    places = [Place(name, p) for name, p in trained.items()]
+    like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
+    kept = await kept_slots(run, like, here)
+    if run.layout.sizes_only:  # one optimizer stands for all ranks', which may not have stepped yet
+        kept = list(like) if any(await run.gather(int(run.ledger.remembers))) else []
+    sizes = {name: numel_of(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
+    sizes |= {name: like[name].numel() or numel_of(trained[name.partition("/")[2]]) for name in kept}
+    like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
+    here = held(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
+    if any(await run.gather(int(bool(outer)))):  # some may have none yet
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
+        sizes |= {f"{OUTER}/{name}": numel_of(p) for name, p in trained.items()}
+        like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
+        for place in run.layout.order:
+            none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
+            here[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
+    return _Moved(sizes, like, here, {name: bool(like[name].numel()) for name in kept})
+
+
+async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Lying,
+                  what: _Moved) -> None:  # fmt: skip
+    """This rank goes on with what it was given; with parameters in shards once they are laid."""
+    spread = to.spread
+    run.reading.let_go()
+    if not run.layout.sizes_only:
+        buffers = _buffers(run)
+        with torch.no_grad():
+            for name in buffers.keys() & given.keys():
+                buffers[name].copy_(given[name].view(buffers[name].shape))
+            followed = spread.followed(run.rank.id, set(trained)) if spread else set[str]()
+            _lay(trained, given, set() if to.sharded else mine, spread, followed)
+        for p in trained.values() if to.sharded else ():
+            absent.come(p)  # as far as anybody else is concerned
+    run.relaid(mine, spread, not to.sharded)
+    if to.order:
+        await run.relay_in(list(to.order))
+    if to.shards is not None and cut(run, run.experiment.strategy) != to.shards:
+        raise Disagreement("buckets are cut otherwise than ranks have shared out")
+    run.sharded(to.shards)
+    if run.layout.sizes_only:
+        return
+    made = run.make_optimizer(run.experiment)
+    if rate(made) != run.rank.lr:
+        at_rate(made, run.rank.lr)
+    run.use_optimizer(made)
+    put(run.layout, made, {name: given[name] for name in what.slots if name in given}, what.like)
+
+
+def _lay(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Spread | None,
+         followed: set[str]) -> None:  # fmt: skip
+    """These parameters are here, with the values that were given; those `followed` are to be told; no others are."""
+    for name, p in trained.items():
+        shape = shape_of(p)
+        if name in mine:
+            absent.come(p)
+            sliced.lay(p, given[name].view(to.local(name, shape) if to else shape), shape)
+        elif name in followed:
+            absent.come(p)
+            sliced.lay(p, given.get(name, torch.empty(shape, dtype=p.dtype, device=p.device)).view(shape), shape)
+        else:
+            nothing = absent.data_of(p).new_full((), torch.nan).expand(shape)
+            absent.leave(p, _elsewhere)
+            with absent.unasked():
+                sliced.lay(p, nothing, shape)
+
+
+def _elsewhere(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    shape = tuple(params[0].shape)
+    raise StrategyError(
+        f"a parameter of shape {shape} is read that lies on another stage: parts of a pipeline, and `evaluate`, may "
+        f"read a model only by calling it; let it be in the part that reads it, or take partition=Whole()"
+    )

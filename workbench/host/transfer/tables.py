@@ -1,0 +1,95 @@
+"""Embedding tables where a step reads and changes a few of their rows: the same on both hosts.
+
+A table is a parameter as any other, of shape (rows, width). No wire here, and who has which table is the strategy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.host.memory.batches import example
+from workbench.host.placement.layout import Layout, Place
+from workbench.host.placement.slots import settings, twin
+from workbench.rank import StrategyError
+from workbench.tasks import Learner
+
+Rows = Mapping[str, Tensor]  # by table
+
+
+def tables_of(learner: Learner, e: Experiment, layout: Layout) -> tuple[str, ...]:
+    """The names of the tables that batches of this task read, if the strategy keeps them on servers."""
+    if not e.strategy.tables:
+        return ()
+    return tuple(read(learner, example(learner, e, "cpu"), layout))
+
+
+def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
+    """Which rows a batch reads, (n,) int64 by table, distinct and ascending. Raises StrategyError in words."""
+    said = learner.lookups(batch) if learner.lookups is not None else {}
+    found = {}
+    for name, rows in said.items():
+        height = _place(layout, name).param.shape[0]
+        found[name] = own = rows.detach().reshape(-1).long().unique()
+        if own.numel() and not 0 <= int(own[0]) <= int(own[-1]) < height:
+            raise StrategyError(
+                f"lookups: {name} has rows 0 to {height - 1}, and a batch reads {int(own[0])} to {int(own[-1])}"
+            )
+    return found
+
+
+def taken(layout: Layout, rows: Rows) -> dict[str, Tensor]:
+    """The gradients of these rows, (n, width) by table; those of the whole tables are used up."""
+    return taken_of({name: _place(layout, name).param for name in rows}, rows)
+
+
+def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor]:
+    """The same of parameters by name."""
+    found = {}
+    for name, mine in rows.items():
+        param = params[name]
+        grad, param.grad = param.grad, None
+        if grad is None:
+            found[name] = param.data.new_zeros(len(mine), param.shape[1])
+        else:
+            found[name] = (grad.to_dense() if grad.is_sparse else grad)[mine]
+    return found
+
+
+def step_rows(layout: Layout, optimizer: Any, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+    """One step of the optimizer on these rows of a table alone; what it remembers of others stays.
+
+    Slots of the table's shape are cut as it is; others, such as step counters, belong to all of it.
+    """
+    param = _place(layout, table).param
+    own = nn.Parameter(param.data[rows])
+    own.grad = grad.to(own.device, own.dtype).view_as(own)
+    other, state = twin(optimizer), optimizer.state[param]
+    by, groups = settings(optimizer), [group["params"] for group in optimizer.param_groups]
+    number = next(n for n, params in enumerate(groups) for p in params if p is param)
+    first = by[0]["lr"]
+    said = {**by[number], "params": [own], "lr": lr * (by[number]["lr"] / first if first else 1.0)}
+    other.param_groups = [said]
+    cut = {slot for slot, x in state.items() if isinstance(x, Tensor) and x.shape == param.shape}
+    other.state[own] = {slot: x[rows] if slot in cut else x for slot, x in state.items()}
+    other.step()
+    param.data[rows] = own.detach()
+    for slot, x in other.state[own].items():
+        if isinstance(x, Tensor) and x.shape == own.shape and x.dim():
+            if slot not in cut:  # its first step
+                state[slot] = torch.zeros_like(param.data, dtype=x.dtype)
+            state[slot][rows] = x
+        else:
+            state[slot] = x
+
+
+def _place(layout: Layout, name: str) -> Place:
+    for place in layout.order:
+        if place.name == name and place.param.dim() == 2:
+            return place
+    there = ", ".join(place.name for place in layout.order if place.param.dim() == 2)
+    raise StrategyError(f"lookups: {name!r} is no weight of an embedding that is trained; there are {there or 'none'}")

@@ -1,0 +1,1 @@
+"""clock: to be described."""

@@ -1,0 +1,178 @@
+"""Collectives: ranks come one by one, the last one sets it going, and all leave together.
+
+The n-th collective that a rank asks for on a lane among a group meets the n-th of every other rank of the group on
+that lane; that they ask for the same thing is checked. With real tensors the result is computed in rank order, so it is
+always the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.fabric import Load, even, uneven
+from workbench.host.placement.canonical import added_up
+from workbench.rank import Op, StrategyError, collective
+from workbench.sim.clock.fiber import Child, Fiber
+from workbench.sim.clock.record import each
+
+if TYPE_CHECKING:
+    from workbench.sim.clock.world import World
+
+
+class Mismatch(StrategyError):
+    """Two ranks met on a lane and asked for different things."""
+
+
+class Collective:
+    """One collective under way, of all ranks or of a group."""
+
+    __slots__ = ("asked", "fibers", "group", "here", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
+                 "world", "x", "xs")
+
+    def __init__(self, world: World, lane: str, number: int, fiber: Fiber, op: Op) -> None:
+        self.group = op.group
+        self.p = world.size if op.group is None else len(op.group)
+        self.here = world.here(op.group)
+        self.world, self.lane, self.number, self.op, self.left = world, lane, number, op, len(self.here)
+        self.name = collective(op, fiber.name)
+        self.x: Any = op.args[0]
+        self.size = _size(op)
+        here = len(self.here)
+        self.fibers: list[Any] = [None] * here
+        self.xs: list[Any] = [None] * here
+        self.asked, self.t0, self.steps = [0.0] * here, [0.0] * here, [0] * here
+
+    def join(self, fiber: Fiber, op: Op) -> None:
+        """A rank has come."""
+        x = op.args[0]
+        fiber.host.ledger.buffers.take(fiber, op)
+        if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
+            raise self._mismatch(fiber, op)
+        r = fiber.host.index if self.group is None else self.world.place(self.group, fiber.host.index)
+        self.fibers[r], self.xs[r] = fiber, x
+        self.asked[r], self.t0[r], self.steps[r] = fiber.resumed, self.world.clock.now, fiber.step
+        self.left -= 1
+        if not self.left:
+            self._go()
+
+    def _go(self) -> None:
+        world = self.world
+        load = _load(self.op, self.size, self.p, 0)
+        fabric = world.hosts[0].experiment.fabric
+        now = world.clock.now
+        began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group, self.here)
+        ranks = None if self.group is None else self.here
+        whole = ranks is None  # then as one block for them all
+        asked, t0 = (np.array(self.asked), np.array(self.t0)) if whole else (self.asked, self.t0)
+        lane = "measuring" if self.op.measures else "comm"
+        if world.ports.path(fabric, self.group).shaped and lane == "comm":
+            begins = np.full(len(t0), began) if whole else [began] * len(t0)
+            world.record.block("port", self.name, self.steps, begins, begins, own, 0, ranks)
+        sent: Any = load.sent
+        if self.op.verb == "all_to_allv":
+            lengths = np.array(self.size)  # every rank's own bytes at once: rank by rank it would take p^3
+            sent = (lengths.sum(1) - lengths.diagonal())[self._places()] * self.x[0].element_size()
+        world.record.block(lane, self.name, self.steps, asked, t0, end, sent, ranks)
+        for r, nbytes in zip(self.here, each(sent), strict=False):
+            world.hosts[r].sent += nbytes
+        world.clock.at(end, self)
+
+    def resume(self, _: Any) -> None:
+        """The collective is over: everybody goes on; nobody does where a rank was missed on the way."""
+        if self.world.missed:
+            return
+        results = self._results()
+        now = self.world.clock.now
+        for fiber, value in zip(self.fibers, results, strict=True):
+            fiber.resumed = now
+            if not isinstance(fiber, Child):  # a background; what a child holds is given back when it ends
+                fiber.host.ledger.buffers.give(fiber)
+            fiber.resume(value)
+
+    def _results(self) -> list[Any]:
+        """What each rank is answered; real tensors are added up in rank order."""
+        verb, x, p = self.op.verb, self.x, self.p
+        if verb == "all_to_allv":
+            return self._swapped()
+        if x.is_meta:
+            return [_shape_of(verb, x, p)] * len(self.xs) if verb not in ("all_reduce", "broadcast") else self.xs
+        xs: list[Tensor] = self.xs
+        match verb:
+            case "all_reduce":
+                total = xs[0].clone()
+                for other in xs[1:]:
+                    _merge(total, other, self.op.args[1])
+                if self.op.args[1] == "mean":
+                    total /= p
+                torch._foreach_copy_(xs, [total] * p)
+                return xs
+            case "broadcast":
+                first = xs[self.op.args[1]].clone()
+                torch._foreach_copy_(xs, [first] * p)
+                return xs
+            case "all_gather":
+                rows = torch.stack(xs)
+                return [rows.clone() for _ in xs]
+            case "all_to_all":
+                rows = torch.stack([x.reshape(p, -1) for x in xs], 1)
+                return [rows[r].reshape(x.shape).clone() for r in range(p)]
+            case "reduce_scatter":
+                rows = torch.stack([x.reshape(p, -1) for x in xs], 1)
+                return [added_up(rows[r]) for r in range(p)]
+        raise AssertionError(verb)
+
+    def _swapped(self) -> list[Any]:
+        """What each rank gets of an all-to-all of unlike lengths; of ranks that are not here, the shapes."""
+        if len(self.here) == self.p:
+            return [[x[r].clone() for x in self.xs] for r in range(self.p)]
+        return [[self.x[0].new_empty(sizes[r]) for sizes in self.size] for r in self._places()]
+
+    def _places(self) -> list[int]:
+        """Which of the group the simulated ones are."""
+        return list(self.here) if self.group is None else [self.group.index(r) for r in self.here]
+
+    def _mismatch(self, fiber: Fiber, op: Op) -> Mismatch:
+        first = next(f for f in self.fibers if f is not None)
+        mine = collective(op, fiber.name)
+        return Mismatch(
+            f"rank {first.host.index} asked for {self.name} of {self.size} bytes in step {first.step}, but rank "
+            f"{fiber.host.index} for {mine} of {_size(op)} bytes in step {fiber.step} on lane {self.lane!r}: on one "
+            f"lane all ranks that meet must ask for the same collectives in the same order"
+        )
+
+
+def _size(op: Op) -> Any:
+    """What all ranks must agree in: the bytes that each hands in, or who sends how many to whom."""
+    if op.verb == "all_to_allv":
+        return op.args[1]
+    return op.args[0].numel() * op.args[0].element_size()
+
+
+def _load(op: Op, size: Any, ranks: int, rank: int) -> Load:
+    if op.verb == "all_to_allv":
+        return uneven(op.args[1], op.args[0][0].element_size(), rank)
+    return even(op.verb, size, ranks)
+
+
+def _merge(total: Tensor, other: Tensor, how: str) -> None:
+    match how:
+        case "sum" | "mean":
+            total += other
+        case "max":
+            torch.maximum(total, other, out=total)
+        case "min":
+            torch.minimum(total, other, out=total)
+
+
+def _shape_of(verb: str, x: Tensor, p: int) -> Tensor:
+    """The answer's shape, without data."""
+    match verb:
+        case "all_gather":
+            return x.new_empty((p, *x.shape))
+        case "reduce_scatter":
+            return x.new_empty(x.numel() // p)
+    return x.new_empty(x.shape)

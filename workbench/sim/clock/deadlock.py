@@ -1,0 +1,100 @@
+"""When nothing can happen any more though ranks wait, or time stands still though things happen: who does what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from workbench.rank import Op
+from workbench.sim.clock.fiber import Fiber
+
+MANY = 8  # ranks that are listed one by one
+NOTED = 1_000  # things that are looked at to say what goes on for ever
+
+
+class Deadlock(RuntimeError):
+    """Ranks wait for each other and nothing is under way that could free them, or they go round and no time passes."""
+
+
+def told(world: Any) -> str:
+    """The whole of it in words."""
+    lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
+    for lane, meetings in world.open.items():
+        for meeting in meetings.values():
+            ranks = meeting.here
+            here = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is not None]
+            gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
+            where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
+            lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
+    for what, here in world._gathered.items():
+        gone = [r for r in range(world.first) if r not in here]
+        lines.append(f"  {_ranks(sorted(here))} {_wait(list(here))} to {what} together with {_ranks(gone)}")
+    for (rank, kind), waiting in world.mail.waiting.items():
+        for wait in waiting:
+            from_ = wait.source if wait.replayed is None else wait.replayed
+            whom = "anyone" if from_ is None else f"rank {from_}"
+            lines.append(f"  rank {rank} waits in recv {kind!r} (step {wait.fiber.step}) for a message from {whom}")
+    lines += _others(world)
+    return "\n".join(lines)
+
+
+def _others(world: Any) -> list[str]:
+    """What the ranks do that are in no operation of the network."""
+    found: dict[str, list[int]] = {}
+    for session, life in zip(world.sessions, world.lives, strict=True):
+        on = life.on.on if isinstance(life.on, Fiber) else life.on
+        if life.done:
+            found.setdefault(f"finished all {session.rank.step} steps", []).append(session.rank.id)
+        elif on is not None and isinstance(on, Fiber):
+            begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
+            where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
+            found.setdefault(where, []).append(session.rank.id)
+    return [f"  {_ranks(ranks)}: {what}" for what, ranks in found.items()]
+
+
+def standing(world: Any) -> str:
+    """What is asked again and again while the clock stands still, found by letting a little more of it happen."""
+    asked: Counter[str] = Counter()
+
+    def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
+        def noted(fiber: Fiber, op: Op) -> Any:
+            asked[f"  {_who(fiber)}: {verb} {_kind(op)}".rstrip()] += 1
+            return do(fiber, op)
+
+        return noted
+
+    for host in world.hosts:
+        host.verbs = {verb: noting(verb, do) for verb, do in host.verbs.items()}
+    world.clock.run(NOTED)
+    world.mail.nothing_more()
+    lines = [line for line, _ in asked.most_common(MANY)]
+    return "\n".join([f"time stands still at {world.clock.now:.6f} s though these go on:", *sorted(lines)])
+
+
+def spinning(fiber: Fiber, op: Op) -> str:
+    """Who asks for ever, and for what last."""
+    return (
+        f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_who(fiber)}: "
+        f"{op.verb} {_kind(op)}".rstrip() + "\nwhat it asks for in its loop takes no time: let it wait for something"
+    )
+
+
+def _who(fiber: Fiber) -> str:
+    return f"rank {fiber.host.index} in step {fiber.host.rank.step} ({fiber.name})"
+
+
+def _kind(op: Op) -> str:
+    """The name that an operation goes by, where it has one."""
+    return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
+
+
+def _wait(ranks: list[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return "nobody"
+    some = ", ".join(map(str, ranks[:MANY])) + (f" and {len(ranks) - MANY} more" if len(ranks) > MANY else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

@@ -1,0 +1,70 @@
+"""What a virtual rank draws, and the rows of embedding tables that it reads and steps; none of it takes time."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.host.placement.layout import Layout
+from workbench.rank import Op, StrategyError
+from workbench.sim.clock.fiber import Fiber
+
+
+class Drawing:
+    """The part of a Host that draws batches."""
+
+    body: Any
+
+    def _batch(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.batch()
+
+    def _look_up(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        return self.body.look_up()
+
+    def _row_grads(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        return self.body.row_grads(*op.args)
+
+    def _update_rows(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.update_rows(*op.args)
+
+
+class Drawn:
+    """The part of Sizes that stands for batches, which nobody knows."""
+
+    examples: Callable[[], int] = int  # its session's: how many make a batch
+    taken = 0  # batches so far
+    whole: Any
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout: ...
+
+    @abstractmethod
+    def stepped_apart(self) -> None: ...
+
+    def batch(self) -> Any:
+        raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
+
+    def batch_nbytes(self, batch: int) -> int:
+        """Of the tensors of a batch of so many examples."""
+        return int(self.whole.passes.nbytes(batch))
+
+    def client(self, index: int, count: int) -> None:
+        """Nobody knows whose examples a batch has."""
+
+    def look_up(self) -> dict[str, torch.Tensor]:
+        """The rows that one batch reads stand for those of all."""
+        return dict(self.whole.rows(self.examples(), self.layout))
+
+    def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        like = {place.name: place.param.data for place in self.layout.order if place.name in rows}
+        return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
+
+    def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        """Nothing moves; from the first step on the optimizer remembers something."""
+        self.stepped_apart()

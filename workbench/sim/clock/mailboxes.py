@@ -1,0 +1,139 @@
+"""Messages between two ranks: posted at once, taken in the order in which they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from workbench.rank import StrategyError, message_name
+from workbench.sim.clock.fiber import PARK, Fiber
+from workbench.sim.costs.alike import EVEN
+
+if TYPE_CHECKING:
+    from workbench.sim.clock.world import World
+
+
+class Message(NamedTuple):
+    """A message that has come, or is on its way: (any shape) data."""
+
+    source: int
+    to: int
+    kind: str
+    data: Tensor
+
+
+class _Wait(NamedTuple):
+    """A fiber that waits for a message: from `source`, which it named itself, or `replayed`, or from anyone."""
+
+    fiber: Fiber
+    into: Tensor | None
+    source: int | None
+    replayed: int | None
+    kind: str
+    since: float
+
+    def wants(self, message: Message) -> bool:
+        anyone = self.source is self.replayed is None
+        return anyone or message.source in (self.source, self.replayed)
+
+
+class Mailboxes:
+    """All messages of a simulated run."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._come: dict[tuple[int, str], deque[Message]] = {}
+        self.waiting: dict[tuple[int, str], list[_Wait]] = {}
+
+    def send(self, fiber: Fiber, tensor: Tensor, to: int, kind: str) -> None:
+        """Posts a copy of `tensor`; it comes when both ports have carried it."""
+        world, source = self.world, fiber.host.index
+        if not 0 <= to < world.size:
+            raise StrategyError(f"a message to rank {to}: there are ranks 0 to {world.size - 1}")
+        if to >= world.first:
+            raise StrategyError(f"a message to rank {to}, for which another stands: its ranks are not alike; {EVEN}")
+        nbytes = tensor.numel() * tensor.element_size()
+        now = world.clock.now
+        begins, left, comes = world.ports.post(now, fiber.host.experiment.fabric, source, to, nbytes)
+        if to != source:
+            fiber.host.span("comm", message_name("send", kind, to=to), now, begins, left, nbytes)
+            fiber.host.sent += nbytes
+        fiber.host.ledger.buffers.post(tensor)
+        data = tensor if tensor.is_meta else tensor.clone()
+        world.clock.at(comes, _Arrival(self, Message(source, to, kind, data)))
+
+    def recv(self, fiber: Fiber, into: Tensor | None, source: int | None, kind: str) -> Any:
+        """The next message of `kind`, or the fiber waits for it."""
+        world, index = self.world, fiber.host.index
+        replayed = world.replay.sender(index, kind) if world.replay is not None and source is None else None
+        wait = _Wait(fiber, into, source, replayed, kind, world.clock.now)
+        come = self._come.setdefault((index, kind), deque())
+        for message in come:
+            if wait.wants(message):
+                come.remove(message)
+                return self._taken(wait, message)
+        fiber.on = ("recv", kind, source)
+        self.waiting.setdefault((index, kind), []).append(wait)
+        return PARK
+
+    def come(self, message: Message) -> None:
+        """A message is here, but on no way that ends as a rank is missed."""
+        if self.world.missed:
+            return
+        waiting = self.waiting.get((message.to, message.kind), [])
+        for place, wait in enumerate(waiting):
+            if wait.wants(message):
+                del waiting[place]
+                wait.fiber.on = None
+                return wait.fiber.resume(self._taken(wait, message))
+        self._come.setdefault((message.to, message.kind), deque()).append(message)
+
+    def nothing_more(self) -> bool:
+        """Nothing is under way: who waits for a message while its rank leaves is told that none will come."""
+        for (index, kind), waiting in self.waiting.items():
+            for place, wait in enumerate(waiting):
+                if wait.fiber.host.leaving:
+                    del waiting[place]
+                    if wait.replayed is not None and self.world.replay is not None:
+                        self.world.replay.put_back(index, kind, wait.replayed)
+                    wait.fiber.on = None
+                    wait.fiber.resume(None)
+                    return True
+        return False
+
+    def _taken(self, wait: _Wait, message: Message) -> tuple[Tensor, int]:
+        """Writes down, as the engine does, how long a step has waited and whose message was the next of anyone's."""
+        host, now = wait.fiber.host, self.world.clock.now
+        if now > wait.since and wait.fiber.lane is None:
+            name = message_name("recv", wait.kind, **{"from": wait.source})
+            host.span("wait", name, wait.since, wait.since, now, 0)
+        if wait.source is None:
+            host.note(message_name("recv", wait.kind), message.source)
+        return _put(message, wait.into)
+
+
+class _Arrival:
+    """A message's arrival."""
+
+    __slots__ = ("mail", "message")
+
+    def __init__(self, mail: Mailboxes, message: Message) -> None:
+        self.mail, self.message = mail, message
+
+    def resume(self, _: Any) -> None:
+        self.mail.come(self.message)
+
+
+def _put(message: Message, into: Tensor | None) -> tuple[Tensor, int]:
+    if into is None:
+        return message.data, message.source
+    if into.numel() != message.data.numel() or into.dtype != message.data.dtype:
+        raise StrategyError(
+            f"rank {message.source} sent {tuple(message.data.shape)} {message.data.dtype} of {message.kind!r} to rank "
+            f"{message.to}, which has room for {tuple(into.shape)} {into.dtype}: both ends must agree"
+        )
+    if not into.is_meta:
+        into.copy_(message.data.view(into.shape))
+    return into, message.source

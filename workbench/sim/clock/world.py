@@ -1,0 +1,269 @@
+"""The simulated world: all ranks on one clock, the places where they meet, and what to say when nothing can happen."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from workbench.host.elastic.reentry import Came
+from workbench.rank import Group, Op
+from workbench.sim.clock.clock import Clock
+from workbench.sim.clock.collective import Collective
+from workbench.sim.clock.deadlock import Deadlock, spinning, standing, told
+from workbench.sim.clock.fiber import PARK, Fiber, Order
+from workbench.sim.clock.mailboxes import Mailboxes
+from workbench.sim.clock.ports import Ports
+from workbench.sim.clock.record import Record
+from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.replay import Replay
+
+AT_ONCE = 500_000  # things that happen at one time, and more per rank, before time is said to stand still
+PER_RANK = 2_000
+NOTICED = 0.23  # seconds after which a rank is missed that has crashed: the median of 101 kills of real ones
+
+
+class Stopped(BaseException):
+    """A rank ends the simulation before its last step, for all: `on_nan` says so."""
+
+
+class World:
+    """All that the ranks of one simulation have in common.
+
+    first:   so many of its `size` ranks are simulated, which stand for those that are as far into their own replicas
+    members: by place, the number that a rank has for life; now: when they begin
+    fallen:  places of those who have crashed; parted: how others than they go on from here, if they have come together
+    """
+
+    def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool,
+                 replay: Replay | None = None, first: int = 0, members: Sequence[int] = (), now: float = 0.0) -> None:
+        self.size, self.costs, self.seed, self.planned = size, costs, seed, planned
+        self.real, self.replay = real, replay
+        self.first = first or size
+        self.members = members or range(self.first)
+        self.clock = Clock(now)
+        self.record = Record(self.members)
+        self.ports = Ports(size, costs, seed)
+        self.mail = Mailboxes(self)
+        self.sessions: list[Any] = []
+        self.lives: list[Fiber] = []
+        self._hosts: list[Any] = []
+        self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
+        self.orders: dict[str, Order] = {}
+        self._here: dict[Group, tuple[int, ...]] = {}
+        self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
+        # by what is said and to which group: what the first rank has said, how often each asked, and who waits
+        self._said: dict[tuple[str, Group | None], tuple[list[Any], Counter[int], list[Fiber]]] = {}
+        self.ended = 0
+        self.over = False  # have all ranks done their steps?
+        self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
+        self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
+        self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
+        self.wanted = False  # has a rank asked for a meeting, because its model has unfrozen a parameter?
+        self._listening: list[Fiber] = []
+        self._raised: dict[int, int] = {}  # by rank, the step in which it raised a hand
+        self.keeper: Any = None  # takes what a checkpoint is to hold
+        self.saved: Any = None  # by rank, what it goes on from
+        self.mortal = False  # may ranks crash?
+        self.fallen: set[int] = set()
+        self.missed = self.stopped = False  # do the others know of it? Did a rank end the simulation?
+        self.parted: Any = None
+
+    @property
+    def hosts(self) -> list[Any]:
+        return self._hosts
+
+    def run(self, sessions: list[Any], came: Came | None = None) -> None:
+        """Lets all ranks live, to their end, or until some are lost or they have parted; came: how they came here.
+
+        Raises Deadlock when they wait for each other, or go on without time passing.
+        """
+        self.sessions = sessions
+        self._hosts = [s.host for s in sessions]
+        self.lives += [Fiber(s.host, _counted(self, s.live() if came is None else s.live_on(came)), "step")
+                       for s in sessions]  # fmt: skip
+        try:
+            self._live()
+        except Stopped:
+            self.stopped = True
+            for session in sessions:
+                session.stopped()
+
+    @property
+    def left(self) -> list[Any]:
+        """The sessions that neither have crashed nor are over."""
+        return [s for s, life in zip(self.sessions, self.lives, strict=True)
+                if not life.done and s.rank.id not in self.fallen]  # fmt: skip
+
+    def crashes(self, fiber: Fiber) -> None:
+        """A rank is lost where it stands; the others notice `NOTICED` seconds later."""
+        if not self.fallen:
+            self.clock.at(self.clock.now + NOTICED, Bell(self._miss))
+        self.fallen.add(fiber.host.index)
+        fiber.host.fall()
+
+    def _miss(self) -> None:
+        """From now on nothing comes about that ranks do together, and each stops where it next asks for that."""
+        self.missed = True
+        for host in self._hosts:
+            host.cut_off()
+
+    def _live(self) -> None:
+        for fiber in self.lives:
+            fiber.resume(None)
+        self._happen()
+        for _ in range(AT_ONCE):
+            if self.ended == self.first or self.fallen or self.parted is not None:
+                return
+            if not self.mail.nothing_more():
+                raise Deadlock(told(self))
+            self._happen()
+        raise Deadlock(standing(self))
+
+    def _happen(self) -> None:
+        """Lets everything happen that is under way."""
+        if not self.clock.run(AT_ONCE + PER_RANK * self.first):
+            raise Deadlock(standing(self))
+
+    def spins(self, fiber: Fiber, op: Op) -> None:
+        """A fiber goes on asking for what takes no time."""
+        raise Deadlock(spinning(fiber, op))
+
+    def close(self) -> None:
+        """Closes what has not run to its end, so that nothing is left over after a failure."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # what was yet to be started is never awaited then
+            for host in self._hosts:
+                for fiber in host.unfinished():
+                    fiber.coro.close()
+            for fiber in self.lives:
+                if isinstance(fiber.on, Fiber):
+                    fiber.on.coro.close()
+                fiber.coro.close()
+
+    def here(self, group: Group | None) -> Sequence[int]:
+        """Of the ranks of a group, or of all, those that are simulated."""
+        if group is None:
+            return range(self.first)
+        found = self._here.get(group)
+        if found is None:
+            found = self._here[group] = tuple(r for r in group.ranks if r < self.first)
+        return found
+
+    def place(self, group: Group, rank: int) -> int:
+        """Which of the simulated ranks of a group `rank` is."""
+        return group.index(rank) if self.first == self.size else self.here(group).index(rank)
+
+    # -- meeting beside the network --
+
+    def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
+                 seconds: float, group: Group | None = None) -> Any:
+        """Gathers `mine` of every rank, or of a group's; the last one's `joint` answers them all, `seconds` later."""
+        come = self._gathered.setdefault((what, group), {})
+        come[fiber.host.index] = fiber, mine
+        fiber.on = what
+        here = self.here(group)
+        if len(come) < len(here):
+            return PARK
+        del self._gathered[what, group]
+        members = range(self.size) if group is None else group.ranks
+        answers = joint([come[r % self.first][1] for r in members])
+        for r, answer in zip(members, answers, strict=True):
+            if r < self.first:
+                one, _ = come[r]
+                one.on, one.resumed = None, self.clock.now + seconds
+                self.clock.at(one.resumed, one, answer)
+        return PARK
+
+    def told(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
+        """The first rank's `mine`, for all ranks or a group's. Others wait until it has come; it waits for nobody."""
+        said, heard, waiting = self._said.setdefault((what, group), ([], Counter(), []))
+        number, index = heard[fiber.host.index], fiber.host.index
+        heard[index] += 1
+        if index != self.here(group)[0]:
+            if number < len(said):
+                return said[number]
+            fiber.on = what
+            waiting.append(fiber)
+            return PARK
+        said.append(mine)
+        for one in waiting:
+            one.on, one.resumed = None, self.clock.now
+            self.clock.at(self.clock.now, one, mine)
+        waiting.clear()
+        return mine
+
+    def ask_again(self, fiber: Fiber, group: Group | None = None) -> Any:
+        """Each rank's newest step while any rank's, or any's of a group, go on; then 0, for all of them at once."""
+        hosts = self.hosts if group is None else [self.hosts[r] for r in self.here(group)]
+
+        def answer(_: list[Any]) -> list[int]:
+            idle = all(host.rounds.is_idle for host in hosts)
+            steps = [0 if idle else host.rounds.newest for host in hosts]
+            answers = steps if self.replay is None else [self.replay.answer(host.index) for host in hosts]
+            for host, step in zip(hosts, answers, strict=True):
+                host.note("again", step > 0)
+            return answers
+
+        return self.together(fiber, "again", None, answer, self.ports.flag(), group)
+
+    def listen(self, fiber: Fiber) -> None:
+        """A rank that has nothing to do waits for the next call."""
+        self._listening.append(fiber)
+
+    def hands(self, rank: int) -> Hands:
+        """What this rank raises its hand with."""
+        return Hands(self._raised, rank)
+
+    def want(self) -> None:
+        """A rank asks rank 0 to call a meeting."""
+        self.wanted = True
+        self._wake()
+
+    def call(self, step: int) -> None:
+        """Rank 0 calls all ranks together, at their step `step` where they have one in common."""
+        self.meets = step
+        self._wake()
+
+    def _wake(self) -> None:
+        listening, self._listening = self._listening, []
+        for fiber in listening:
+            fiber.on = None
+            self.clock.at(self.clock.now, fiber)
+
+
+class Hands:
+    """The hands that one virtual rank raises, see [Note: The raised hand] in workbench/host/sharding/usage.py.
+
+    steps: by rank, the last step in which it raised one; common to all ranks
+    """
+
+    def __init__(self, steps: dict[int, int], place: int) -> None:
+        self._steps, self._place = steps, place
+
+    def raise_in(self, step: int) -> None:
+        self._steps[self._place] = step
+
+    def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
+        return any(self._steps.get(rank) == step for rank in ranks)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class Bell:
+    """Calls something when its time has come."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def resume(self, _: Any) -> None:
+        self._call()
+
+
+async def _counted(world: World, life: Coroutine[Any, Any, None]) -> None:
+    await life
+    world.ended += 1
+
+

@@ -1,0 +1,94 @@
+"""What one virtual rank computes beside the passes of its model, and how long that takes.
+
+Curvature, arithmetic of the strategy's own, and the work of codecs on what crosses in the middle of a pass: each takes
+what it was measured to take, and no time where nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workbench.fabric.load import stretch
+from workbench.fabric.pace import SHARES, lasts
+from workbench.rank import Op
+from workbench.sim.clock.fiber import PARK, Fiber
+from workbench.sim.compute.stage import Stage
+from workbench.sim.costs.costs import Costs
+
+
+class Arithmetic(Stage):
+    """The part of a Host that computes what is no pass of the model."""
+
+    clock: Any
+    index: int
+    member: int  # the number that it has for life
+    rollback: Any = None  # its session's; None where nobody is ever lost
+    note: Callable[[str, float], None]
+    span: Callable[..., None]
+    _lasting: Callable[..., Any]
+    _occupy: Callable[..., float]
+    _listens = False  # are layers listened to, until their factors are asked for?
+
+    def _beside_pass(self, costs: Costs, phase: str, chunk: int) -> float:
+        """Seconds of what is computed inside of a pass and is not the model's."""
+        seconds = costs.asked.get("collect", 0.0) if self._listens and phase == "backward" else 0.0
+        if self.body.split is not None and costs.coder and phase != "update":
+            layers = self.experiment.partition.layers
+            by = {"activation": layers.activations, "gradient": layers.gradients}  # type: ignore[attr-defined]
+            done = [each for each in self._plans[chunk].coded if each.phase == phase]
+            seconds += sum(costs.coding(by[what], how, nbytes) for _, how, what, nbytes in done)
+        return seconds
+
+    def _coded(self, fiber: Fiber, op: Op) -> Any:
+        """A codec's own work on what crosses between stages."""
+        name, work, nbytes = op.args
+        value, costs = work(), self.world.costs
+        if costs is None or not costs.coder:
+            return value
+        how, what, *_ = name.split(" ")
+        way: Any = self.experiment.partition
+        seconds = costs.coding(way.activations if what == "activation" else way.gradients, how, nbytes)
+        began = self._occupy(fiber, seconds)
+        self.span("codec", name, began, began, began + seconds, nbytes)
+        self.clock.at(began + seconds, fiber, value)
+        return PARK
+
+    def _work(self, fiber: Fiber, op: Op) -> Any:
+        """A strategy's own arithmetic, on the device in a step, beside it in a child."""
+        of, flops, name = op.args
+        value, costs = of(), self.world.costs
+        self.note(f"flops {name}", flops)
+        seconds = flops * costs.flop.get(name, 0.0) if costs is not None else 0.0
+        if not seconds:
+            return value
+        if fiber.lane is None:
+            return self._lasting(fiber, name, seconds, value)
+        now = self.clock.now
+        self.span("codec", name, now, now, now + seconds, 0, fiber.step)
+        self.clock.at(now + seconds, fiber, value)
+        return PARK
+
+    def _collect(self, fiber: Fiber, op: Op) -> Any:
+        self._listens = True
+        return self.body.collect()
+
+    def _factors(self, fiber: Fiber, op: Op) -> Any:
+        self._listens = False
+        return self._lasting(fiber, "factors", self._other("factors"), self.body.factors())
+
+    def _curve(self, fiber: Fiber, op: Op) -> Any:
+        product = self.body.curve(*op.args, self.rank.step)
+        return self._lasting(fiber, "curve", self._other("curve", "forward", "backward"), product)
+
+    def _value(self, fiber: Fiber, op: Op) -> Any:
+        return self._lasting(fiber, "value", self._other("value", "forward"), self.body.value(self.rank.step))
+
+    def _other(self, name: str, *phases: str) -> float:
+        """How long it takes: as measured, or as these passes; no less than what a pace says of them."""
+        e, costs = self.experiment, self.world.costs
+        known = costs.asked.get(name) if costs is not None else None
+        if known is None:
+            return sum(self.seconds(phase) for phase in phases)
+        asked = e.pace * 1e-3 * sum(SHARES[phase] for phase in phases) * self.body.share
+        return lasts(asked, known, stretch(e.fabric.faults, self.index, self.rank.step, "forward"))

@@ -1,0 +1,106 @@
+"""What a virtual rank keeps away from its device: moved at once, and then the ways there take their time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from workbench.fabric import Ways
+from workbench.host.memory.offload import Hops, Offloaded, named
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.slots import Settings, likes, require_steppable, settings
+from workbench.optimizers import elementwise
+from workbench.rank import Bucket, Op
+from workbench.sim.clock.fiber import PARK, Child, Fiber
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+
+HOST = "host"  # the processor that steps what lies there, beside the device
+
+
+class Away:
+    """The part of a Host that moves things to the host's memory or to disk, and steps them there."""
+
+    clock: Any
+    body: Any
+    experiment: Experiment
+    seconds: Any
+    free: dict[str, float]
+    span: Any
+    stale: bool
+    _ways: Ways
+
+    def _offload(self, fiber: Fiber, op: Op) -> Any:
+        shard, what, to = op.args
+        hops = self.body.away.send(self.body.layout, self.body.optimizer, shard, what, to)
+        return self._travelled(fiber, op, hops, None, out=True)
+
+    def _fetch(self, fiber: Fiber, op: Op) -> Any:
+        shard, what, to, keep = op.args
+        value, hops = self.body.away.bring(self.body.layout, self.body.optimizer, shard, what, to, keep)
+        return self._travelled(fiber, op, hops, value, out=False)
+
+    def _travelled(self, fiber: Fiber, op: Op, hops: Hops, value: Any, out: bool) -> Any:
+        if not hops:
+            return value
+        now = self.clock.now
+        end = self._ways.occupy(self.experiment.fabric, now, hops, out)
+        self.span("measuring" if op.measures else "offload", named(op), now, now, end, hops[0][1], _step(fiber))
+        self.clock.at(end, fiber, value)
+        return PARK
+
+    def update_settings(self) -> tuple[Settings, frozenset[str]]:
+        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        return settings(self.body.optimizer), frozenset(self.body.layout.unused)
+
+    def _update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
+        body, now = self.body, self.clock.now
+        require_steppable(body.layout, body.optimizer, shard, self.experiment)
+        by = getattr(fiber, "by", None) or self.update_settings()
+        body.away.step(body.layout, body.optimizer, shard, *by)
+        body.stepped_apart()
+        began = max(now, self.free.get(HOST, 0.0))
+        end = self.free[HOST] = began + self.seconds("update", shard.data.numel() / body.layout.numel)
+        self.span("offload", f"update {shard.index}", now, began, end, 0, _step(fiber))
+        self.clock.at(end, fiber)
+        return PARK
+
+
+def _step(fiber: Fiber) -> int:
+    """In which a child was started; else the rank's own."""
+    return fiber.step if isinstance(fiber, Child) else -1
+
+
+class Outlined(Offloaded):
+    """Sizes only: one optimizer stands for those of all ranks, and what it remembers is never taken from it."""
+
+    def __init__(self, stepped: Any) -> None:
+        super().__init__()
+        self._has_stepped = stepped  # has the optimizer, which then remembers something?
+        self._likes: dict[int, tuple[tuple[Any, ...], dict[str, Tensor]]] = {}  # by bucket
+
+    def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
+        return self._slots(layout, optimizer, shard) if self._has_stepped() else {}
+
+    def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
+        """It has them."""
+
+    def _stepped(self, layout: Layout, optimizer: Any, shard: Bucket, *_: Any) -> dict[Any, Any]:
+        return self._slots(layout, optimizer, shard)
+
+    def _slots(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
+        """What an optimizer that has stepped remembers of a shard: cut as its parameters are, or whole."""
+        of, like = self._likes.get(shard.index, ((), {}))
+        if of != (layout, optimizer):  # found by steps of the optimizer, as often as there is another
+            like = likes(layout.groups[shard.index], optimizer)
+            self._likes[shard.index] = (layout, optimizer), like
+        numel, cut = {part.name: part.stop - part.start for part in shard.parts}, elementwise(optimizer)
+        found: dict[Any, Tensor] = {}
+        for name, x in like.items():
+            slot, _, parameter = name.partition("/")
+            if parameter in numel:
+                n = numel[parameter] if cut and not x.numel() else max(x.numel(), 1)
+                found[parameter, slot] = layout.weights[shard.index].new_empty(n, dtype=x.dtype)
+        return found

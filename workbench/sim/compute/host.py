@@ -1,0 +1,263 @@
+"""The simulator's host: performs on the virtual clock what one rank's coroutines ask for, and writes it down.
+
+Computing takes the rank's one device: what is asked while it is busy queues. Everything else costs what Ports and
+Costs say. A verb's answer is given at once, or PARK: whoever the verb waits for will resume the fiber.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from workbench.experiment import Experiment
+from workbench.fabric import Ways
+from workbench.host.core import summing
+from workbench.host.memory.offload import LANES
+from workbench.host.passes.flow import Flow
+from workbench.host.sharding.usage import Usage
+from workbench.rank import Handle, Op, Rank, StrategyError, collective
+from workbench.sim.clock.collective import Collective
+from workbench.sim.clock.drawing import Drawing
+from workbench.sim.clock.fiber import PARK, Child, CodedChild, Fiber, Lane
+from workbench.sim.clock.rounds import Rounds
+from workbench.sim.compute.away import Away
+from workbench.sim.compute.waving import Waving
+from workbench.sim.costs.lines import Price, taken
+
+if TYPE_CHECKING:
+    from workbench.sim.clock.world import World
+
+
+WITH_OTHERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send", "recv",
+               "again", "together", "told")  # fmt: skip
+
+
+class Host(Waving, Away, Drawing):
+    """One rank on the virtual clock."""
+
+    def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
+        super().__init__()
+        self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
+        self.member = world.members[index]
+        self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
+        self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
+        self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
+        self.flow.steps = lambda: self.experiment.steps
+        self.lanes: dict[str, Lane] = {}
+        self.met = False  # did this rank start a child in this step?
+        self.sent = 0  # bytes so far
+        self.usage = Usage(world.hands(index))
+        self.alone: AbstractContextManager[None] = nullcontext()
+        self.leaving = False  # does the background have to end?
+        self.rounds = Rounds(self)
+        self._ways = Ways()
+        self.ended: Callable[[Fiber], None] = lambda fiber: None
+        self.steering: Any = None  # its session's
+        self.kinds: tuple[Price, ...] = ()  # what the compressor's stretches cost,
+        self.kinds_beside: tuple[Price, ...] = ()  # and of those beside which the rank computes
+        meet = self._collective
+        self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
+            "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
+            "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "all_to_allv": meet, "broadcast": meet,
+            "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
+            "grads": self._grads, "slots": self._slots,
+            "collect": self._collect, "factors": self._factors, "curve": self._curve, "value": self._value,
+            "work": self._work,
+            "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
+            "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
+            "client": lambda fiber, op: self.body.client(*op.args),
+            "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
+            "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
+            "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
+            "units": lambda fiber, op: self.narrowing.units, "narrow": self._narrow,
+            "look_up": self._look_up, "row_grads": self._row_grads, "update_rows": self._update_rows,
+            "hold": self._hold, "offload": self._offload, "fetch": self._fetch,
+            "send": self._send, "recv": self._recv, "again": self.rounds.again,
+            "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,
+            "park": self._park, "told": self._told,
+        }  # fmt: skip
+
+    @property
+    def layout(self) -> Any:
+        return self.body.layout
+
+    @property
+    def optimizer(self) -> Any:
+        return self.body.optimizer
+
+    @property
+    def model(self) -> Any:
+        return self.body.model
+
+    module = model  # nothing is wrapped around it
+
+    def strategy(self) -> Any:
+        """The one that is in force."""
+        return self.experiment.strategy
+
+    def fall(self) -> None:
+        """This rank has crashed: whatever it still has under way ends where it next asks for something."""
+        self.verbs = dict.fromkeys(self.verbs, _for_ever)
+
+    def cut_off(self) -> None:
+        """Whatever this rank asks of others from now on is not answered."""
+        for verb in WITH_OTHERS:
+            self.verbs[verb] = partial(self._alone, self.verbs[verb])
+
+    def _alone(self, perform: Callable[[Fiber, Op], Any], fiber: Fiber, op: Op) -> Any:
+        return perform(fiber, op) if op.group is not None and len(op.group) == 1 else PARK
+
+    def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
+        if lane == "compute" and self.steering.names:
+            self.steering.hear(lane, t1 - t0)
+        self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
+
+    def note(self, name: str, value: float) -> None:
+        """Writes one number into the record."""
+        self.steering.hear(name, value)
+        self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
+
+    # -- communication --
+
+    def lane(self, name: str) -> Lane:
+        if name not in self.lanes:
+            self.lanes[name] = Lane(self, name)
+        return self.lanes[name]
+
+    def unfinished(self) -> list[Fiber]:
+        """Children that wait for their turn, or are in it."""
+        return [child for lane in self.lanes.values() for child in lane.unfinished()]
+
+    def stretch_seconds(self, number: int, nbytes: int) -> float:
+        """How long a stretch of the compressor's own work on so many bytes lasts that begins now.
+
+        One that shares a core with what the rank computes meanwhile has a price of its own, and makes that longer.
+        """
+        computes = self.computes_until - self.clock.now
+        for kinds, is_beside in ((self.kinds_beside, True), (self.kinds, False)):
+            seconds = taken(kinds[min(number, len(kinds) - 1)], nbytes)
+            if not is_beside or 2 * computes > seconds:
+                break
+        self.hinder(min(seconds, max(0.0, computes)))
+        return seconds
+
+    def _start(self, fiber: Fiber, op: Op) -> Any:
+        coro, lane, name, priority, share = op.args
+        group = op.group
+        everyone = group is None or group == self.rank.replicas.within or len(group) == self.size
+        self.met = self.met or (everyone and lane not in LANES)
+        handle = Handle(name, lane)
+        if self.usage.listening and lane not in LANES:
+            self.usage.last = handle
+        if self.kinds and (nbytes := self.body.cut.nbytes.get(name, 0)):
+            child: Child = CodedChild(self, coro, name, fiber.origin, priority, share, nbytes)
+        else:
+            child = Child(self, coro, name, fiber.origin, priority, share)
+        handle._state = child
+        child.by = self.update_settings() if lane in LANES else None
+        name = fiber.origin + lane if fiber.origin else lane
+        (self.lanes.get(name) or self.lane(name)).add(child)
+        return handle
+
+    def _wait(self, fiber: Fiber, op: Op) -> Any:
+        handle = op.args[0]
+        if handle is self.usage.last and self.usage.step is not None:
+            self.usage.last = None
+            return self.inner(fiber, self._wait_and_agree(handle))
+        child: Child = handle._state
+        if child.done:
+            self.ledger.buffers.give(child)
+            return child.value
+        if fiber.lane is not None and fiber.lane is child.lane:
+            raise StrategyError(f"{fiber.name} waits for {child.name} on its own lane, which can never begin")
+        if child.waiter is not None:
+            raise StrategyError(f"{child.name} is waited for twice: a handle is waited for once")
+        child.waiter, child.since = fiber, self.clock.now
+        fiber.on = child
+        return PARK
+
+    async def _wait_and_agree(self, handle: Handle) -> Any:
+        """After the last exchange of a backward the ranks agree on what it has used."""
+        value = await Op("wait", handle)
+        await self.usage.agree(self)
+        return value
+
+    def _collective(self, fiber: Fiber, op: Op) -> Any:
+        group = op.group
+        if (self.size if group is None else len(group)) == 1:
+            x = op.args[0]
+            return x.unsqueeze(0) if op.verb == "all_gather" else x
+        lane = fiber.lane
+        if lane is None:
+            name = str(op.args[-1] or op.verb)
+            start = Op("start", _asked(op), "comm", name, 0, 1.0)
+            start.group = op.group
+            handle = self._start(fiber, start)
+            return self._wait(fiber, Op("wait", handle))
+        if (by := summing.algorithm(self.experiment.fabric, self.size, op)) is not None:
+            return self.inner(fiber, summing.summed(by, self.rank, op, f"{collective(op, fiber.name)}{lane.aside}"))
+        number = lane.met.get(group, 0)
+        lane.met[group] = number + 1
+        meeting = lane.open.get((group, number))
+        if meeting is None:
+            meeting = lane.open[group, number] = Collective(self.world, lane.name, number, fiber, op)
+        if meeting.left == 1:
+            del lane.open[group, number]
+        meeting.join(fiber, op)
+        return PARK
+
+    def _send(self, fiber: Fiber, op: Op) -> Any:
+        self.world.mail.send(fiber, *op.args)
+
+    def _recv(self, fiber: Fiber, op: Op) -> Any:
+        return self.world.mail.recv(fiber, *op.args)
+
+    # -- the rest --
+
+    def _sample(self, fiber: Fiber, op: Op) -> Any:
+        self.note(*op.args)
+
+    def _now(self, fiber: Fiber, op: Op) -> Any:
+        return self.clock.now
+
+    def _drive(self, fiber: Fiber, op: Op) -> Any:
+        """A step runs as a fiber of its own: an answer need not pass through whoever asked for the step."""
+        return self.inner(fiber, op.args[0])
+
+    def inner(self, fiber: Fiber, coro: Coroutine[Op, Any, Any]) -> Any:
+        """Answers with what `coro` comes to, which asks on the fiber's behalf."""
+        fiber.on = inner = Fiber(self, coro, "step", fiber.origin)
+        inner.waiter, inner.lane = fiber, fiber.lane
+        inner.resume(None)
+        return PARK
+
+    def _stand(self, fiber: Fiber, op: Op) -> Any:
+        """Stands still for so many seconds, and answers with them."""
+        self.clock.at(self.clock.now + op.args[0], fiber, op.args[0])
+        return PARK
+
+    def _together(self, fiber: Fiber, op: Op) -> Any:
+        """Ranks meet beside the network; the last to come does something for all and answers each."""
+        what, mine, joint, seconds = op.args
+        return self.world.together(fiber, what, mine, joint, seconds, op.group)
+
+    def _told(self, fiber: Fiber, op: Op) -> Any:
+        """What the first rank of all, or of `op.group`, says; the other ranks wait for it, and it for nobody."""
+        what, mine = op.args
+        return self.world.told(fiber, what, mine, op.group)
+
+    def _park(self, fiber: Fiber, op: Op) -> Any:
+        """Waits until somebody who knows resumes it: `op.args[0]` takes the fiber; the rest says what for."""
+        fiber.on = op.args[1]
+        op.args[0](fiber)
+        return PARK
+
+
+def _for_ever(fiber: Fiber, op: Op) -> Any:
+    return PARK
+
+
+async def _asked(op: Op) -> Any:
+    return await op

@@ -1,0 +1,163 @@
+"""What one virtual rank computes where it has slices of each matrix, together with those that have the rest.
+
+Where there are values, all ranks of a group compute a pass at once, as soon as the last of them has come to it; on the
+virtual clock each then goes through it, and meets the others, as one pass on the meta device has shown. So a rank waits
+at the beginning of a backward for who comes later, where on the engine it would wait at the first layer: with values
+and without alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.host.passes import crew
+from workbench.host.passes.meetings import Planned, Plans, plans_of
+from workbench.host.passes.pipelining import same_batch
+from workbench.host.passes.together import refreshed
+from workbench.host.sharding.trial import Event
+from workbench.rank import Op, Rank
+from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.compute.passing import Pass
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+    from workbench.sim.clock.world import World
+
+
+class Joint:
+    """The part of a Host that computes together with others, while its body has a `split`."""
+
+    world: World
+    body: Any
+    experiment: Experiment
+    rank: Rank
+    stale = True  # may parameters have changed since all that have them were told?
+    _told_at = -1  # in which step they were
+    _passing: Callable[..., Pass]
+    _next_full: Callable[..., Any]
+    inner: Callable[..., Any]
+
+    @property
+    def _plans(self) -> tuple[Plans, ...]:
+        """By piece of the model here when ranks meet in a pass through it, of batches as they are now."""
+        stage, stages = self.body.stage
+        return plans_of(self.experiment, self.body.learner, self.body.split)[stage::stages]
+
+    async def _meet_before(self, batch: Any) -> None:
+        """Before a batch: the ranks of a replica read the same, and have the same of what lies on several of them."""
+        body = self.body
+        if body.fresh and self.rank.mesh.inside:
+            await same_batch(self.rank.inside, batch, body.layout.order[0].param.device)
+        body.fresh = False
+        if body.split is not None and (self.stale or self._told_at != self.rank.step):
+            self.stale, self._told_at = False, self.rank.step
+            await refreshed(self.rank.group("tensor"), body.common)
+
+    async def _joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
+        """A forward of all ranks of the group; its loss."""
+        body = self.body
+        batch = body.drawn(x)
+        await self._meet_before(batch)
+        loss = await self._jointly("forward", lambda: body.forward(batch, micro))
+        await self._gone_through(self._passing(fiber, "forward", []), self._plans[0].of("forward"))
+        return loss
+
+    async def _joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
+        """A backward of all ranks of the group; where it is exchanged, its first full bucket."""
+        body = self.body
+        await self._jointly("backward", lambda: body.backward(grad, micro, exchanged))
+        passing = self._passing(fiber, "backward", [])
+        if not exchanged:
+            return await self._gone_through(passing, self._plans[0].of("backward"))
+        passing.events = _merged(self._plans[0].ready(body.layout), self._plans[0].of("backward"))
+        fiber.passing = passing
+        return await self._next_full(passing)
+
+    async def _joint_stage(self, what: str, compute: Callable[[], Any], passing: Pass, chunk: int) -> Any:
+        """A pass of all ranks of a stage through a piece of the model, which hands out no buckets."""
+        made = await self._jointly(what, compute)
+        await self._gone_through(passing, self._plans[chunk].of(what.partition(" ")[0]))
+        return made
+
+    async def _joint_last(self, fiber: Fiber, what: str, compute: Callable[[], Any], passing: Pass, chunk: int,
+                          takes: Fiber) -> None:  # fmt: skip
+        """The last backward of a batch, whose buckets `takes` gets; `fiber` goes on when all are handed out."""
+        plans = self._plans[chunk]
+        passing.then = fiber, await self._jointly(what, compute)
+        passing.events = _merged(plans.ready(self.body.layout), plans.of("backward"))
+        takes.passing = passing
+        self.next_in_turn(takes, passing)
+
+    def next_in_turn(self, takes: Fiber, passing: Pass) -> Any:
+        """Answers `takes` with the next full bucket; when there is none, who waits for the end of the pass."""
+        takes.on = inner = Fiber(self, self._next_full(passing), "step", takes.origin)  # type: ignore[arg-type]
+        inner.waiter = _Turn(takes, passing)  # type: ignore[assignment]
+        inner.resume(None)
+        return PARK
+
+    async def _gone_through(self, passing: Pass, meetings: list[Planned]) -> None:
+        passing.events = deque(meetings)
+        while await self._next_full(passing) is not END:
+            pass
+
+    async def _jointly(self, phase: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` makes on this rank, once all ranks of the group have come to it."""
+        op = Op("together", phase, (self.body, compute), self._computed, 0.0)
+        op.group = self.rank.group("tensor").within
+        return await op
+
+    def _computed(self, works: list[tuple[Any, Callable[[], Any]]]) -> list[Any]:
+        if not self.world.real:
+            return [compute() for _, compute in works]
+
+        def work(body: Any, compute: Callable[[], Any]) -> crew.Work:
+            def pass_(ask: Any) -> Any:
+                body.ask = ask
+                return compute()
+
+            return pass_
+
+        return crew.together([work(body, compute) for body, compute in works])
+
+    async def _meet(self, planned: Planned) -> None:
+        """A meeting in the middle of a pass: its values are known already, its bytes cross the network now."""
+        meeting, group = planned.meeting, self.rank.group("tensor")
+        brings = _flat(planned.brings.numel(), planned.brings.dtype)
+        if meeting.what == "sum":
+            await group.all_reduce(brings, "sum", meeting.name)
+        elif meeting.what == "gather":
+            await group.all_gather(brings, meeting.name)
+        elif meeting.what == "scatter":
+            await group.reduce_scatter(brings, meeting.name)
+        elif meeting.what == "swap":
+            await group.all_to_all(brings.view(group.size, -1), meeting.name)
+
+
+@cache
+def _flat(numel: int, dtype: torch.dtype) -> Tensor:
+    """So many numbers without values, which all may hand in."""
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+class _Turn:
+    """Whom the end of a search for a full bucket resumes: who takes it, or who waits for the pass to be over."""
+
+    def __init__(self, takes: Fiber, passing: Pass) -> None:
+        self._takes, self._passing = takes, passing
+
+    def resume(self, value: Any) -> None:
+        assert self._passing.then is not None
+        fiber, came = self._passing.then
+        self._takes.resume(value) if value is not END else fiber.resume(came)
+
+
+def _merged(ready: list[float], meetings: list[Planned]) -> deque[Any]:
+    """What happens in a backward: buckets that are full, in their order, and meetings."""
+    full = [Event(share, "full", (index,)) for index, share in enumerate(ready)]
+    return deque(sorted([*full, *meetings], key=lambda event: event[0]))

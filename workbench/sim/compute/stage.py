@@ -1,0 +1,108 @@
+"""What one virtual rank computes where it is one stage of a replica: micro-batches on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.host.passes.flow import Flow
+from workbench.host.passes.pipelining import WEIGHTS, one_batch, pass_name
+from workbench.rank import Op, Rank
+from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.compute.joint import Joint
+from workbench.sim.compute.passing import Pass
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+
+
+class Stage(Joint):
+    """The part of a Host that is a stage, while its body has a `piece`."""
+
+    body: Any
+    experiment: Experiment
+    rank: Rank
+    seconds: Callable[..., float]
+    _compute: Callable[..., Any]
+    _next_bucket: Callable[..., Any]
+    _passing: Callable[..., Pass]
+    _left: list[int]  # by piece, the backwards still to come of the batch under way
+    flow: Flow
+    _count = 1
+    _squares: float | None = None  # of the gradients of all stages, where an update is about to clip them
+    _takes: Fiber | None = None  # who takes the buckets of its last backward
+
+    async def _through_stages(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
+        """One batch, there and back; answers the loop of who `takes` its buckets, if anybody does."""
+        partition = self.experiment.partition
+        self._count = partition.micro_batches
+        self._left = [self._count] * partition.pieces
+        self._takes = takes
+        batch = self.body.begin(micro, partition)
+        await self._meet_before(batch)
+        share = (1.0 if grad is None else grad) / self._count
+        loss = await one_batch(self.rank.group("stage"), partition, share, self.flow, self.rank.step)
+        self.body.told(loss)
+        return None if takes is None else END
+
+    async def _clipped_update(self, op: Op) -> Any:
+        """An update of a replica whose gradient may be too long: its stages tell each other how long theirs is."""
+        x = torch.tensor([self.body.squares()], dtype=torch.float64, device=self.body.layout.order[0].param.device)
+        await self.rank.inside.all_reduce(x, "sum", "gradient norm")
+        self._squares = 0.0 if x.is_meta else float(x)
+        return await Op("update", *op.args)
+
+    def _part(self, chunk: int) -> float:
+        """Of a stage's own compute on a batch, that of one micro-batch through one piece."""
+        return float(self.body.shares[chunk]) / self._count
+
+    def _stage_forward(self, fiber: Fiber, op: Op) -> Any:
+        x, micro, chunk = op.args
+        name = pass_name("forward", self.flow.number(micro), chunk, len(self._left))
+        if self.body.split is not None:
+            passing = self._passing(fiber, "forward", [], self._part(chunk), name, chunk)
+            forward = partial(self.body.stage_forward, x, micro, chunk)
+            return self.inner(fiber, self._joint_stage(name, forward, passing, chunk))
+        made = self.body.stage_forward(x, micro, chunk)
+        return self._compute(fiber, "forward", made, self._part(chunk), name, chunk)
+
+    def _stage_backward(self, fiber: Fiber, op: Op) -> Any:
+        grad, micro, chunk = op.args
+        return self._backward_of(fiber, op, "backward", partial(self.body.stage_backward, grad), micro, chunk)
+
+    def _stage_inputs(self, fiber: Fiber, op: Op) -> Any:
+        grad, micro, chunk = op.args
+        came = self.body.stage_inputs(grad, micro, chunk)
+        name = pass_name("backward", self.flow.number(micro), chunk, len(self._left))
+        return self._compute(fiber, "backward", came, 0.5 * self._part(chunk), name, chunk)
+
+    def _stage_weights(self, fiber: Fiber, op: Op) -> Any:
+        micro, chunk = op.args
+        return self._backward_of(fiber, op, WEIGHTS, self.body.stage_weights, micro, chunk, 0.5)
+
+    def _backward_of(self, fiber: Fiber, op: Op, name: str, run: Callable[..., Any], micro: int, chunk: int,
+                     part: float = 1.0) -> Any:  # fmt: skip
+        """A backward, or its second half, that gives parameters their gradients."""
+        begun = sum(self._left) < self._count * len(self._left)
+        self._left[chunk] -= 1
+        takes = self._takes if not any(self._left) else None
+        first = self._takes is not None and not begun and any(self._left)
+        name, part = pass_name(name, self.flow.number(micro), chunk, len(self._left)), part * self._part(chunk)
+        backward = partial(run, micro, chunk, takes is not None, first)
+        if self.body.split is not None:
+            passing = self._passing(fiber, "backward", [], part, name, chunk)
+            if takes is None:
+                return self.inner(fiber, self._joint_stage(name, backward, passing, chunk))
+            last = self._joint_last(fiber, name, backward, passing, chunk, takes)
+            Fiber(self, last, "step", fiber.origin).resume(None)  # type: ignore[arg-type]
+            return PARK
+        came = backward()
+        if takes is None:
+            return self._compute(fiber, "backward", came, part, name, chunk)
+        takes.passing = self._passing(takes, "backward", self.body.ready(chunk), part, name, chunk)
+        takes.passing.then = fiber, came
+        self._next_bucket(takes, op)
+        return PARK

@@ -1,0 +1,1 @@
+"""costs: to be described."""

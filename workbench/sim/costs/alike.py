@@ -1,0 +1,45 @@
+"""When the ranks of one replica may stand for those at their place in all others, so that thousands cost as few do.
+
+Replicas that compute alike, over wires that are alike, and meet in nothing but collectives do the same at the same
+time. Then the first replica's ranks are simulated alone, in groups of their full size. All of them: the slices of one
+stage are not alike, for each looks after other parameters that all have (`Split.owners`), so it exchanges other bytes.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+from workbench.compressors import inside
+from workbench.experiment import Experiment
+from workbench.experiment.arranged import mesh
+from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.durations import PHASES
+
+EVEN = "simulate all ranks (alike=False)"
+
+
+def unlike(e: Experiment, costs: Costs | None) -> str | None:
+    """Why the ranks of `e`'s first replica cannot stand for all, in a sentence that says what would do; or None."""
+    if not e.strategy.alike:
+        return f"strategy={type(e.strategy).__name__}: its ranks do unlike things, so none stands for others; {EVEN}"
+    if e.policy.decides:
+        return f"policy={type(e.policy).__name__}: it asks every rank what it has seen; take policy=None, or {EVEN}"
+    if sided := next((type(c).__name__ for c in inside(e.compressor) if not c.alike), None):
+        return f"compressor={sided}: some of its ranks send for others; {EVEN}"
+    if not e.fabric.algorithm.native:
+        name = type(e.fabric.algorithm).__name__
+        return f"fabric.algorithm={name}: its messages go between ranks of which each has another part; {EVEN}"
+    if e.fabric.faults:
+        return f"fabric.faults: ranks that have them are not like others; take them away, or {EVEN}"
+    if e.fabric.path(range(e.ranks)).jitter and e.partition.depth > 1:
+        return f"jitter: each message between stages is disturbed by itself; take jitter=0, or {EVEN}"
+    if costs is not None and any(len(getattr(costs, p)) > 1 or getattr(costs, p)[0].spread for p in PHASES):
+        return f"costs: ranks are not equally fast, or not in every step; take costs.even(ranks={e.ranks}), or {EVEN}"
+    sizes = list(accumulate((size for _, size in reversed(mesh(e.strategy, e.ranks, 0, e.partition).dims)), mul))
+    if 0 < e.fabric.site < e.ranks and any(e.fabric.site % n and n % e.fabric.site for n in sizes):
+        return (
+            f"fabric.site={e.fabric.site}: groups of {' and '.join(map(str, sizes))} ranks lie unlike on such sites; "
+            f"take site={sizes[0] if sizes[0] > 1 else sizes[-1]}, or {EVEN}"
+        )
+    return None

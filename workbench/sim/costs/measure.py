@@ -1,0 +1,217 @@
+"""Calibrating: what compute, codecs and the bare wire cost, read from the record of a run.
+
+Medians throughout, over steps that nothing disturbed. What a step consists of is in Costs; here is only how each
+of its numbers is found among the spans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from workbench.analysis.steps.collectives import Arrivals, lined_up
+from workbench.analysis.steps.window import MEASURING, Window, last_steps, ranks_of
+from workbench.experiment import Experiment
+from workbench.fabric import traffic
+from workbench.fabric.load import stretch
+from workbench.record.run import Run
+from workbench.settings import fold
+from workbench.sim.costs.durations import PHASES, AlphaBeta, Duration
+from workbench.sim.costs.lines import not_negative
+from workbench.sim.costs.measure_codecs import By, codecs, slows
+from workbench.sim.costs.measure_own import asked, coders, flops
+
+WARM = 2  # steps at the beginning and after a change that are not like the others
+SHORT = 3.0  # times as long as the Link asks
+FEW = 20  # collectives from which that can be told
+ENOUGH = 200  # steps that a median is taken over; more only cost time
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """The fields of a run's Costs; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
+    about = _Recorded(run)
+    durations = {phase: about.durations(phase) for phase in PHASES}
+    codec, beside = about.codecs()
+    rest = {"wire": about.wire(), "late": about.late(), "between": about.between(), "slows": about.slows}
+    rest |= {"post": posted(about.spans, about.at), "linked": about.linked()}
+    rest |= {"codec": codec, "beside": beside, **about.own()}
+    return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
+
+
+class _Recorded:
+    """A run's undisturbed steps, and the experiment that each of them was made under."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        stop = last_steps(run.timeline)[1]
+        self.changed = fold(run.experiment, run.changes, Experiment.set)
+        fresh = {at + k for at, _ in self.changed for k in range(WARM)}
+        rows = run.timeline.spans.rows()
+        aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
+        plain = [s for s in range(stop) if self.at(s).partition.size == 1 and not self._again(s)]
+        settled = [s for s in plain if s not in fresh]
+        good = [s for s in settled if s not in aside] or settled or plain
+        if not good:
+            raise ValueError(
+                f"run {run.name} has no step that ended on all ranks and in which each computed the whole model once, "
+                f"so nothing can be measured; record some steps with partition=Whole()"
+            )
+        self.good = good[-ENOUGH:]
+        self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-ENOUGH:])
+        self.window = Window(run.timeline, self.good[0], stop)
+        self.kept = np.isin(self.window.steps, self.good)
+        self.spans = self.window.rows
+        self.spans = self.spans[np.isin(self.spans.step, self.good)]
+        self.listened = np.unique(self.spans.step[self.spans.equal("name", "factors")])
+        self.ranks = sorted(int(r) for r in ranks_of(self.spans))
+        self.slows, self.least = slows(self.spans, self.at, self._bucket)
+
+    def at(self, step: int) -> Experiment:
+        """The experiment as it was at a step."""
+        return next(e for at, e in reversed(self.changed) if at <= step)
+
+    def _again(self, step: int) -> bool:
+        """Did a backward compute a part of its forward once more?"""
+        return self.at(step).partition.recompute[0] != "none"
+
+    def durations(self, phase: str) -> tuple[Duration, ...]:
+        """Median and spread of a phase on each rank, without what faults stretched."""
+        rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
+        rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
+        rows = rows[np.isin(rows.step, self.least)] if self.slows else rows
+        seconds = rows.t1 - rows.t0
+        for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
+            if faults := self.at(step).fabric.faults:
+                seconds[i] /= stretch(faults, rank, step, phase)
+        found = []
+        for rank in self.ranks:
+            steps, which = np.unique(rows.step[rows.rank == rank], return_inverse=True)
+            mine = np.bincount(which, seconds[rows.rank == rank], len(steps))  # a phase may have stood still in between
+            middle = float(np.median(mine)) if len(mine) else 0.0
+            spread = 1.4826 * float(np.median(np.abs(mine - middle))) / middle if middle else 0.0
+            found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
+        return tuple(found) or (Duration(0.0),)
+
+    def codecs(self) -> tuple[By, By]:
+        """What work on buckets costs, while the rank's step waits and while it computes."""
+        return codecs(self.spans, self.at, self._bucket)
+
+    def own(self) -> dict[str, Any]:
+        """What codecs inside of a model cost, and a strategy's own arithmetic: also where replicas are spread."""
+        rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
+        rows = rows[np.isin(rows.step, self.any)]
+        return {"coder": coders(rows, self.at), "flop": flops(rows, samples), "asked": asked(self.spans)}
+
+    def _bucket(self, step: int, name: str) -> int:
+        """The bytes of a bucket at a step; 0 if that is no bucket's name."""
+        sizes: list[int] = []
+        for at, _, detail in self.run.details("buckets"):
+            if at <= max(step - 1, 0) or not sizes:
+                sizes = detail["nbytes"]
+        number = name.removeprefix("bucket ")
+        return int(sizes[int(number)]) if number.isdigit() and int(number) < len(sizes) else 0
+
+    def _collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
+        """Collectives of undisturbed steps on (or off) a Link that all ranks took part in, and which they are."""
+        c = lined_up(self.window)
+        link = np.array([self.at(int(s)).fabric.path(self.ranks).shaped for s in c.step], bool)
+        sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
+        return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
+
+    def wire(self) -> AlphaBeta:
+        """What a collective costs off a Link: by least squares over the median transfer of each kind and size."""
+        c, which = self._collectives(shaped=False)
+        p = len(self.ranks)
+        if not which.any() or p < 2:
+            return AlphaBeta()
+        took = _alone(c)
+        found: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for i in np.flatnonzero(which):
+            messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, p)[1]
+            found[messages, int(c.nbytes[i].max())].append(float(took[i]))
+        x = np.array(list(found), float)
+        y = np.array([np.median(v) for v in found.values()])
+        weight = 1.0 / np.maximum(y, 1e-9)  # relative errors count alike, or the largest bucket would decide alone
+        best = not_negative(x * weight[:, None], y * weight)
+        return AlphaBeta(*best)
+
+    def _shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Of collectives on a Link, those alike together: how many messages each is, one after the other, and of each
+        the seconds that it took once all were there, and those that the ports ask.
+        """
+        c, which = self._collectives(shaped=True)
+        took = _alone(c)
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in np.flatnonzero(which & ~np.isnan(c.port).all(axis=1)).tolist():
+            messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, len(self.ranks))[1]
+            found[messages, int(c.nbytes[i].max())].append(i)
+        for (messages, _), mine in found.items():
+            yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
+
+    def late(self) -> float:
+        """How late a collective ends on a Link, against its own description; of those that the Link makes long."""
+        over = [took - own for _, took, own in self._shaped() if not _short(took, own)]
+        late = float(np.median(np.concatenate(over))) if over else 0.0
+        return late if late > 1e-9 else 0.0
+
+    def linked(self) -> AlphaBeta:
+        """What the transfer itself takes on a Link: the mean of all that are alike and of which that asks little."""
+        short = [(messages, took) for messages, took, own in self._shaped() if _short(took, own)]
+        if sum(len(took) for _, took in short) < FEW:
+            return AlphaBeta()
+        return AlphaBeta(float(sum(took.sum() for _, took in short) / sum(n * len(took) for n, took in short)))
+
+    def between(self) -> float:
+        """What a step lasts beyond computing and waiting."""
+        w = self.window
+        rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
+        rest = rest[self.kept & w.complete & ~w.disturbed]
+        middle = float(np.median(rest)) if rest.size else 0.0
+        return middle if middle > 1e-9 else 0.0
+
+    def evaluation(self) -> float:
+        """One evaluation, without waiting for those who come last."""
+        rows = self.run.timeline.spans.rows()
+        rows = rows[rows.equal("lane", "eval")]
+        each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
+        return float(np.median(each)) if each else 0.0
+
+    def density(self) -> float:
+        """The share of elements that a choice by their values kept; 0 where there was none."""
+        rows = self.run.timeline.samples.rows()
+        kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
+        return float(np.median(kept)) if len(kept) else 0.0
+
+
+def _alone(c: Arrivals) -> np.ndarray:
+    """Seconds that each took from its last arrival, or from the end of those before it: they cross one by one."""
+    end = np.fmax.reduce(c.t1, axis=1)
+    before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
+    took: np.ndarray = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
+    return took
+
+
+def _short(took: np.ndarray, own: np.ndarray) -> bool:
+    """Do these collectives take far longer than the Link asks, so that they show what their transfer takes?"""
+    return bool(took.mean() > SHORT * own.mean())
+
+
+def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
+    """What a message costs off a Link, from when its rank could send it: by least squares over each size's median."""
+    found: dict[int, list[float]] = defaultdict(list)
+    sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
+    sent = sent[np.array([not at(int(step)).fabric.shaped for step in sent.step], bool)]
+    for rank in np.unique(sent.rank):
+        mine = sent[sent.rank == rank]
+        mine = mine[np.argsort(mine.t1, kind="stable")]
+        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # its messages leave one after the other
+        for nbytes, took in zip(mine.nbytes.tolist(), mine.t1 - np.maximum(mine.t0, before), strict=True):
+            found[nbytes].append(float(took))
+    x, y = np.array([(1.0, nbytes) for nbytes in found]), np.array([np.median(v) for v in found.values()])
+    if not found or not y.any():
+        return AlphaBeta()
+    weight = 1.0 / np.maximum(y, 1e-9)
+    return AlphaBeta(*not_negative(x * weight[:, None], y * weight))

@@ -1,0 +1,134 @@
+"""Calibrating codecs: what a stretch of their work takes until the last rank is through, beside compute and without.
+
+All ranks of a collective wait for the one that encodes longest; where threads share cores some are held up, and their
+stretches last several times the median one. So a stretch's time is the longest of all ranks', and of these the mean.
+Compute that shares a core with a codec lasts longer, too: by how much is read off steps under several compressors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.cover import Cover
+from workbench.compressors import Dense
+from workbench.experiment import Experiment
+from workbench.sim.costs.durations import kind
+from workbench.sim.costs.lines import Price, priced
+
+DISTURBED = 0.05  # of the stretches, the longest: what the rest of the machine did, not the codec
+FEWEST = 5  # steps under a compressor from which it can be told how it slows compute
+LITTLE = 0.01  # of the compute: less work of codecs beside it tells nothing
+
+At = Callable[[int], Experiment]  # the experiment at a step
+Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if that is no bucket's
+By = dict[str, tuple[Price, ...]]
+
+
+class _Stretches(NamedTuple):
+    """All stretches of work on buckets, by column: `number` collectives of its bucket came before one.
+
+    over: how much of it, in seconds, the rank computed meanwhile
+    """
+
+    step: np.ndarray
+    name: np.ndarray
+    number: np.ndarray
+    seconds: np.ndarray
+    over: np.ndarray
+    nbytes: np.ndarray
+    met: dict[tuple[int, str], int]  # by step and bucket, how many collectives there were for it
+
+
+def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
+    """By compressor, the price of each stretch of work: while the rank's step waits, and while it computes.
+
+    One that is mostly too short to be written takes no time.
+    """
+    found: dict[tuple[str, int, bool], list[tuple[int, float]]] = defaultdict(list)
+    shown: dict[tuple[str, int], int] = defaultdict(int)
+    all_, meetings = _stretches(spans, nbytes), defaultdict[str, list[int]](list)
+    for (step, bucket), count in all_.met.items():
+        if nbytes(step, bucket):
+            meetings[kind(at(step).compressor)].append(count)
+    for (step, _, number), rows in _together(all_).items():
+        way = kind(at(step).compressor)
+        longest = rows[all_.seconds[rows].argmax()]
+        beside = 2 * all_.over[rows].sum() > all_.seconds[rows].sum()
+        found[way, number, beside].append((int(all_.nbytes[longest]), float(all_.seconds[longest])))
+        shown[way, number] += 1
+    alone: By = {}
+    beside_: By = {}
+    for way, counts in meetings.items():
+        each = [[found.get((way, n, b), []) if 2 * shown[way, n] > len(counts) else []
+                 for n in range(max(counts) + 1)] for b in (False, True)]  # fmt: skip
+        if any(map(any, each[0] + each[1])):
+            alone[way] = tuple(priced(one or other, _mean) for one, other in zip(*each, strict=True))
+            beside_[way] = tuple(priced(other or one, _mean) for one, other in zip(*each, strict=True))
+    return alone, beside_
+
+
+def slows(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int]]:
+    """(Seconds by which a rank computes longer for each that its codec works meanwhile, steps with least such work).
+
+    From steps under several compressors and else alike; 0 and no steps where there are none.
+    """
+    groups: dict[Experiment, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for step in np.unique(spans.step).tolist():
+        groups[replace(at(step), compressor=Dense())][kind(at(step).compressor)].append(step)
+    alike = max(groups.values(), key=lambda by: sum(map(len, by.values())), default={})
+    by = {name: steps for name, steps in alike.items() if len(steps) >= FEWEST}
+    if len(by) < 2:
+        return 0.0, []
+    all_, compute = _stretches(spans, nbytes), spans[spans.equal("lane", "compute")]
+    ranks = len(np.unique(compute.rank))
+    work = {name: float(all_.over[np.isin(all_.step, steps)].sum()) / len(steps) / ranks for name, steps in by.items()}
+    takes = {name: _usual(compute[np.isin(compute.step, steps)]) for name, steps in by.items()}
+    least = min(work, key=lambda name: work[name])
+    x, y = (np.array([found[name] - found[least] for name in by]) for found in (work, takes))
+    if x.max() < LITTLE * takes[least]:
+        return 0.0, []
+    return float(np.clip(x @ y / (x @ x), 0.0, 1.0)), by[least]
+
+
+def _stretches(spans: Any, nbytes: Bytes) -> _Stretches:
+    begun, met = defaultdict[tuple[int, int, str], list[float]](list), dict[tuple[int, str], int]()
+    comm, codec = spans[spans.equal("lane", "comm")], spans[spans.equal("lane", "codec")]
+    for rank, step, name, t0 in zip(comm.rank, comm.step, comm.name, comm.t0, strict=True):
+        bucket = str(name).split(" ", 1)[-1]
+        begun[int(rank), int(step), bucket].append(float(t0))
+        met[int(step), bucket] = max(met.get((int(step), bucket), 0), len(begun[int(rank), int(step), bucket]))
+    sizes = np.array([nbytes(int(step), str(name)) for step, name in zip(codec.step, codec.name, strict=True)], int)
+    codec, sizes = codec[sizes > 0], sizes[sizes > 0]
+    names = np.array([str(name) for name in codec.name], object)
+    number = [sum(t < t0 for t in begun[int(rank), int(step), name])
+              for rank, step, name, t0 in zip(codec.rank, codec.step, names, codec.t0, strict=True)]  # fmt: skip
+    over, compute = np.zeros(len(codec)), spans[spans.equal("lane", "compute")]
+    for rank in np.unique(codec.rank):
+        here, mine = codec.rank == rank, compute[compute.rank == rank]
+        over[here] = Cover(mine.t0, mine.t1).between(codec.t0[here], codec.t1[here])
+    return _Stretches(codec.step, names, np.array(number, int), codec.t1 - codec.t0, over, sizes, met)
+
+
+def _together(all_: _Stretches) -> dict[tuple[int, str, int], np.ndarray]:
+    """By step, bucket and number the rows of all ranks."""
+    rows: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+    for i, key in enumerate(zip(all_.step.tolist(), all_.name, all_.number.tolist(), strict=True)):
+        rows[key].append(i)
+    return {key: np.array(which) for key, which in rows.items()}
+
+
+def _usual(compute: Any) -> float:
+    """The median seconds that a rank computes in a step."""
+    keys, which = np.unique(np.stack([compute.rank, compute.step]), axis=1, return_inverse=True)
+    return float(np.median(np.bincount(which.ravel(), compute.t1 - compute.t0, keys.shape[1])))
+
+
+def _mean(values: list[float]) -> float:
+    """Without the most disturbed ones."""
+    kept = sorted(values)[: max(1, round((1 - DISTURBED) * len(values)))]
+    return float(np.mean(kept)) if kept else 0.0

@@ -1,0 +1,82 @@
+"""Calibrating, the second half: what codecs inside of a model and a strategy's own arithmetic cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from workbench.experiment import Experiment
+from workbench.sim.costs.durations import kind
+from workbench.sim.costs.lines import Price, priced
+
+HOW = ("encode", "decode")
+ASKED = ("curve", "value", "factors")
+
+
+def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
+    """By compressor the price of encoding and of decoding what crosses inside of a replica, from medians.
+
+    spans: of steps that nothing disturbed; at: the experiment at a step
+    """
+    found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    codec = spans[spans.equal("lane", "codec") & (spans.nbytes > 0)]
+    for step, name, t0, t1, nbytes in zip(codec.step, codec.name, codec.t0, codec.t1, codec.nbytes, strict=True):
+        how, what, rest = [*str(name).split(" ", 2), ""][:3]
+        if how in HOW and what in ("activation", "gradient"):
+            way: Any = at(int(step)).partition
+            way = way if rest[:1].isdigit() and way.depth > 1 else way.layers  # micro-batches cross between stages
+            found[kind(way.activations if what == "activation" else way.gradients)][how].append((int(nbytes), t1 - t0))
+    return {name: (priced(by[HOW[0]], _middle), priced(by[HOW[1]], _middle)) for name, by in found.items()}
+
+
+def flops(spans: Any, samples: Any) -> dict[str, float]:
+    """By name the median seconds per floating-point operation of strategies' own arithmetic."""
+    names = sorted({str(name)[6:] for name in samples.name if str(name).startswith("flops ")})
+    return {name: rate for name in names if (rate := _rate(spans, samples, name))}
+
+
+def _rate(spans: Any, samples: Any, name: str) -> float:
+    """Seconds of all such spans of a rank in a step over the operations that it said it did; the median of these."""
+    did: dict[tuple[int, int], float] = defaultdict(float)
+    took: dict[tuple[int, int], float] = defaultdict(float)
+    said = samples[samples.equal("name", f"flops {name}")]
+    for rank, step, value in zip(said.rank.tolist(), said.step.tolist(), said.value.tolist(), strict=True):
+        did[rank, step] += value
+    rows = spans[spans.equal("name", name) & (spans.equal("lane", "codec") | spans.equal("lane", "compute"))]
+    for rank, step, seconds in zip(rows.rank.tolist(), rows.step.tolist(), (rows.t1 - rows.t0).tolist(), strict=True):
+        took[rank, step] += seconds
+    return _middle([took[key] / n for key, n in did.items() if n and key in took])
+
+
+def asked(spans: Any) -> dict[str, float]:
+    """The median seconds of what else strategies asked for, by name; and by how much a backward was longer for it."""
+    compute = spans[spans.equal("lane", "compute")]
+    found = {name: rows for name in ASKED if len(rows := compute[compute.equal("name", name)])}
+    times = {name: _middle((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}
+    if "factors" in found:
+        rows = compute[compute.phase("forward") | compute.phase("backward")]
+        listened = np.isin(rows.step, np.unique(found["factors"].step))
+        if listened.any() and not listened.all():
+            more = _each(rows[listened]) - _each(rows[~listened])
+            times["collect"] = max(0.0, more / _backwards(rows[listened]))
+    return times
+
+
+def _each(passes: Any) -> float:
+    """The median seconds of a rank's passes in a step."""
+    keys, which = np.unique(np.stack([passes.rank, passes.step]), axis=1, return_inverse=True)
+    return float(np.median(np.bincount(which.ravel(), passes.t1 - passes.t0, keys.shape[1])))
+
+
+def _backwards(passes: Any) -> float:
+    """How many forwards, and so backwards, a rank makes in a step."""
+    rows = passes[passes.equal("name", "forward")]
+    return len(rows) / max(1, len(np.unique(np.stack([rows.rank, rows.step]), axis=1).T))
+
+
+def _middle(values: Iterable[float]) -> float:
+    every = list(values)
+    return float(np.median(every)) if every else 0.0

@@ -1,0 +1,1 @@
+"""fake: to be described."""

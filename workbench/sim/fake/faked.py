@@ -1,0 +1,132 @@
+"""The short way of `shapes.py` for tensors that only say that they lie on a CPU (torch's FakeTensor).
+
+torch works out again at each call what it makes of such sizes, in 60 to 400 us; a plan asks a hundred thousand times.
+Here views are remembered, too: what memory is kept for a backward depends on who shares whose.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.sim.fake.shapes import MOST, SCALARS, VALUES, WORDS
+
+_CPU = torch.device("cpu")
+_DEVICE = torch.ops.prim.device.default
+_TENSORS = ("Tensor", "List[Tensor]")
+_NEW, _VIEW, _SELF = 0, 1, 2  # a storage of its own; the first argument's; the first argument itself
+_made: dict[Any, tuple[type | None, list[tuple[Any, ...]]]] = {}  # by operation and sizes: a sequence or None; what
+_never: set[Any] = set()  # operations that make something else
+
+
+class Faked(TorchDispatchMode):
+    """Inside, what torch makes of plain tensors that say that they lie on a CPU is worked out once for such sizes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As `Shapes`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        key = _key(func, args, kwargs) if types and func not in _never else None
+        if key is None:
+            return func(*args, **(kwargs or {}))
+        if (known := _made.get(key)) is None:
+            made = func(*args, **(kwargs or {}))
+            if (found := _told(made, args)) is None:
+                _never.add(func)
+            else:
+                if len(_made) >= MOST:
+                    _made.clear()
+                _made[key] = found
+            return made
+        kind, parts = known
+        every = [_again(part, args[0]) for part in parts]
+        return every[0] if kind is None else kind(every)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` and its arguments are told by; None where it changes something, or they are not plain."""
+    telling = _telling(func)
+    if telling is None or not args or type(args[0]) is not FakeTensor:
+        return None
+    parts: list[Any] = [func, torch.get_default_dtype()]
+    for x, says in zip(args, telling, strict=False):
+        kind = type(x)
+        if kind is FakeTensor:
+            if x.constant is not None or x.fake_device != _CPU or x.layout is not torch.strided:
+                return None
+            parts += (x.shape, x.stride(), x.storage_offset(), x.dtype)
+        elif kind in SCALARS:
+            parts += (kind, x) if says else (kind,)
+        elif kind in WORDS:
+            parts.append(x)
+        elif kind in (list, tuple) and all(type(n) is int for n in x):
+            parts.append(tuple(x))
+        else:
+            return None
+    for name, x in (kwargs or {}).items():
+        if type(x) not in SCALARS and type(x) not in WORDS:
+            return None
+        parts += (name, type(x), x)
+    return tuple(parts)
+
+
+@cache
+def _telling(func: Any) -> tuple[bool, ...] | None:
+    """By argument, whether a number there may be one of a shape's; None where anything is changed or read."""
+    schema = func._schema
+    if schema.is_mutable or not schema.returns or any(str(x.type) not in _TENSORS for x in schema.returns):
+        return None
+    return tuple(str(a.type) not in VALUES for a in schema.arguments)
+
+
+def _told(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:
+    """What was made, in numbers; None where they do not say all of it."""
+    kind, others = type(made) if type(made) in (list, tuple) else None, {_where(x) for x in args[1:] if _is_fake(x)}
+    found = list[tuple[Any, ...]]()
+    for x in (made,) if kind is None else made:
+        if x is args[0]:
+            found.append((_SELF,))
+            continue
+        if not _is_fake(x) or x.constant is not None or x.layout is not torch.strided or x.requires_grad:
+            return None
+        how = _VIEW if _where(x) == _where(args[0]) else _NEW
+        found.append((how, x.shape, x.stride(), x.storage_offset(), x.dtype))
+        like = _again(found[-1], args[0])
+        same = torch._C._dispatch_key_set(like) == torch._C._dispatch_key_set(x) and x.fake_device == _CPU
+        if not same or like.untyped_storage().nbytes() != x.untyped_storage().nbytes():
+            return None
+        if how == _NEW and (_where(x) in others or x.storage_offset()):
+            return None
+        if how == _NEW:
+            others.add(_where(x))
+    return (kind, found) if found else None
+
+
+def _is_fake(x: Any) -> bool:
+    return type(x) is FakeTensor
+
+
+def _where(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _again(found: tuple[Any, ...], first: Any) -> Tensor:
+    """The like of what was made before."""
+    if found[0] == _SELF:
+        return first
+    how, shape, strides, offset, dtype = found
+    mode = first.fake_mode
+    with in_kernel_invocation_manager(mode):
+        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        if how == _VIEW:
+            made.set_(first.untyped_storage(), offset, shape, strides)
+    return FakeTensor(mode, made, _CPU)

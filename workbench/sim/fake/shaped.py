@@ -1,0 +1,208 @@
+"""Tensors that are a shape and a dtype and nothing else: what strategies compute with where there are sizes only.
+
+torch takes 2 to 200 us to say what an operation on its meta device makes; a thousand ranks ask millions of times. A
+`Shaped` is asked in Python. What an operation makes of such sizes is found once, by torch itself, and known from then
+on: a tensor with memory of its own, a view of an argument, an argument itself, or a plain value. So no operation has a
+rule here, and what torch refuses it still refuses. Where torch's own tensor is wanted, one stands in (`actual`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.rank import Bucket
+from workbench.sim.fake.kinds import Shaped, kind_of
+
+MOST = 50_000  # operations on such sizes that are remembered
+_CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # what is made: a value, an argument, memory anew, a view, some
+
+Known = tuple[Any, ...]
+
+
+_known: dict[Any, Known] = {}  # by operation and arguments
+_default: list[torch.dtype] = [torch.get_default_dtype()]  # under which that was found
+
+
+def shaped(x: Any) -> Any:
+    """Stands for a plain tensor of the meta device, whose memory it has; anything else is left as it is."""
+    return x if (kind := kind_of(x)) is None else Shaped(kind, None, x)
+
+
+def stands_in(bucket: Bucket) -> Bucket:
+    """A bucket whose data `shaped` has made, in its place."""
+    bucket.data = shaped(bucket.data)
+    return bucket
+
+
+def begin() -> None:
+    """Before a simulation: forgets what was found under another default dtype."""
+    if _default[0] is not torch.get_default_dtype() or len(_known) > MOST:
+        _known.clear()
+        _default[0] = torch.get_default_dtype()
+
+
+# -- what an operation makes --
+
+
+def _answer(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What `func` makes. plain: it is arithmetic, whose numbers have a say in no shape."""
+    try:
+        key = (func, *[x.kind if type(x) is Shaped else _told(x, plain) for x in args])
+        if kwargs:
+            key += tuple([(name, _told(x, plain)) for name, x in kwargs.items()])
+        known = _known.get(key)
+    except _Unclear:
+        return _asked(func, args, kwargs)[0]
+    if known is None:
+        made, found = _asked(func, args, kwargs)
+        if found is not None and func not in _NEVER:
+            _known[key] = found
+        return made
+    return _again(known, args)
+
+
+def _again(known: Known, args: tuple[Any, ...]) -> Any:
+    how, what = known[0], known[1]
+    if how == _NEW:
+        return Shaped(what)
+    if how == _ARGUMENT:
+        return args[what]
+    if how == _VIEW:
+        of = args[known[2]]
+        return Shaped(what, of.root if type(of) is Shaped else shaped(of))
+    if how == _CONST:
+        return what
+    return what([_again(each, args) for each in known[2]])
+
+
+class _Unclear(Exception):
+    """Of these arguments nothing can be known."""
+
+
+def _told(x: Any, plain: bool) -> Any:
+    """What `x` is told by among an operation's arguments."""
+    kind = type(x)
+    if kind is Shaped:
+        return x.kind
+    if kind is float:
+        return float
+    if kind is int or kind is bool:
+        return kind if plain else (kind, x)
+    if x is None or x is Ellipsis or kind in (str, torch.dtype, torch.device, torch.layout, torch.memory_format):
+        return x
+    if kind is slice:
+        return slice, _told(x.start, False), _told(x.stop, False), _told(x.step, False)
+    if kind in (list, tuple, torch.Size):
+        return (kind, *[_told(each, plain) for each in x])
+    if isinstance(x, Tensor) and (found := kind_of(x)) is not None:
+        return found
+    raise _Unclear
+
+
+def _asked(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
+    """What torch says, and that as it is known from then on; None where it is to be asked again."""
+    stands: dict[int, Shaped] = {}  # by torch's tensor, for whom it stood in
+    lies: dict[int, int] = {}  # by storage, the first argument that lies there
+    for at, x in enumerate(args):
+        if isinstance(x, Tensor) and x.layout is torch.strided:
+            lies.setdefault(_actual(x, stands).untyped_storage()._cdata, at)
+    made = func(*_actual(args, stands), **_actual(kwargs or {}, stands))
+    if isinstance(made, (list, tuple)) and type(made) is not torch.Size:  # what has names, too, as of a maximum
+        parts = [_found(x, args, stands, lies) for x in made]
+        known = [found for _, found in parts]
+        several = (_SEVERAL, type(made), known) if None not in known else None
+        return type(made)([x for x, _ in parts]), several
+    return _found(made, args, stands, lies)
+
+
+def _actual(x: Any, stands: dict[int, Shaped]) -> Any:
+    kind = type(x)
+    if kind is Shaped:
+        stands[id(x.actual)] = x
+        return x.actual
+    if kind is list or kind is tuple:
+        return kind(_actual(each, stands) for each in x)
+    if kind is dict:
+        return {name: _actual(each, stands) for name, each in x.items()}
+    if kind is slice:
+        return slice(*[_actual(each, stands) for each in (x.start, x.stop, x.step)])
+    return x
+
+
+def _found(made: Any, args: tuple[Any, ...], stands: dict[int, Shaped], lies: dict[int, int]
+           ) -> tuple[Any, Known | None]:  # fmt: skip
+    """One thing that was made, as it is handed out and as it is known."""
+    if not isinstance(made, Tensor):
+        plain = made is None or type(made) in (bool, int, float, str, torch.dtype, torch.device, torch.Size)
+        return made, (_CONST, made) if plain else None
+    if id(made) in stands:
+        made = stands[id(made)]
+    for at, x in enumerate(args):
+        if x is made:
+            return made, (_ARGUMENT, at)
+    if type(made) is Shaped or (kind := kind_of(made)) is None:
+        return made, None
+    at = lies.get(made.untyped_storage()._cdata, -1)
+    if at >= 0:
+        of = args[at] if type(args[at]) is Shaped else shaped(args[at])
+        return Shaped(kind, of.root), (_VIEW, kind, at)
+    for of in stands.values():  # a view of what was in a list
+        if of.actual.untyped_storage()._cdata == made.untyped_storage()._cdata:
+            return Shaped(kind, of.root), None
+    whole = made.storage_offset() == 0 and made.untyped_storage().nbytes() == kind.nbytes
+    return Shaped(kind, None, made), (_NEW, kind) if whole else None
+
+
+# -- every method and attribute of torch's tensors --
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "eq", "ne", "lt", "le", "gt", "ge")
+_ARITHMETIC = (
+    "add", "sub", "mul", "div", "true_divide", "pow", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "clamp",
+    "clamp_min", "clamp_max", "eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "sign", "sqrt", "square", "exp", "log",
+    "round", "floor", "ceil", "fill", "copy", "zero", "where",
+)  # fmt: skip
+_NAMES = {*_ARITHMETIC, *(f"{name}_" for name in _ARITHMETIC), *(f"__{w}{name}__" for name in _OPERATORS
+                                                                 for w in ("", "r", "i"))}  # fmt: skip
+_PLAIN = {found for where in (Tensor, torch) for name in _NAMES if (found := getattr(where, name, None)) is not None}
+_VALUES = ("data_ptr", "storage", "is_set_to", "__reduce_ex__", "__array__", "requires_grad_", "set_", "resize_")
+_NEVER = {getattr(Tensor, name) for name in _VALUES}  # say more than sizes do
+_OWN = {"__class__", "__dict__", "__doc__", "__module__", "__weakref__", "__new__", "__init__", "__init_subclass__",
+        "__getattribute__", "__setattr__", "__delattr__", "__subclasshook__", "__dir__", "__sizeof__",
+        "__torch_dispatch__", "__torch_function__", "__hash__", "__getstate__", "__reduce__", "__slots__"}  # fmt: skip
+
+
+def _method(func: Callable[..., Any], plain: bool) -> Callable[..., Any]:
+    def asked(self: Shaped, *args: Any, **kwargs: Any) -> Any:
+        return _answer(func, plain, (self, *args), kwargs)
+
+    return asked
+
+
+def _attribute(name: str) -> property:
+    """One that tells nothing but what sizes tell is known; all others torch's tensor says."""
+
+    def views(x: Any) -> Any:
+        return getattr(x, name)
+
+    if name in ("data", "T", "mT", "H", "mH", "real", "imag"):
+        return property(lambda self: _answer(views, False, (self,), None))
+    return property(lambda self: getattr(self.actual, name))
+
+
+def _fill(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in _OWN and name not in vars(Shaped):
+            found = getattr(Tensor, name)
+            setattr(Shaped, name, _method(found, name in _NAMES) if callable(found) else _attribute(name))
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return _answer(func, func in _PLAIN, args, kwargs)
+
+
+_fill(dir(Tensor))
+setattr(Shaped, "__torch_function__", classmethod(_torch_function))  # noqa: B010 (mypy knows it as a method)

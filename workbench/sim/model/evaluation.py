@@ -1,0 +1,119 @@
+"""What an evaluation takes on one rank, where nobody looks at one: from a pass that computes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.core.meta import put_on_cpu
+from workbench.host.memory.batches import Chance
+from workbench.host.memory.following import Following, arrived
+from workbench.host.observe.evaluating import AT_ONCE, kept_beside, numbers
+from workbench.host.passes.meetings import answer_like
+from workbench.host.passes.together import computing
+from workbench.host.placement.canonical import buffers
+from workbench.host.placement.cutting import Stages, instead, parts_of, through
+from workbench.host.placement.splitting import Split
+from workbench.tasks import Learner
+
+
+def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: Split | None, seed: int) -> list[int]:
+    """By stage the most bytes that computing the held-out numbers makes at a time. model: on the meta device
+
+    Raises where `evaluate` looks at values, but for numbers that it reads out of tensors, which are zero. Its own data
+    are real as ever, and so is what it computes of them alone: it may keep that for the next time.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from workbench.sim.fake.faked import Faked
+
+    fake, count = copy.deepcopy(model), len(stages) if stages else 1
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        put_on_cpu(fake)
+    following = Following(count, sizes=True)
+    with Chance(seed), ExitStack() as also:
+        if split is not None:
+            also.enter_context(computing(fake, split, 0, partial(answer_like, ways=split.ways), draws=False))
+        if stages:
+            parts, ends = parts_of(fake, learner), [0, *accumulate(len(some) for some in stages.pieces)]
+            pieces = [parts[a:b] for a, b in pairwise(ends)]
+            also.enter_context(instead(fake, partial(_passed_on, following, count, pieces)))
+        if learner.pure:
+            also.enter_context(instead(fake, partial(_once, following, dict[Any, Any](), fake.forward)))
+        also.enter_context(Faked())
+        also.enter_context(following)
+        numbers(learner.evaluate, fake)
+    return following.most
+
+
+def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any) -> Any:
+    """What the model makes of one batch; of another of the same sizes the like, for which it takes as much.
+
+    Not where the model has looked at values: it may then make something else of others.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if more or named or not isinstance(x, Tensor) or torch.is_grad_enabled():
+        return forward(x, *more, **named)
+    key = type(x), x.shape, x.stride(), x.dtype, x.device
+    if key in seen:
+        beyond, like = seen[key]
+        following.again(beyond)
+        with following.standing_aside():
+            made = torch.empty_like(like)
+        arrived(made)
+        return made
+    following.read = False
+    with following.apart() as beyond:
+        made = forward(x)
+    if type(made) is FakeTensor and not following.read and following.counts(made):
+        if made.untyped_storage().nbytes() == made.nbytes:  # and so shows no larger one
+            with following.standing_aside():
+                seen[key] = beyond, torch.empty_like(made)
+    return made
+
+
+def _passed_on(following: Following, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
+               **named: Any) -> Any:  # fmt: skip
+    """As `host.pipelining.evaluated`, the stages one after the other; what the last answers comes to all."""
+    x: Any = None
+    for number, parts in enumerate(pieces):
+        following.at = number % count
+        if number:
+            arrived(x)
+            inputs, named = (x,), {}
+        x = through(parts, *inputs, **named)
+    following.at = None
+    arrived(x)
+    return x
+
+
+def taken(run: Any, together: bool, most: int | None) -> int | None:
+    """Bytes that an evaluation takes on this rank beside what stays: its copies of parameters, and what it computes.
+
+    together: of the mean of all ranks, which meet for it; most: what it computes; None where nobody can tell
+    """
+    rank, layout = run.rank, run.layout
+    others = sum(b.numel() * b.element_size() for b in buffers(run.model))
+    sizes = [bucket.nbytes for bucket in layout.params()]
+    first = rank.replicas.index == 0 or run.reading.sharded
+    if run.learner.evaluate is None:
+        most = 0
+    if first and most is None:
+        return None
+    computes, compared = most or 0 if first else 0, 2 * min(4 * AT_ONCE, max(sizes))
+    if not together:
+        return sum(sizes) + max(compared, sum(sizes) + others + computes if first and most else 0)
+    if run.spread is not None:
+        return computes if rank.replicas.size == 1 else 2 * (sum(sizes) + others) + max(compared, computes)
+    held = 0 if run.reading.sharded else sum(sizes)
+    kept = kept_beside(run.experiment.strategy, rank.size, held, others)
+    made = max(sizes) if held and rank.size > 1 else 0
+    return kept + max(made, computes)

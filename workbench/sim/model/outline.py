@@ -1,0 +1,268 @@
+"""A model as sizes, one for all ranks of a simulation: its buckets, its optimizer, what its passes keep and hand on."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host.core.meta import outline
+from workbench.host.memory import memory
+from workbench.host.passes.meetings import Plans, arrival_of, plans_of
+from workbench.host.passes.together import common, slice_of
+from workbench.host.placement.cutting import Stages, cut
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.splitting import Split
+from workbench.host.placement.spread import Spread
+from workbench.host.sharding.trial import Trial, assumed
+from workbench.host.transfer.handover import Cut as Shards
+from workbench.host.transfer.handover import kept_bytes
+from workbench.optimizers import Optimizer, built
+from workbench.sim.fake.shaped import stands_in
+from workbench.sim.model.known import Kept
+from workbench.sim.model.passes import Passes
+from workbench.tasks import Learner, same_groups
+
+if TYPE_CHECKING:
+    from workbench.partitions import Partition
+
+
+class Cut:
+    """One layout of the model in buckets, and when in a pass each of them is ready.
+
+    ready: by bucket, the share of backward after which it is full
+    needed: by bucket in the order of forward (the last bucket first), the share of forward before which it is used
+    """
+
+    def __init__(self, layout: Layout, arrival: list[str]) -> None:
+        self.layout = layout
+        self.buckets = layout.buckets
+        self.params = layout.params()
+        self.ready = ready(layout, arrival)
+        self.needed, before = [], 0
+        for bucket in reversed(self.params):
+            self.needed.append(before / layout.numel)
+            before += bucket.data.numel()
+        self.nbytes = {b.name: b.nbytes for b in self.params}
+
+
+def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
+    """By bucket, the share of the elements whose gradients have come once it is full and its turn has come.
+
+    there: whose gradients are there before
+    """
+    numel = {p.name: 0 if p.name in there else p.numel for p in layout.order}
+    share, done, total = {}, 0, sum(numel.values())
+    for name in arrival:
+        done += numel[name]
+        share[name] = 0.0 if name in there else done / total
+    found, last = [], 0.0
+    for bucket in layout.buckets:
+        last = max([last, *(share.get(part.name, 1.0) for part in bucket.parts)])
+        found.append(last)
+    return found
+
+
+class Outline:
+    """The model as sizes, shared by all ranks. split: how its matrices are dealt out; seen: see `Passes`"""
+
+    split: Split | None = None
+
+    def __init__(self, experiment: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
+        torch.manual_seed(experiment.seed)
+        random.seed(experiment.seed)
+        self.cheap = True  # did it let itself be built on the meta device, and run there?
+        try:
+            self.model = _built(learner, seen)
+        except Exception:
+            self.model, self.cheap = outline(learner), False
+        first = Layout(self.model, experiment.bucket_mb)
+        self._names = names = [p.name for p in first.order]
+        self._stages: dict[tuple[Stages, int], StageOutline] = {}
+        self._slices: dict[tuple[Spread, tuple[int, int]], SliceOutline] = {}
+        self.learner, self._made = learner, dict[Optimizer, Any]()
+        self.optimizer = self.made(experiment)
+        self.passes, layers = Passes(experiment, learner, seen), experiment.partition.layers
+        heard = self.passes.trial(self.model, layers)
+        _stepped(self.model, self.optimizer)
+        self.cheap = self.cheap and heard is not None
+        self.trial = heard or assumed(reversed(names))
+        came = set(arrival := self.trial.arrival)
+        self.arrival = arrival + [n for n in names if n not in came]
+        self._cuts: dict[tuple[float, bool], Cut] = {}
+        self._standing: dict[Any, dict[str, memory.Storages]] = {}
+        self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
+
+    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
+        """By piece that lies here what one of `count` micro-batches keeps for its backward; None: nobody can tell.
+
+        counts: of hidden units, while the model is a sub-model
+        """
+        found = self.passes.kept(self.model, batch, layers, self.split, counts)
+        return None if found is None else [found]
+
+    def evaluated(self) -> int | None:
+        """What computing the held-out numbers makes here; None: nobody can tell."""
+        found = self.passes.evaluated(self.model, None, self.split)
+        return None if found is None else found[0]
+
+    def rows(self, batch: int, layout: Layout) -> dict[str, torch.Tensor]:
+        """Which rows of embedding tables a batch reads."""
+        return self.passes.rows(batch, layout)
+
+    def trial_of(self, layers: Partition) -> Trial:
+        """What a step reads whose layers are computed so, and in which order its gradients come."""
+        return self.passes.trial(self.model, layers) or self.trial
+
+    def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
+        """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
+
+        cut: the buckets in whose shards the optimizer's state lies; as the first rank keeps it, whose are the largest
+        """
+        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut and len(cut.groups[0])
+        if key not in self._standing:
+            kept = memory.optimizer_state(optimizer) if optimizer else {}
+            if optimizer and cut is not None:
+                nbytes = kept_bytes(layout, optimizer, cut, 0)
+                kept = memory.storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            self._standing[key] = {
+                "parameters": memory.parameters(self.model, layout, self.followed()),
+                "gradients": memory.storages(memory.rooms(layout)) if roomy else {},
+                "optimizer state": kept,
+            }
+        return self._standing[key]
+
+    def followed(self) -> list[torch.Tensor]:
+        """Parameters that are here and another rank's to train."""
+        return []
+
+    def stage(self, names: set[str], stages: Stages, stage: int) -> StageOutline:
+        """One stage of the model."""
+        if (stages, stage) not in self._stages:
+            self._stages[stages, stage] = StageOutline(self, names, stages, stage)
+        return self._stages[stages, stage]
+
+    def slice(self, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> SliceOutline:
+        """What the rank at a place of a replica, a stage and one of its slices, has of the model."""
+        if (spread, place) not in self._slices:
+            self._slices[spread, place] = SliceOutline(self, names, spread, place, e)
+        return self._slices[spread, place]
+
+    def made(self, experiment: Experiment) -> Any:
+        """The optimizer that `experiment` wants, one for all ranks."""
+        wanted, here = experiment.optimizer, set(self._names)
+        if wanted not in self._made:
+            params = [p for name, p in self.model.named_parameters() if name in here]
+            self._made[wanted] = built(wanted, self.learner.optimizer, params, experiment.lr)
+        return self._made[wanted]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the trained parameters here."""
+        return list(self._names)
+
+    def cut(self, bucket_mb: float, learned: bool) -> Cut:
+        """The buckets of this size, in the learned order of gradients or in the one before that was known."""
+        key = bucket_mb, learned
+        if key not in self._cuts:
+            layout = Layout(self.model, bucket_mb, self.arrival if learned else self._names)
+            layout.make_room()
+            for place in layout.order:
+                layout.keep(place, torch.empty_like(place.param))
+            for p in self.followed():  # lies in no bucket
+                p.data = torch.empty_like(p)
+            self._cuts[key] = Cut(layout, self.arrival)
+            for bucket in (*layout.buckets, *self._cuts[key].params):
+                stands_in(bucket)
+        return self._cuts[key]
+
+
+class StageOutline(Outline):
+    """One stage of the model as sizes, shared by all ranks that have it.
+
+    stages, number: where the model is cut, and which of the stages this is
+    there:          whose gradients are there before the last backward of a batch: that of the stage's first piece
+    """
+
+    def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:
+        self.model, self.learner, self.trial, self.split = whole.model, whole.learner, whole.trial, whole.split
+        self.stages, self.number, self._of = stages, stage, whole
+        self._names = [n for n in whole._names if n in names]
+        first = {id(p) for part in stages.of(stage)[0] for p in part.parameters()}
+        self.there = [n for n in self._names if id(self.model.get_parameter(n)) not in first]
+        self.arrival = self.there + [n for n in whole.arrival if n in names and n not in set(self.there)]
+        self.passes = whole.passes
+        self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}
+
+    def followed(self) -> list[torch.Tensor]:
+        return self._of.followed()
+
+    def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
+        """What a piece of this stage makes of one of `count` micro-batches; the last of the model the loss."""
+        made = self.passes.crossing(self.model, self.stages, batch, count, self.split)
+        return made[chunk * len(self.stages) + self.number]
+
+    def evaluated(self) -> int | None:
+        found = self.passes.evaluated(self.model, self.stages, self.split)
+        return None if found is None else found[self.number]
+
+    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
+        """By piece of this stage what one micro-batch keeps; None where nobody can tell."""
+        every = self.passes.kept_in(self.model, self.stages, batch, count, layers, self.split)
+        here = [each for each in every[self.number :: len(self.stages)] if each is not None]
+        return here if len(here) * len(self.stages) == len(every) else None
+
+
+class SliceOutline(Outline):
+    """What one rank has of a model whose matrices are dealt out, as sizes; shared by all ranks that have the same.
+
+    stages: where this one's model is cut
+    plans:  by piece of the model, when ranks meet
+    common: the parameters that all ranks of a group have, by owner
+    """
+
+    plans: tuple[Plans, ...]
+
+    def __init__(self, whole: Outline, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> None:
+        assert spread.split is not None
+        self.learner, self.trial, self.split = whole.learner, whole.trial, spread.split
+        self.model = slice_of(whole.model, self.split, 0)  # of its own, whose buckets are this rank's
+        self.stages = cut(e, self.model, self.learner) if spread.stages else None
+        self.plans = plans_of(e, self.learner, self.split)
+        stage, index = place
+        here = names | spread.followed(stage * self.split.ways + index, set(whole._names))
+        self.common = common(self.model, self.split, here)
+        self._followed = [p for owner, each in enumerate(self.common) for p in each if owner != index]
+        came = arrival_of(self.plans)
+        self._names = [n for n in whole._names if n in names]
+        self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
+        self.passes = whole.passes
+        self._stages, self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}, {}
+
+    def followed(self) -> list[torch.Tensor]:
+        return list(self._followed)
+
+
+def _built(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
+    """The model as sizes; where others of the same learner and seed come, a copy of the first's."""
+    if seen is None:
+        return outline(learner, built=False)
+    if "model" not in seen:
+        seen["model"] = outline(learner, built=False)
+    return same_groups(copy.deepcopy(seen["model"]), seen["model"])
+
+
+def _stepped(model: nn.Module, optimizer: Any) -> None:
+    """Gives the optimizer its state."""
+    for p in model.parameters():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    try:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    except Exception:
+        optimizer.state.clear()

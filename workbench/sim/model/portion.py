@@ -1,0 +1,223 @@
+"""What one virtual rank has and computes of a model that is spread over several: a stage of it, or slices of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.host.memory.batches import Batches
+from workbench.host.passes.checkpointing import Checkpointed, units_of
+from workbench.host.passes.coded import Ask, Combining
+from workbench.host.passes.flow import Flow
+from workbench.host.passes.piece import Piece
+from workbench.host.passes.recomputing import recomputed
+from workbench.host.passes.together import Together
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.splitting import Split
+from workbench.host.placement.spread import Spread
+from workbench.partitions import Partition
+from workbench.rank import Memory, StrategyError
+from workbench.sim.model.outline import Cut, ready
+from workbench.tasks import Learner
+
+
+class Portion:
+    """The part of Tensors that is spread.
+
+    spread: how a replica lies on several ranks
+    piece:  the stage that this rank is; split: how matrices are dealt out; stage: which one this rank is, of how many
+    share:  of the model that this rank computes; shares: and of that, by piece
+    again:  by piece, of its forward what its backward computes again
+    fresh:  is the next batch the first since the model lies so?
+    ask:    the others of a pass under way
+    """
+
+    batches: Batches
+    flow: Flow  # its host's
+    cut: Cut
+    layout: Layout
+    learner: Learner
+    ledger: Any
+    losses: list[float]
+    memory: Memory  # its session's
+    model: nn.Module
+    spread: Spread | None = None
+    piece: Piece | None = None
+    split: Split | None = None
+    stage = (0, 1)
+    share = 1.0
+    shares: tuple[float, ...] = (1.0,)
+    fresh = False
+    ask: Ask
+    _arrival: list[str] | None
+    _cut: Callable[[], None]
+    _gathered: Callable[..., None]
+    _learned: bool
+    _own_randomness: Callable[[], AbstractContextManager[None]]
+    _random_state: Tensor
+    _together: Together | None = None
+    _checkpointed: Checkpointed | None = None
+    again: tuple[float, ...] = (0.0,)
+    computed: int | None = None  # bytes that computing the last held-out numbers made here
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Any] = {}  # those that are to go through the stages
+
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
+               held: bool = True) -> None:  # fmt: skip
+        """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
+        self.layout.take(self.model, names, held)
+        self.spread = spread
+        stage, index = spread.place(rank) if spread else (0, 0)
+        stages, self.split = (spread.stages, spread.split) if spread else (None, None)
+        self._keep_all()
+        if self._together is not None:
+            self._together.undo()
+        self.share = stages.share(stage) if stages else 1.0
+        self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
+        self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
+        self._together = None
+        if self.split:
+            self._together = Together(self.model, self.split, index, self._ask, seed=seed)
+            self.share *= self.split.share
+            self.stage = stage, len(stages) if stages else 1
+        self._arrival, self._learned, self.fresh = None, False, True
+        self._cut()
+        self.tune(e)
+
+    def tune(self, e: Experiment) -> None:
+        """The partition may have other knobs now."""
+        self._keep_all()
+        if units := units_of(self.model, self.learner, e.partition):
+            self._checkpointed = Checkpointed(units, e.partition.recompute[0])
+        stage, stages = (self.piece.stage, self.piece.stages) if self.piece else (0, 1)
+        self.again = recomputed(e, self.learner, self.split)[stage::stages]
+        if self._together is not None:
+            self._together.coding = e.partition.inside(self.memory)
+
+    def _keep_all(self) -> None:
+        """No unit is computed again."""
+        if self._checkpointed is not None:
+            self._checkpointed.undo()
+        self._checkpointed = None
+
+    @property
+    def common(self) -> Any:
+        """Parameters that all ranks of a group have, by owner."""
+        assert self._together is not None
+        return self._together.common
+
+    def going_through(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
+        """Inside, a forward runs, of what the stage before has made, if there is one."""
+        params = self.piece.params(chunk) if self.piece is not None else None
+        return nullcontext() if self._together is None else self._together.passing(x, params)
+
+    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
+        return self.ask(meeting, x)
+
+    def drawn(self, x: Any) -> Any:
+        """The next batch, or `x`."""
+        return self.batches.next() if x is None else x
+
+    @property
+    def random_state(self) -> Any:
+        """How this rank's random numbers go on."""
+        return self._random_state
+
+    @random_state.setter
+    def random_state(self, state: Tensor) -> None:
+        self._random_state = state
+
+    @property
+    def crowd(self) -> Any:
+        """Where those who compute slices together stand in their random numbers."""
+        return self._together.at if self._together is not None else None
+
+    @crowd.setter
+    def crowd(self, at: Any) -> None:
+        if self._together is not None:
+            self._together.at = at
+
+    def reseed(self, number: int) -> None:
+        """Draws other random numbers from now on."""
+        self._random_state = torch.Generator().manual_seed(number).get_state()
+
+    def open(self, x: Any, micro: int) -> None:
+        """A batch is there, which goes through the stages when its backward is asked for."""
+        self._batches[micro] = self.batches.next() if x is None else x
+
+    def begin(self, micro: int, partition: Partition) -> Any:
+        """A batch, which is answered, goes through the stages."""
+        if micro not in self._batches:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        batch = self._batches.pop(micro)
+        self.flow.open(batch, partition)
+        return batch
+
+    def coming(self, after: int) -> Any:
+        """The batch to come after so many."""
+        return self.batches.coming(after)
+
+    def buffers(self) -> list[Tensor]:
+        """What forwards here change but parameters."""
+        return self.piece.buffers() if self.piece is not None else []
+
+    def forget(self, micros: list[int]) -> None:
+        """These micro-batches do not go back."""
+        if self.piece is not None:
+            self.piece.forget(micros)
+
+    def _there(self, chunk: int) -> list[str]:
+        """Of other pieces than this one."""
+        assert self.piece is not None
+        here = {id(p) for p in self.piece.params(chunk)}
+        return [place.name for place in self.layout.order if id(place.param) not in here]
+
+    def ready(self, chunk: int) -> list[float]:
+        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
+        assert self._arrival is not None
+        there = self._there(chunk)
+        return ready(self.layout, self._arrival, there) if there else self.cut.ready
+
+    def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
+        assert self.piece is not None
+        part, number = self.flow.part(micro), self.flow.number(micro)
+        with self._own_randomness(), torch.enable_grad(), self.going_through(x, chunk), self.flow.forward(micro):
+            made = self.piece.forward(self.learner.loss, part, x, number, chunk)
+        self.ledger.forward(list(self.flow.inputs.values()))
+        return made
+
+    def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
+        """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
+        assert self.piece is not None
+        came: list[Tensor | None] = []
+        piece, number = self.piece, self.flow.number(micro)
+        there = self._there(chunk) if exchanged else []
+        with self.flow.backward(micro):
+            self._gathered(lambda: came.append(piece.backward(grad, number, chunk)), exchanged, first, there)
+        return came[0]
+
+    def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
+        """The first half of a backward; parameters get nothing yet."""
+        assert self.piece is not None
+        with self._own_randomness(), torch.enable_grad():
+            return self.piece.inputs(grad, self.flow.number(micro), chunk)
+
+    def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
+        """The second half, as `stage_backward`."""
+        assert self.piece is not None
+        there = self._there(chunk) if exchanged else []
+        self._gathered(partial(self.piece.weights, self.flow.number(micro), chunk), exchanged, first, there)
+
+    def evaluated(self) -> int | None:
+        return self.computed
+
+    def told(self, loss: Tensor) -> None:
+        """What a batch's loss was, on all stages."""
+        self.losses.append(float(loss))

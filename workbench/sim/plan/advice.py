@@ -1,0 +1,199 @@
+"""What a step costs most, and what to try next: the causes that the record shows, each with the simulator's word.
+
+A handful of other settings is simulated with the costs measured from the run, as `what_if` does; of those that help
+against a cause the fastest is named, if it helps beyond doubt. What no setting mends has a sentence of where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.analysis.steps.words import duration
+from workbench.analysis.stragglers.causes import LAST, causes, why_unjudged
+from workbench.analysis.stragglers.naming import listed
+from workbench.compressors.cast import Cast
+from workbench.compressors.dense import Dense
+from workbench.compressors.power_sgd import PowerSGD
+from workbench.experiment import Experiment
+from workbench.rank import StrategyError
+from workbench.record.store import RunError
+from workbench.settings import KnobError
+from workbench.settings.doing import doing
+from workbench.settings.said import class_of, text_of
+from workbench.sim.plan.judging import Evidence, in_order, is_usable
+from workbench.sim.plan.space import learns_alike
+from workbench.sim.plan.what_if import Asked
+from workbench.strategies.local_sgd import LocalSGD
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+
+WORTH = 0.03  # of a step: less is no advice
+TIMES = 4  # a bucket is made so many times larger, or smaller
+EVERY = 8  # steps between two meetings, where ranks met in each before
+HEAD = ("cause", "ranks", "per step", "share", "what is seen", "next thing to try")
+LOOK = {
+    "input": "look at what loads the data: nothing here makes it faster",
+    "outside": "look at what else that process does between its passes",
+    "frozen": "look at what stops that process now and then",
+    "network": "look at that rank's port, cable or switch",
+}
+LOOK |= dict.fromkeys(("forward", "backward", "optimizer", "codec"), "look at what else runs beside that rank")
+
+
+class Suggestion(NamedTuple):
+    """Settings to try, and what the simulator says of them.
+
+    faster: share by which an example takes less time than under the present settings, both simulated
+    error:  by how much the simulator is off for the present settings, as a share of what was measured
+    learns: may what is learned be another thing? Then the loss has to be watched
+    """
+
+    settings: dict[str, Any]
+    faster: float
+    error: float
+    learns: bool
+
+    def __str__(self) -> str:
+        turn = " and ".join(f"{path} to {_value(value)}" for path, value in self.settings.items())
+        off = f" (as it is, it is {_percent(abs(self.error))} off)" if abs(self.error) > self.faster else ""
+        watch = ", but watch the loss" if self.learns else ""
+        return f"turn {turn}: the simulator says {_percent(self.faster)} faster{off}{watch}"
+
+
+class Advice(NamedTuple):
+    """A cause, as `workbench.analysis.stragglers.causes` has it, with the next thing to try."""
+
+    cause: str
+    ranks: tuple[int, ...]
+    seconds: float
+    share: float
+    text: str
+    suggestions: tuple[Suggestion, ...]
+
+    @property
+    def next(self) -> str:
+        """The next thing to try, in words; "" where nobody knows one."""
+        look = LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
+        return "; or ".join(filter(None, (*map(str, self.suggestions), look)))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEAD names them."""
+        who = listed(tuple(map(str, self.ranks))) if self.ranks else "all"
+        return self.cause, who, duration(self.seconds), _percent(self.share), self.text, self.next
+
+
+class Advised(list[Advice]):
+    """Rows, the costliest first; it shows itself as a table in words.
+
+    unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
+    unjudged:    why the record does not say what costs a step most; "" if it says
+    """
+
+    unsimulated = unjudged = ""
+
+    def __repr__(self) -> str:
+        if not self:
+            nothing = "Nothing costs a step a twentieth of its time beyond the compute that all ranks share."
+            return self.unjudged or nothing
+        rows = [
+            f"{number}. {row.cause}, {row.cells[2]} per step ({row.cells[3]} of it). {row.text}"
+            + (f"\n   Next: {row.next}." if row.next else "")
+            for number, row in enumerate(self, start=1)
+        ]
+        return "\n".join([*rows, self._note] if self.unsimulated else rows)
+
+    @property
+    def _note(self) -> str:
+        return f"No setting could be simulated: {self.unsimulated}."
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return f"<p>{escape(repr(self))}</p>"
+        head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+        rows = ("".join(f'<td style="text-align: left">{escape(cell)}</td>' for cell in row.cells) for row in self)
+        note = f"<p>{escape(self._note)}</p>" if self.unsimulated else ""
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{note}"
+
+
+def advice(run: Run, last: int = LAST) -> Advised:
+    """The causes of the last `last` steps, with suggestions. It simulates, which takes a second or more.
+
+    If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
+    `workbench.sim.plan.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are
+    simulated and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
+    """
+    found, asked = causes(run.timeline, last), None
+    rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()
+    rows.unjudged = why_unjudged(run.timeline, last)
+    with doing("asking the simulator what to try", len(found)) as work:
+        for f in found:
+            kind = f.cause if f.cause in ("network", "codec") else "waiting" if f.ranks else ""
+            if kind and kind not in known:
+                try:
+                    asked = asked or Asked(run)
+                    known[kind] = _best(asked, kind)
+                except Exception as error:  # any of a user's own functions may fail, and the causes hold all the same
+                    known[kind], rows.unsimulated = (), text_of(error).rstrip(".") or class_of(error)
+            rows.append(Advice(*f, known.get(kind, ())))
+            work.step()
+    return rows
+
+
+def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
+    """The fastest setting against a kind of cause that learns the same, and the fastest of all if it is faster still.
+
+    Leaves out what is less than `WORTH` faster.
+    """
+    found, every = [], list(_candidates(asked.now, kind))
+    with doing(kind, len(every)) as work:
+        for number, settings in enumerate(every):
+            work.at(number)
+            with suppress(KnobError, StrategyError, RunError, ValueError):  # what cannot be, or cannot be simulated
+                found.append(_suggestion(asked, settings))
+    best: list[Suggestion] = []
+    for one in in_order(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
+        if one.learns not in {s.learns for s in best} and one.faster >= WORTH + (best[0].faster if best else 0.0):
+            best.append(one)
+    return tuple(best)
+
+
+def _candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
+    """Changes that a lab could make at once, in the order in which they disturb least."""
+    if kind == "network":
+        yield from ({"bucket_mb": float(f"{now.bucket_mb * by:.3g}")} for by in (TIMES, 1 / TIMES))
+        if isinstance(now.compressor, Dense):
+            yield from ({"compressor": other} for other in (Cast(), PowerSGD.usual()))
+        if hasattr(now.strategy, "accumulate"):
+            yield {"strategy.accumulate": 2 * now.strategy.accumulate}
+    if kind == "codec":
+        yield from ({"compressor": other} for other in (Cast(), Dense()))
+        return
+    every = getattr(now.strategy, "every", 0)
+    yield {"strategy.every": 2 * every} if every else {"strategy": LocalSGD(every=EVERY)}
+
+
+def _suggestion(asked: Asked, settings: dict[str, Any]) -> Suggestion:
+    found = asked.what_if(settings)
+    examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # of a step, to what they are now
+    learns = not learns_alike(asked.now, found.experiment)
+    return Suggestion(settings, 1 - found.other / found.same / examples, found.error, learns)
+
+
+def _value(value: Any) -> str:
+    """A member as one would write it, without what it has by itself: `PowerSGD`, `LocalSGD(every=8)`."""
+    if isinstance(value, int | float):
+        return f"{value:g}"
+    if value == (short := getattr(value, "of", value)).usual():
+        value = short
+    told = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
+    return type(value).__name__ + (f"({', '.join(f'{k}={v!r}' for k, v in told.items())})" if told else "")
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"

@@ -1,0 +1,236 @@
+"""Where a model is best cut into stages, from what its parts take, and what a step would take then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from workbench import analysis
+from workbench.analysis.steps.words import duration
+from workbench.experiment import Experiment, given
+from workbench.fabric.load import stretch
+from workbench.fabric.pace import SHARES
+from workbench.host.core.meta import outline
+from workbench.host.observe.unit_times import Unit, handed_on, unit_times
+from workbench.host.placement.balancing import NEVER, Way, front
+from workbench.host.placement.cutting import bound, cut, parts_of, weight
+from workbench.partitions import Partition
+from workbench.policies import ByHand
+from workbench.record.run import Run
+from workbench.settings import KnobError, fold
+from workbench.settings.doing import doing
+from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.durations import Duration
+from workbench.sim.run.fits import MOST, longest
+from workbench.sim.run.simulate import simulate
+from workbench.tasks import Learner
+
+SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at
+TRIED = 6  # ways to cut that are predicted
+
+
+class Cut(NamedTuple):
+    """A way to cut: the parts at which pieces begin, predicted seconds per step, and for which share of them stages
+    are idle
+    """
+
+    cuts: tuple[int, ...]
+    step_s: float
+    bubble: float
+
+    def __repr__(self) -> str:
+        return f"cuts={list(self.cuts)}: {duration(self.step_s)} a step, stages idle {self.bubble:.0%}"
+
+
+class Balanced(NamedTuple):
+    """What `balance` proposes.
+
+    partition: the experiment's, with the cuts: `lab.set("partition", found.partition)` turns to it while ranks train
+    best:      what they come to; even: the same of cuts by numbers of parameters, None where these cannot be
+    units:     what each part takes, of one micro-batch
+    costs:     the same as `simulate` and `plan` take it, for a replica's whole batch
+    exact:     were all cuts weighed? Of several pieces per stage there may be too many
+    """
+
+    partition: Partition
+    best: Cut
+    even: Cut | None
+    units: tuple[Unit, ...]
+    costs: Costs
+    exact: bool = True
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return self.best.cuts
+
+    @property
+    def gain(self) -> float:
+        """How many times as long a step takes that is cut by numbers of parameters."""
+        return self.even.step_s / self.best.step_s if self.even else float("nan")
+
+    def __repr__(self) -> str:
+        even = f"; by numbers of parameters {self.even!r}, {self.gain:.2f} times as long" if self.even else ""
+        some = "" if self.exact else "; of too many cuts the most promising were weighed"
+        return "\n".join([f"{self.best!r}{even}{some}", *self._lines()])
+
+    def _lines(self) -> Iterator[str]:
+        """Each part with what it takes, in the stage where it comes to lie."""
+        stages = self.partition.depth
+        for number, unit in enumerate(self.units):
+            stage = sum(begin <= number for begin in self.cuts) % stages
+            yield (f"  part {number:2d} on stage {stage}: forward {duration(unit.forward)}, "
+                   f"backward {duration(unit.backward)}  {unit.name}")  # fmt: skip
+
+
+def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
+            slow: Sequence[float] | Run | None = None, rounds: int = 9) -> Balanced:  # fmt: skip
+    """Cuts of `experiment`'s pipeline that make its slowest stage as fast as can be, for parts that take as long.
+
+    times:  seconds of a forward and of a backward of one micro-batch through each part of the model; by default they
+            are measured, on this process and one thread: medians over so many `rounds`. Under a `pace` a part takes
+            what the pace says of its parameters where that is longer.
+    slow:   by stage how many times longer its ranks take, besides what `experiment`'s faults make of the first step; or
+            a run whose last steps had as many stages: what these took against what their parts should, faults and all
+
+    Two things are weighed: what the slowest stage takes forward and backward, with all its pieces, and how long the
+    links are busy with what crosses between pieces, both ways. Of all cuts those are found of which no other is better
+    in both (workbench.host.placement.balancing); where stages have several pieces and there are too many, the most promising were
+    weighed, and `exact` says so. Which of the two counts for how much hangs on the schedule, so `simulate` predicts a
+    step of TRIED of these, from the fastest slowest stage to the least that crosses, and of cuts by numbers of
+    parameters, and the fastest is proposed. A codec between stages counts there only; the optimizer's own time does
+    not.
+
+    Raises KnobError where the partition has no stages, or the model cannot be cut into so many.
+    """
+    e = given.experiment(experiment).checked()
+    if rounds < 1:
+        raise KnobError(f"rounds={rounds}: must be at least 1")
+    way = e.partition
+    if way.depth == 1:
+        raise KnobError(
+            f"partition={type(way).__name__}: only stages are balanced, and this has none; take partition=Pipeline()"
+        )
+    learner = e.task.build()
+    model = outline(learner)
+    parts, count = parts_of(model, learner), way.depth * way.pieces
+    units = unit_times(e, learner, rounds) if times is None else _given(times, len(parts))
+    units = _paced(e, units, [weight(part) for part in parts])
+    if isinstance(slow, Run):
+        e = replace(e, fabric=replace(e.fabric, faults=()))
+    factors = _recorded(slow, e, units, model, learner) if isinstance(slow, Run) else _factors(slow, way.depth)
+    rows = [[f * u.forward + b * u.backward for u in units] for f, b in _slowness(e, factors)]
+    try:
+        ways, exact = front(rows, count, *bound(parts), way.depth, _crossing(e, learner))
+    except ValueError:
+        cut(e, model, learner)  # which says why in words
+        raise KnobError(
+            f"partition={type(way).__name__}: the model's {len(parts)} parts cannot be cut into {count} pieces each of "
+            f"which has parameters to train and no tied one of another's; take fewer"
+        ) from None
+    costs = _costs(e, units, factors)
+    bare = replace(way, cuts=())  # type: ignore[call-arg]
+    try:
+        even = _predicted(e, bare, cut(replace(e, partition=bare), model, learner).cuts, costs)
+    except KnobError:
+        even = None
+    some, tried = _some(ways), []
+    with doing("balancing", len(some)) as work:
+        for w in some:
+            tried.append(_predicted(e, replace(way, cuts=w.cuts), w.cuts, costs))  # type: ignore[call-arg]
+            work.step()
+    found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of those as fast
+    return Balanced(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
+
+
+def _some(ways: list[Way]) -> list[Way]:
+    """Some of them, the first and the last among them, as far from each other as can be."""
+    last = len(ways) - 1
+    return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
+
+
+def _crossing(e: Experiment, learner: Learner) -> list[list[float]]:
+    """Seconds that links are busy with one micro-batch if a piece begins at a part: a row for each of its stages."""
+    way = e.partition
+    if not e.fabric.shaped:
+        return [[]]
+    sizes, slices = handed_on(e, learner), way.size // way.depth
+    firsts = [stage * slices for stage in range(way.depth)]
+    links = [e.fabric.path(sorted((firsts[stage - 1], first))) for stage, first in enumerate(firsts)]
+    return [[0.0, *(2 * link.seconds(nbytes, 1) for nbytes in sizes)] for link in links]
+
+
+def _given(times: Sequence[tuple[float, float]], count: int) -> tuple[Unit, ...]:
+    try:
+        found = tuple(Unit("", float(there), float(back)) for there, back in times)
+    except (TypeError, ValueError):
+        raise KnobError(f"times={times!r}: must be pairs of seconds, such as [(0.01, 0.02), (0.01, 0.03)]") from None
+    if not all(0 <= seconds < NEVER for unit in found for seconds in unit[1:]) or not any(u.forward for u in found):
+        raise KnobError(f"times={times!r}: seconds must be numbers that are not negative, and some above 0")
+    if len(found) != count:
+        raise KnobError(f"times: of {len(found)} parts, and the model has {count}; give a pair for each")
+    return found
+
+
+def _factors(slow: Sequence[float] | None, depth: int) -> tuple[float, ...]:
+    try:
+        found = (1.0,) * depth if slow is None else tuple(map(float, slow))
+    except (TypeError, ValueError):
+        found = ()
+    if len(found) != depth or not all(0 < factor < NEVER for factor in found):
+        raise KnobError(f"slow={slow!r}: must be {depth} positive numbers, one for each stage")
+    return found
+
+
+def _recorded(run: Run, e: Experiment, units: tuple[Unit, ...], model: Any, learner: Any) -> tuple[float, ...]:
+    """By stage how many times longer its slowest rank took than the fastest stage's, for the same parts."""
+    was, found = fold(run.experiment, run.changes, Experiment.set)[-1][1].partition, analysis.bubble(run.timeline)
+    if found is None or was.depth != e.partition.depth:
+        raise KnobError(f"slow={run.name}: its last steps have no {e.partition.depth} stages; take a run that has")
+    stages = cut(replace(e, partition=was), model, learner)
+    ends = [0, *stages.cuts, len(units)]
+    pieces = [sum(u.forward + u.backward for u in units[a:b]) for a, b in pairwise(ends)]
+    took = found.busy.reshape(-1, was.depth, found.slices).max(axis=(0, 2))
+    times = [float(seconds) / max(sum(pieces[k :: was.depth]), 1e-12) for k, seconds in enumerate(took)]
+    return tuple(each / min(times) for each in times)
+
+
+def _stage(way: Partition, rank: int) -> int:
+    return rank % way.size // (way.size // way.depth)
+
+
+def _paced(e: Experiment, units: tuple[Unit, ...], weights: Sequence[int]) -> tuple[Unit, ...]:
+    """What parts take where a pace asks for so much of each."""
+    each = [e.pace * 1e-3 * w / sum(weights) / e.partition.micro_batches for w in weights]
+    return tuple(Unit(u.name, max(u.forward, SHARES["forward"] * s), max(u.backward, SHARES["backward"] * s))
+                 for u, s in zip(units, each, strict=True))  # fmt: skip
+
+
+def _slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[float, float]]:
+    """By stage how many times longer a forward and a backward last on the slowest of its ranks."""
+    found = [(factor, factor) for factor in factors]
+    faults = e.fabric.faults
+    return [(max(f * stretch(faults, r, 0, "forward") for r in range(e.ranks) if _stage(e.partition, r) == stage),
+             max(b * stretch(faults, r, 0, "backward") for r in range(e.ranks) if _stage(e.partition, r) == stage))
+            for stage, (f, b) in enumerate(found)]  # fmt: skip
+
+
+def _costs(e: Experiment, units: tuple[Unit, ...], factors: tuple[float, ...]) -> Costs:
+    """What a replica's whole batch takes, on each rank."""
+    slow = [e.partition.micro_batches * factors[_stage(e.partition, rank)] for rank in range(e.ranks)]
+    return Costs(forward=tuple(Duration(f * sum(u.forward for u in units)) for f in slow),
+                 backward=tuple(Duration(f * sum(u.backward for u in units)) for f in slow),
+                 parts=tuple((u.forward, u.backward) for u in units))  # fmt: skip
+
+
+def _predicted(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> Cut:
+    """Some steps of the simulator, on any memory."""
+    looked = max(STEPS, min(longest(e.strategy), MOST) if e.strategy.periodic else 0)
+    never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
+    stop = SETTLE * max(1, never) + looked
+    short = replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0, policy=ByHand())
+    run = simulate(short, costs=costs)
+    found = analysis.bubble(run.timeline, looked, stop)
+    assert found is not None
+    return Cut(cuts, float(analysis.step_times(run.timeline, looked, stop).seconds.mean()), found.share)

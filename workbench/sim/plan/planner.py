@@ -1,0 +1,168 @@
+"""Which (strategy, partition) pairs fit the memory of the ranks, and how long a step would take under each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from workbench import analysis
+from workbench.analysis.steps.words import duration
+from workbench.experiment import Experiment, given
+from workbench.fabric.pace import SHARES
+from workbench.host.core.meta import outline
+from workbench.host.memory.budget import OutOfMemory
+from workbench.host.placement.spread import spread_of
+from workbench.partitions import Partition, Whole
+from workbench.policies import ByHand
+from workbench.settings import KnobError, knobs, members
+from workbench.settings.doing import doing
+from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.costs import Costs
+from workbench.sim.run.fits import MOST, longest, require_room
+from workbench.sim.run.simulate import rehearsed
+from workbench.tasks import Learner
+
+REASONS = 3  # that an error names
+ALL = 64  # ranks up to which each has its own speed
+SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
+
+
+class Planned(NamedTuple):
+    """A pair, on one global batch: predicted seconds per step, bytes on the device that needs most, and bytes that a
+    rank sends in a step. away: bytes that a rank keeps on its host or on disk
+    """
+
+    strategy: Any
+    partition: Partition
+    step_s: float
+    peak: int
+    sent: float
+    away: int = 0
+
+    def __repr__(self) -> str:
+        away = f", {analysis.readable(self.away)} away from it" if self.away else ""
+        return (
+            f"{_said(self.strategy)}, {_said(self.partition)}: {duration(self.step_s)} a step, "
+            f"{analysis.readable(self.peak)} on the device{away}, {analysis.readable(self.sent)} sent"
+        )
+
+
+def _said(member: Any) -> str:
+    """A member with the knobs that are not as usual."""
+    usual = {knob.name: knob.default for knob in knobs(type(member))}
+    turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
+    said = ", ".join(f"{name}={_said(value) if hasattr(value, 'home') else repr(value)}" for name, value in turned)
+    return f"{type(member).__name__}({said})"
+
+
+def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
+         partitions: Iterable[Partition] = ()) -> list[Planned]:  # fmt: skip
+    """Pairs that `experiment`'s ranks can train with, the fastest first; `memory_mb` is heeded if it is set.
+
+    Each is simulated for a few steps, with sizes only, on the same global batch: a replica that lies on n ranks takes n
+    times the batch of one. Where replicas do the same, one stands for all (`simulate(alike=True)`); of more than
+    `ALL` ranks that measured `costs` tell apart, each is as fast as the slowest is expected to be (`Costs.even`). Pairs
+    that are refused, or do not fit, are left out.
+
+    costs:      what compute takes (`Costs.measured(run)`), where `experiment` has no `pace`, which is the time of one
+                replica's batch on one rank
+    strategies: by default those that make together what one process would (they claim `exact`), and the experiment's
+    partitions: by default the whole model, also with checkpointing, and all ways to cut it in stages and slices whose
+                ranks are a divisor of all
+
+    Raises KnobError where nothing says how long compute lasts, and where no pair is left: with the reasons.
+    """
+    e = given.experiment(experiment).checked()
+    if not e.pace and costs is None:
+        raise KnobError(
+            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"
+        )
+    costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
+    costs = costs.even(e.ranks) if e.ranks > ALL else costs
+    learner, why = e.task.build(), list[str]()
+    ways = _able(e, list(partitions) or list(_ways(e)), learner, why)
+    found, seen = list[Planned](), dict[Any, Any]()  # passes without values, which are the same in many pairs
+    pairs = list(product(list(strategies) or _exact(e), ways))
+    with doing("planning", len(pairs)) as work:
+        for strategy, way in pairs:
+            once: tuple[Any, Any] = (learner, seen) if learner.pure else (e.task.build(), None)
+            row = _simulated(e, strategy, way, costs, *once)
+            found.append(row) if isinstance(row, Planned) else why.append(row)
+            work.step()
+    if not found:
+        raise KnobError(_nothing(why))
+    return sorted(found, key=lambda row: (row.step_s, row.peak))
+
+
+def _nothing(why: list[str]) -> str:
+    """The sentence for a plan without a pair: how many were refused, and the most frequent reasons."""
+    reasons = [reason for reason, _ in Counter(why).most_common(REASONS)]
+    more = f"; and {len(set(why)) - len(reasons)} other reasons" if len(set(why)) > len(reasons) else ""
+    return f"plan: no strategy and partition can train this experiment ({len(why)} refused): {'; '.join(reasons)}{more}"
+
+
+def _able(e: Experiment, ways: list[Partition], learner: Learner, why: list[str]) -> list[Partition]:
+    """The ways by which the model can be cut, which takes no simulation. Reasons against the other ways go to `why`."""
+    model, found = outline(learner), []
+    for way in ways:
+        try:
+            spread_of(replace(e, partition=way, batch=e.batch * way.size), model, learner)
+            found.append(way)
+        except KnobError as error:
+            why.append(f"{_said(way)}: {error}")
+    return found
+
+
+def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
+               seen: dict[Any, Any] | None) -> Planned | str:  # fmt: skip
+    """The row of a pair, or why the pair is refused."""
+    looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
+    never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
+    stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
+    steps = stop + never
+    evaluates = steps if e.eval_every and e.memory_mb else 0  # once, behind the last: that must fit, too
+    try:
+        e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=evaluates, batch=e.batch * way.size,
+                    pace=0.0, policy=ByHand()).checked()  # fmt: skip
+        costs = costs.times(way.size)
+        run = rehearsed(e, learner, costs, unlike(e, costs) is None, seen)
+        held = analysis.memory(run.timeline)
+        if e.memory_mb:
+            require_room(e, held)
+    except (KnobError, OutOfMemory) as error:
+        return f"{_said(strategy)}, {_said(way)}: {error}"
+    times = analysis.step_times(run.timeline, looked, stop)
+    away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
+    sent = float(analysis.bytes_per_step(run.timeline, stop - looked, stop).mean())
+    return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
+
+
+def _exact(e: Experiment) -> list[Any]:
+    """Strategies that claim to be exact, by their bare names, and the experiment's own."""
+    from workbench.strategies import Strategy
+
+    kinds: dict[str, Any] = members(Strategy)
+    own = [cls for cls in kinds.values() if cls.__module__.startswith("workbench.")]
+    shipped = [cls() for cls in own if cls.exact and not cls.opaque]
+    return shipped if e.strategy in shipped or e.strategy.opaque else [*shipped, e.strategy]
+
+
+def _ways(e: Experiment) -> Iterator[Partition]:
+    """All ways to spread a replica over a divisor of the ranks, and the whole model with units computed again."""
+    from workbench.partitions import Pipeline, Tensor
+
+    yield Whole()
+    yield Whole(checkpoint="units")
+    divisors = [n for n in range(2, min(64, e.ranks) + 1) if e.ranks % n == 0]
+    for n in divisors:
+        yield Tensor(ways=n)
+        micros = [m for m in range(n, 4 * n + 1) if e.batch * n % m == 0]
+        if micros:
+            yield Pipeline(stages=n, micros=micros[-1])
+        for ways in divisors:
+            micros = [m for m in range(n, 4 * n + 1) if e.batch * n * ways % m == 0]
+            if e.ranks % (n * ways) == 0 and micros:
+                yield Pipeline(stages=n, micros=micros[-1], of=Tensor(ways=ways))

@@ -1,0 +1,83 @@
+"""A step's time under other settings, soon told: sizes only, one replica for all where all do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench import analysis
+from workbench.experiment import Experiment
+from workbench.fabric.pace import SHARES
+from workbench.policies import ByHand
+from workbench.record.run import Run
+from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.costs import Costs
+from workbench.sim.run.simulate import rehearsed
+
+SETTLE = 2  # steps at the beginning that are not like the others
+FEW = 4  # steps that are looked at, at least; of a periodic strategy two rounds
+ALL = 64  # ranks up to which each has its own speed
+
+
+class Told(NamedTuple):
+    """Seconds per step in the mean, bytes that a rank sends in one, the simulated run, and who was simulated.
+
+    alike: does the first replica stand for all?
+    even:  is every rank taken to be as fast as the slowest of all is expected to be?
+    """
+
+    seconds: float
+    sent: float
+    run: Run
+    alike: bool
+    even: bool
+
+
+class Quick:
+    """Asks the simulator about many settings of one task, for whose passes the sizes are found once.
+
+    costs: what compute takes where `pace` says less, as everywhere
+    """
+
+    def __init__(self, experiment: Experiment, costs: Costs) -> None:
+        self.costs = costs
+        self._task, self._learner = experiment.task, experiment.task.build()
+        self._seen = dict[Any, Any]()
+
+    def told(self, e: Experiment) -> Told:
+        """Of an experiment on the same task. Raises KnobError and StrategyError for what cannot be simulated."""
+        every = period(e)
+        looked = max(FEW, 2 * every if every > 1 else 0)
+        e = replace(e, steps=SETTLE + looked, eval_every=0, policy=ByHand()).checked()
+        costs = self._costs(e)
+        even = e.ranks > ALL or (unlike(e, costs) is not None and unlike(e, costs.even(e.ranks)) is None)
+        e, costs = replace(e, pace=0.0), costs.even(e.ranks) if even else costs
+        pure = self._learner.pure and e.task == self._task
+        learner, seen = (self._learner, self._seen) if pure else (e.task.build(), None)
+        alike = unlike(e, costs) is None
+        run = rehearsed(e, learner, costs, alike, seen)
+        return Told(mean(run, SETTLE, e.steps), sent(run, SETTLE, e.steps), run, alike, even)
+
+    def _costs(self, e: Experiment) -> Costs:
+        paced: Mapping[str, float] = {phase: e.pace * 1e-3 * share for phase, share in SHARES.items()}
+        return self.costs.at_least(paced)
+
+
+def period(e: Experiment) -> int:
+    """Steps of a round of a strategy that has any, else 1."""
+    return int(getattr(e.strategy, "every", 1)) if e.strategy.periodic else 1
+
+
+def mean(run: Run, first: int, stop: int) -> float:
+    """Seconds of the steps [first, stop), over steps and ranks; NaN where there are none."""
+    found = analysis.breakdown(run.timeline, first, stop)
+    return float(np.mean(found.seconds)) if found.steps else float("nan")
+
+
+def sent(run: Run, first: int, stop: int) -> float:
+    """Bytes that a rank sends in one of the steps [first, stop), over steps and ranks."""
+    each = analysis.bytes_per_step(run.timeline, first, stop)
+    return float(np.mean(each)) if len(each) else 0.0

@@ -1,0 +1,107 @@
+"""A step over numbers of ranks: a row each, and what is assumed of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from workbench import analysis
+from workbench.analysis.steps.words import duration
+from workbench.compressors import Dense, inside
+from workbench.experiment import Experiment
+from workbench.fabric.networks import network as named
+from workbench.fabric.pace import SHARES
+from workbench.rank import StrategyError
+from workbench.record.store import RunError
+from workbench.settings import KnobError
+from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.durations import PHASES
+from workbench.sim.plan.quick import ALL, SETTLE, Quick
+
+RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+HEAD = ("ranks", "step", "computing", "sent per rank and step", "")
+
+
+class Scaled(NamedTuple):
+    """One number of ranks: seconds per step, the share of it in which a rank computes, bytes it sends in one.
+
+    refused: why it was not simulated; "" where it was
+    """
+
+    ranks: int
+    seconds: float
+    computing: float
+    sent: float
+    experiment: Experiment | None
+    refused: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEAD names them."""
+        if self.refused:
+            return f"{self.ranks:,}", "", "", "", self.refused
+        sent = analysis.readable(self.sent)
+        return f"{self.ranks:,}", duration(self.seconds), f"{self.computing:.0%} of it", sent, ""
+
+
+class Scaling(list[Scaled]):
+    """Rows by number of ranks, and `assumptions` in sentences; it shows itself as a table with them below."""
+
+    def __init__(self, rows: Sequence[Scaled], assumptions: tuple[str, ...]) -> None:
+        super().__init__(rows)
+        self.assumptions = assumptions
+
+    def __repr__(self) -> str:
+        return "\n".join([*("  ".join(filter(None, r.cells)) for r in self), *(f"- {a}" for a in self.assumptions)])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in HEAD)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row.cells)}</tr>" for row in self)
+        said = "".join(f"<li>{escape(a)}</li>" for a in self.assumptions)
+        return f"<table><tr>{head}</tr>{body}</table><ul>{said}</ul>"
+
+
+def scaled(quick: Quick, ranks: int, made: Callable[[int], Experiment]) -> Scaled:
+    """What the simulator says of the experiment that `made` makes of so many ranks."""
+    try:
+        e = made(ranks)
+        if ranks > ALL and (reason := unlike(e, quick.costs.even(ranks))):
+            raise KnobError(reason)
+        told = quick.told(e)
+    except (KnobError, StrategyError, RunError) as error:
+        return Scaled(ranks, float("nan"), float("nan"), float("nan"), None, str(error))
+    found = analysis.breakdown(told.run.timeline, SETTLE, analysis.last_steps(told.run.timeline)[1])
+    computing = float(found.compute.mean() / found.seconds.mean())
+    return Scaled(ranks, told.seconds, computing, told.sent, e)
+
+
+def assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, error: float) -> tuple[str, ...]:
+    """What is taken for granted when a run of `now` is asked about `e`, in sentences.
+
+    error: by how much the simulator is off for the run as it is, as a share of what was measured
+    """
+    each = sum(max(d.seconds for d in getattr(costs, p)) for p in PHASES)
+    each = max(each, sum(SHARES.values()) * e.pace * 1e-3)
+    said = [
+        f"Each rank computes as those of this run did ({duration(each)} a step, batch {e.batch}), whatever its machine "
+        f"is; the batch of all grows with the ranks. For the run as it is the simulator is off by {error:+.0%} of what "
+        f"was measured.",
+    ]  # fmt: skip
+    if network:
+        said.append(named(network).text)
+    elif not e.fabric.shaped:
+        said.append("The wire is this machine's, as measured between the ranks of this run.")
+    how = type(e.fabric.algorithm).__name__ if not e.fabric.algorithm.native else "a ring, 2 (p-1) messages one by one"
+    said.append(f"All-reduces go by {how}; each rank has a port of its own, and nobody else's traffic is in the way.")
+    if e.ranks > ALL:
+        said.append(f"Above {ALL} ranks one replica is simulated for all, each rank as fast as the slowest of all is "
+                    f"expected to be, for normal independent times.")  # fmt: skip
+    unknown = [type(c).__name__ for c in inside(e.compressor) if not isinstance(c, Dense) and not costs.stretches(c)]
+    if not costs.stretches(e.compressor) and unknown:
+        said.append(f"This run has not used {unknown[0]}, so encoding and decoding take no time here.")
+    if e.fabric.faults and e.fabric.faults == now.fabric.faults:
+        said.append("The faults that are injected now stay.")
+    said.append("Nothing is said of what is learned.")
+    return tuple(said)

@@ -1,0 +1,167 @@
+"""What a tuner may set: by knob the values, or the range, in which it is searched, and all settings together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+from workbench.compressors import Dense
+from workbench.compressors.cast import Cast
+from workbench.compressors.power_sgd import PowerSGD
+from workbench.compressors.top_k import TopK
+from workbench.experiment import Experiment, given
+from workbench.settings import Knob, KnobError, resolve, short
+from workbench.sim.plan.trials import Settings, value_words
+from workbench.strategies.byte_scheduler import ByteScheduler
+from workbench.strategies.local_sgd import LocalSGD
+
+BYTES = ("strategy.partition_mb", "strategy.credit_mb")  # what ByteScheduler's authors tune
+MOST = 512  # settings of lists, all together
+Trying = Mapping[str, Any] | Sequence[str] | None
+POINTS = 5  # of a range, of which the simulator is asked
+
+
+class Dimension(NamedTuple):
+    """One knob, by its whole path: the values that it may have, or, where there are none, the range of `knob`."""
+
+    path: str
+    values: tuple[Any, ...]
+    knob: Knob
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The values as text, of which Optuna chooses one."""
+        return tuple(value_words(value) for value in self.values)
+
+    @property
+    def points(self) -> tuple[Any, ...]:
+        """The values; of a range some that lie in it evenly."""
+        if self.values:
+            return self.values
+        low, high, whole = float(self.knob.low or 0), float(self.knob.high or 0), self.knob.kind is int
+        ends = (math.log(low), math.log(high)) if self.knob.log else (low, high)
+        even = [ends[0] + (ends[1] - ends[0]) * i / (POINTS - 1) for i in range(POINTS)]
+        found = [math.exp(x) if self.knob.log else x for x in even]
+        return tuple(dict.fromkeys(min(max(round(x) if whole else x, low), high) for x in found))
+
+
+def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]]) -> list[Dimension]:
+    """What is searched: `asked` is None for what is usual, a list of knobs, or values (a list) or a range by knob.
+
+    Raises KnobError.
+    """
+    if asked is None:
+        asked = list(BYTES) if isinstance(e.strategy, ByteScheduler) else usual(e)
+    if isinstance(asked, Mapping):
+        if within:
+            raise KnobError("within: is for a list of knobs; where values are given by knob, give (low, high) there")
+        dims = [_dimension(e, path, values) for path, values in asked.items()]
+    elif isinstance(asked, (list, tuple)) and asked and all(isinstance(path, str) for path in asked):
+        if unknown := set(within) - set(asked):
+            raise KnobError(f"within: {', '.join(sorted(unknown))}: must be among the paths that are tuned, {asked}")
+        dims = [_ranged(e, path, within.get(path)) for path in asked]
+    else:
+        dims = []
+    if not dims:
+        raise KnobError(f"paths={short(asked)}: must be a list of knobs, such as {list(BYTES)}, or a dict of values by "
+                        f"knob, such as {{'bucket_mb': [0.25, 1, 4], 'compressor': ['Dense', 'Cast']}}")  # fmt: skip
+    if (number := math.prod(len(d.points) for d in dims)) > MOST:
+        raise KnobError(f"paths: {number} settings, all together; must be at most {MOST}, so leave values out")
+    return dims
+
+
+def usual(e: Experiment) -> dict[str, list[Any]]:
+    """What is tried where nobody says what: bucket, compressor and its ratio, strategy and its period, and, where a
+    replica is cut in stages, the micro-batches.
+    """
+    found: dict[str, list[Any]] = {"bucket_mb": [e.bucket_mb / 4, e.bucket_mb, min(e.bucket_mb * 4, 1024.0)]}
+    codecs = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
+    found["compressor"] = [c for c in codecs if _can(e, "compressor", c)]
+    found["strategy"] = [s for s in (LocalSGD(every=4), LocalSGD(every=16)) if _can(e, "strategy", s)]
+    if hasattr(e.partition, "micros"):
+        found["partition.micros"] = [m for m in (1, 2, 4, 8) if _can(e, "partition.micros", m)]
+    for path, values in found.items():
+        now = reduce(getattr, path.split("."), e)
+        found[path] = [*([] if now in values else [now]), *values]
+    return found
+
+
+def _can(e: Experiment, path: str, value: Any) -> bool:
+    try:
+        return bool(e.set(path, value))
+    except KnobError:
+        return False
+
+
+def _dimension(e: Experiment, path: str, asked: Any) -> Dimension:
+    """Of a list of values, or of a range."""
+    if isinstance(asked, tuple):
+        return _ranged(e, path, asked)
+    full, knob = resolve(e, path)
+    if not isinstance(asked, list) or not asked:
+        raise KnobError(f"{path}={short(asked)}: must be a list of values to try, or a range (low, high)")
+    if not knob.live:
+        raise KnobError(f"{full}: cannot change while a run is live, so it cannot be tuned")
+    return Dimension(full, tuple(dict.fromkeys(_read(e, full, value) for value in asked)), knob)
+
+
+def _read(e: Experiment, path: str, value: Any) -> Any:
+    """The value as it would stand in the experiment; as it was given where that takes another setting, too."""
+    try:
+        return reduce(getattr, path.split("."), e.set(path, value))
+    except KnobError:
+        given_alone = resolve(e, path)[1]
+        if isinstance(value, str | dict) or given_alone.choices:
+            raise
+        return given_alone.check(value, path)
+
+
+def _ranged(e: Experiment, path: str, within: tuple[float, float] | None) -> Dimension:
+    """The knob at `path`, named by its whole path, with the range in which it is searched, or its choices."""
+    full, knob = resolve(e, path)
+    if not (knob.live and (knob.choices or knob.kind is bool or (knob.kind in (int, float) and knob.low is not None))):
+        raise KnobError(f"{path}: must be a live knob with a range or with choices, to be tuned; it is {knob.allowed}")
+    if within is not None:
+        if knob.kind not in (int, float) or not _range(within):
+            raise KnobError(f"within {path}={within!r}: must be two numbers, the lower one first")
+        low, high = (knob.check(x, path) for x in within)
+        knob = replace(knob, low=low, high=high)
+    knob = replace(knob, name=full, log=bool(knob.log and knob.low and knob.low > 0))
+    values: tuple[Any, ...] = tuple(knob.choices or ((False, True) if knob.kind is bool else ()))
+    return Dimension(full, values, knob)
+
+
+def _range(within: Any) -> bool:
+    """Are these two numbers, the lower one first?"""
+    two = isinstance(within, (list, tuple)) and len(within) == 2
+    return two and all(isinstance(x, (int, float)) for x in within) and bool(within[0] < within[1])
+
+
+def candidates(dims: Sequence[Dimension]) -> Iterator[Settings]:
+    """All settings; of ranges their points."""
+    for values in itertools.product(*(d.points for d in dims)):
+        yield {d.path: value for d, value in zip(dims, values, strict=True)}
+
+
+def in_force(e: Experiment, dims: Sequence[Dimension]) -> Settings:
+    """What `e` has of what is tuned."""
+    return {d.path: reduce(getattr, d.path.split("."), e) for d in dims}
+
+
+def under(e: Experiment, settings: Settings) -> Experiment:
+    """`e` with these set. Raises KnobError."""
+    return given.turned(e, settings.items())
+
+
+def learns_alike(before: Experiment, after: Experiment) -> bool:
+    """Is what is learned the same under both, but for the order of sums? Then no loss has to be asked."""
+    exact = before.strategy.exact and after.strategy.exact
+    same = before.strategy == after.strategy or (exact and before.strategy.batches(1) == after.strategy.batches(1))
+    coded = after.compressor == before.compressor or isinstance(after.compressor, Dense)
+    rest = replace(after, strategy=before.strategy, compressor=before.compressor, bucket_mb=before.bucket_mb,
+                   partition=before.partition, fabric=before.fabric)  # fmt: skip
+    return same and coded and rest == before

@@ -1,0 +1,158 @@
+"""What a tuner has tried: a setting, the seconds of its step with their interval, its loss, a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.words import duration
+from workbench.settings import in_words, to_plain
+
+Settings = dict[str, Any]  # by whole path
+HEAD = ("trial", "setting", "seconds per step", "simulated", "steps", "loss", "verdict")
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its interval at some confidence."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A setting and what was found of it.
+
+    settings:  by path, all that is tuned
+    seconds:   mean per step, less than that where a step trains several batches (`strategy.accumulate`); None where it
+               was refused, or never measured
+    low, high: the ends of its interval at the confidence that was asked for
+    predicted: what the simulator says, in seconds; None where it says nothing
+    steps:     that it took of the run, those included that had to settle
+    loss:      by how much its loss lies above where the trend before leads, as a share; None: nothing had to be learned
+    ranks:     that trained together
+    verdict:   in words; "" before it has begun
+    fit:       may it be used? Not where it was refused, came to harm or did not show that its loss keeps to the trend
+    """
+
+    settings: Settings
+    seconds: float | None = None
+    low: float = math.nan
+    high: float = math.nan
+    predicted: float | None = None
+    steps: int = 0
+    loss: Interval | None = None
+    ranks: int = 0
+    verdict: str = ""
+    fit: bool = False
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As HEAD names them, without the number."""
+        took = "" if self.seconds is None else duration(self.seconds)
+        if self.seconds is not None and self.high > self.low:
+            took += f" ± {duration((self.high - self.low) / 2)}"
+        said = "" if self.predicted is None else duration(self.predicted)
+        loss = "" if self.loss is None else f"{self.loss.mid:+.1%} ({self.loss.low:+.1%} to {self.loss.high:+.1%})"
+        return words(self.settings), took, said, str(self.steps or ""), loss, self.verdict
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` has found, and all that it has tried, in order; what was set before is the first. It shows a table.
+
+    left_out: settings that were not tried, since the simulator says that they are far slower, or they cannot be
+    """
+
+    best: Trial
+    trials: tuple[Trial, ...]
+    left_out: tuple[Trial, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run that all trials took together."""
+        return sum(trial.steps for trial in self.trials)
+
+    def __repr__(self) -> str:
+        out = [f"best of {len(self.trials)}: {words(self.best.settings)}, {self.best.cells[1]} per step"]
+        out += [f"{number}. " + "; ".join(filter(None, t.cells)) for number, t in enumerate(self.trials, start=1)]
+        return "\n".join(out + ([f"not tried: {len(self.left_out)} others"] if self.left_out else []))
+
+    def _repr_html_(self) -> str:
+        rows = [(str(number), *t.cells) for number, t in enumerate(self.trials, start=1)]
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+        more = f"<p>Not tried: {len(self.left_out)} others.</p>" if self.left_out else ""
+        return f"<table><tr>{head}</tr>{body}</table>{more}"
+
+
+def words(settings: Mapping[str, Any]) -> str:
+    """Settings as one would write them: `bucket_mb=4, compressor=TopK(density=0.01)`."""
+    return ", ".join(f"{path.rsplit('.', 1)[-1]}={value_words(value)}" for path, value in settings.items())
+
+
+def value_words(value: Any) -> str:
+    """A value as one would write it, a member without what it has by itself: `PowerSGD`, `LocalSGD(every=16)`."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    plain = to_plain(value)
+    if isinstance(plain, dict) and len(plain) == 1:
+        ((name, told),) = plain.items()
+        usual = to_plain(type(value)())
+        if name == "ErrorFeedback" and hasattr(value, "of"):
+            return value_words(value.of)
+        told = {k: v for k, v in told.items() if v != usual[name].get(k)}
+        return in_words({name: told}) if told else name
+    return in_words(plain)
+
+
+def interval(values: Sequence[float], confidence: float, looks: int = 1) -> Interval:
+    """Of the mean of independent values, by Student's t; `looks` is at how many times one stops at an interval.
+
+    Each look has its share of the error (Bonferroni), so that over all of them it is at most 1 - confidence.
+    """
+    x = np.asarray(values, float)
+    mid = float(x.mean())
+    if len(x) < 2:
+        return Interval(-math.inf, mid, math.inf)
+    half = quantile(1 - (1 - confidence) / looks / 2, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
+    return Interval(mid - half, mid, mid + half)
+
+
+def quantile(p: float, freedom: int) -> float:
+    """Of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, p))
+
+
+def above_trend(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray],
+                confidence: float) -> Interval | None:  # fmt: skip
+    """By how much later losses lie above the trend of earlier ones, as a share of where it leads; one-sided ends.
+
+    before, after: (examples trained so far, loss) by step. The trend is a line in the logarithm of the examples, by
+    least squares; None where there are too few of either.
+    """
+    (x, y), (later, found) = before, after
+    if len(x) < 4 or not len(found):
+        return None
+    ones = np.column_stack([np.ones(len(x)), np.log(np.maximum(x, 1.0))])
+    middle = ones[:, 1].mean()
+    ones[:, 1] -= middle
+    line, *_ = np.linalg.lstsq(ones, y, rcond=None)
+    at = np.column_stack([np.ones(len(later)), np.log(np.maximum(later, 1.0)) - middle])
+    off, led = found - at @ line, float((at @ line).mean())
+    if not led > 0 or not np.isfinite(off).all():
+        return Interval(math.inf, math.inf, math.inf)
+    freedom = len(x) - 2 + len(off) - 1
+    spread = float(((y - ones @ line) ** 2).sum() + ((off - off.mean()) ** 2).sum()) / freedom
+    mean = at.mean(axis=0)
+    about = 1 / len(off) + float(mean @ np.linalg.pinv(ones.T @ ones) @ mean)
+    half = quantile(confidence, freedom) * math.sqrt(spread * about)
+    return Interval(*((float(off.mean()) + by) / led for by in (-half, 0.0, half)))

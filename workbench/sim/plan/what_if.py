@@ -1,0 +1,139 @@
+"""What if: a run's present settings, and others, on the simulator that was calibrated from the run itself.
+
+run.what_if({"ranks": 16, "link.bandwidth": 100})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench import analysis
+from workbench.analysis.steps.words import duration
+from workbench.experiment import Experiment, given
+from workbench.fabric.networks import network as found
+from workbench.policies import ByHand
+from workbench.settings import KnobError, fold, short
+from workbench.settings.doing import doing
+from workbench.sim import Costs, simulate
+from workbench.sim.plan.quick import ALL, Quick, mean, sent
+from workbench.sim.plan.scaling import RANKS, Scaling, assumptions, scaled
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+
+LOOKED = 40  # steps that are looked at and simulated, at least
+ROUNDS = 4  # rounds of a periodic strategy that are simulated, at least
+SETTLE = 2  # steps after a change, or at a simulation's beginning, that are not like the others
+
+
+class WhatIf(NamedTuple):
+    """Mean seconds per step: as measured, the simulator's for the same settings, and its own for the others."""
+
+    measured: float
+    same: float
+    other: float
+    experiment: Experiment  # the others
+    run: Run  # simulated under them
+    sent: float  # bytes per step and rank under them
+    assumptions: tuple[str, ...] = ()  # of what is simulated, in sentences
+
+    @property
+    def error(self) -> float:
+        """By how much the simulator is off where it can be checked, as a share of what was measured."""
+        return self.same / self.measured - 1.0
+
+    def __repr__(self) -> str:
+        return (
+            f"measured {duration(self.measured)} per step; simulated {duration(self.same)} ({self.error:+.0%} "
+            f"of that); "
+            f"what if: {duration(self.other)} ({self.other / self.same:.2f} x)"
+        )
+
+
+def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
+    """Simulates `run` as it is now and with `settings` (path: value), sizes only; costs are measured from the run.
+
+    network: by name, one of `workbench.fabric.networks`, in place of the run's; `settings` say more than it
+    Of more than 64 ranks one replica is simulated for all, each as fast as the slowest is expected to be.
+
+    Raises KnobError for a setting that cannot be or cannot be simulated, ValueError where the run has no whole step.
+    """
+    _require(settings)
+    with doing("what if", 2):  # as it is, and otherwise
+        return Asked(run).what_if(settings or {}, network)
+
+
+def scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
+            ranks: Sequence[int] = RANKS) -> Scaling:  # fmt: skip
+    """The same for several numbers of ranks, to 4,096: a row each, and what is assumed. Raises KnobError."""
+    _require(settings)
+    if not isinstance(ranks, (list, tuple, range)):
+        raise KnobError(f"ranks={short(ranks)}: must be a list of numbers of ranks, such as [8, 64, 4096]")
+    with doing("scaling"):
+        return Asked(run).scaling(settings or {}, network, list(ranks))
+
+
+def _require(settings: Any) -> None:
+    if not isinstance(settings or {}, Mapping):
+        raise KnobError(f"settings={short(settings)}: must be a dict of values by path, such as {{'ranks': 16}}")
+
+
+class Asked:
+    """A run of which several things are asked: its costs are measured once, and its own settings simulated once."""
+
+    def __init__(self, run: Run) -> None:
+        self.now = present(run)
+        self._costs = Costs.measured(run)
+        self._measured = mean(run, *_settled(run))
+        self._quick = Quick(self.now, self._costs)
+
+    @cached_property
+    def _same(self) -> float:
+        return mean(self._simulated(self.now), SETTLE, _steps(self.now))
+
+    def what_if(self, settings: Mapping[str, Any], network: str = "") -> WhatIf:
+        """As `what_if`."""
+        other = self._turned(settings, network)
+        about = assumptions(self.now, other, self._costs, network, self._same / self._measured - 1.0)
+        if other.ranks > ALL:
+            told = self._quick.told(other)
+            return WhatIf(self._measured, self._same, told.seconds, other, told.run, told.sent, about)
+        same, imagined = self._same, self._simulated(other)
+        stop = _steps(other)
+        return WhatIf(self._measured, same, mean(imagined, SETTLE, stop), other, imagined,
+                      sent(imagined, SETTLE, stop), about)  # fmt: skip
+
+    def scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
+        """As `scaling`."""
+        rows = [scaled(self._quick, n, lambda n: self._turned({**settings, "ranks": n}, network)) for n in ranks]
+        most = max((row.experiment for row in rows if row.experiment), key=lambda e: e.ranks, default=self.now)
+        return Scaling(rows, assumptions(self.now, most, self._costs, network, self._same / self._measured - 1.0))
+
+    def _turned(self, settings: Mapping[str, Any], network: str) -> Experiment:
+        named = found(network).settings(int(settings.get("ranks", self.now.ranks))) if network else {}
+        return given.turned(self.now, {**named, **settings}.items())
+
+    def _simulated(self, e: Experiment) -> Run:
+        return simulate(replace(e, steps=_steps(e), eval_every=0, policy=ByHand()), costs=self._costs)
+
+
+def present(run: Run) -> Experiment:
+    """The experiment of a run with every change that was applied so far."""
+    return fold(run.experiment, run.changes, Experiment.set)[-1][1].checked()
+
+
+def _steps(experiment: Experiment) -> int:
+    """How many steps show what a step costs on average: whole rounds of a strategy that has any."""
+    every = int(getattr(experiment.strategy, "every", 1))
+    rounds = max(ROUNDS, -(-LOOKED // every))
+    return SETTLE + rounds * every
+
+
+def _settled(run: Run) -> tuple[int, int]:
+    """The newest steps that were all made under the present settings."""
+    first, stop = analysis.last_steps(run.timeline, LOOKED)
+    changed = [c.at_step + SETTLE for c in run.changes]
+    return min(max(first, SETTLE if stop > SETTLE else 0, *changed), max(stop - 1, 0)), stop

@@ -1,0 +1,278 @@
+"""What a change asks of the simulator; what it consists of is in workbench/host/reconfigure/changes.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from workbench.compressors import inside
+from workbench.experiment import Experiment, closures, momentum, sharding, sparse
+from workbench.experiment.arranged import sharers
+from workbench.experiment.partitioned import dealt, drawn
+from workbench.fabric.load import crashed, pauses
+from workbench.host.loop.life import Life
+from workbench.host.memory.batches import Numbers, example, numbers
+from workbench.host.passes.meetings import plans_of
+from workbench.host.placement.spread import Spread, spread_of
+from workbench.host.reconfigure.changes import in_step, take_role
+from workbench.host.reconfigure.refusing import able
+from workbench.host.sharding.foreseen import foreseen
+from workbench.host.transfer.handover import Cut
+from workbench.rank import Op
+from workbench.settings import KnobError
+from workbench.sim.compute.host import Host
+from workbench.sim.costs.costs import Costs
+
+if TYPE_CHECKING:
+    from workbench.sim.clock.world import World
+
+
+class Turnable(Life):
+    """The part of a Session that changes reach into."""
+
+    world: World
+    host: Host
+    body: Any
+    common: bool = False  # are the parameters the same memory on all ranks?
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.host.experiment
+
+    @experiment.setter
+    def experiment(self, wanted: Experiment) -> None:
+        self.host.experiment = wanted
+
+    @property
+    def layout(self) -> Any:
+        return self.body.layout
+
+    @property
+    def model(self) -> Any:
+        return self.body.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self.body.optimizer
+
+    def able(self, wanted: Experiment) -> Experiment:
+        """`wanted` if it can be simulated, on this model. Raises KnobError."""
+        if reason := refused(wanted, self.world.costs, lambda: self.body.made(wanted)):
+            raise KnobError(reason)
+        able(self, wanted)
+        if wanted.partition.slices > 1 and (spread := spread_of(wanted, self.model, self.learner)) and spread.split:
+            plans_of(wanted, self.learner, spread.split)
+        return wanted
+
+    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
+
+    def choose_lane(self) -> None:
+        """Children run as on the engine's own thread; what their codec costs is looked up anew."""
+        costs, compressor = self.world.costs, self.rank.compressor
+        self.host.kinds = costs.stretches(compressor) if costs else ()
+        self.host.kinds_beside = costs.stretches_beside(compressor) if costs else ()
+        held = list(inside(compressor))
+        taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
+        if not self.world.real and self.rank.id == 0 and (taken or any(c.varies for c in held)):
+            detail = {"density": self.rank.density, "measured": bool(costs and costs.density)}
+            self.mark("estimate", detail | ({"text": taken} if taken else {}))
+
+    def restart_data(self, used: int) -> None:
+        self.body.deal(*dealt(self.experiment, self.rank.id))
+        self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step, used)
+
+    @property
+    def reads(self) -> Any:
+        return getattr(self.body, "batches", None)
+
+    @property
+    def draws(self) -> Numbers | None:
+        return None if self.body.random_state is None else (self.body.random_state, *numbers()[1:])
+
+    def draw_on(self, states: Numbers | None) -> None:
+        if states is not None:
+            self.body.random_state = states[0]
+
+    @property
+    def crowd(self) -> tuple[int, int] | None:
+        return self.body.crowd
+
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
+        if at is not None:
+            self.body.crowd = at
+
+    def make_optimizer(self, wanted: Experiment, params: list[Any] | None = None) -> Any:
+        return self.body.made(wanted, params)
+
+    @property
+    def learner(self) -> Any:
+        return self.body.learner
+
+    def example(self, wanted: Experiment) -> Any:
+        """A batch, the same on all ranks, that training does not miss."""
+        return example(self.learner, wanted, "cpu" if self.world.real else "meta")
+
+    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
+        """Of the model these parameters lie here from now on; or are to, in shards, and are not `held` yet."""
+        seed = drawn(self.experiment, self.rank.id, self.rank.step)
+        if (spread and spread.split) or (self.spread and self.spread.split):
+            self.body.reseed(seed)
+        self.spread, self.host.stale = spread, True
+        self.body.relaid(names, spread, self.rank.id, self.experiment, seed, held)
+        if not self.world.real:
+            self.body.go_on_with(self.body.made(self.experiment))
+        else:
+            self.host.usage.lie(self.model, self.layout, whole=spread is None)
+        self.mark_buckets()
+
+    def tuned(self) -> None:
+        """The partition has other knobs than before, and the model lies as it did."""
+        self.body.tune(self.experiment)
+
+    @property
+    def kept_away(self) -> Any:
+        return self.body.away
+
+    def cut_anew(self, bucket_mb: float) -> None:
+        self.body.rebucket(bucket_mb)
+
+    def lie_bare(self, seed: int) -> None:
+        self.body.lie_bare(self.experiment, seed)
+
+    def lie_anew(self) -> None:
+        self.body.lie_anew(self.experiment)
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        self.body.use(optimizer)
+
+    def sample(self, name: str, value: float) -> None:
+        self.host.note(name, value)
+
+    async def rebucket(self, bucket_mb: float) -> None:
+        await self.relay(lambda: self.body.rebucket(bucket_mb))
+        self.mark_buckets()
+
+    async def relay(self, lay: Callable[[], None]) -> None:
+        """Lays the parameters out anew by `lay`, which takes memory of the rank's own; then they are in common."""
+        if self.common:
+            await self.gather(0)
+        lay()
+        if self.common:
+            await self.gather(0)
+            self.share()
+
+    def share(self) -> None:
+        """All ranks, which stand still and hold equal values, take rank 0's memory for their parameters."""
+        self.common = True
+        if self.world.real:
+            self.body.lie_with(self.world.sessions[0].body)
+
+    def foreseen(self, cheaply: bool) -> Any:
+        """What a step is going to read; None where nobody can tell."""
+        if self.world.real:
+            return foreseen(self.learner, self.experiment, cheaply)
+        return self.body.trial if (self.body.cheap and self.learner.pure) or not cheaply else None
+
+    async def leave(self, strategy: Any) -> None:
+        await self.rest()
+        await strategy.leave(self.rank.replicas, self.state)
+        if self.common and self.world.real:
+            self.body.lie_alone()
+        self.common = False
+        self.body.clear()
+
+    def enter(self, was: Experiment | None, wanted: Experiment) -> None:
+        """A strategy takes over."""
+        strategy = wanted.strategy
+        take_role(self, wanted)
+        shared = "gradients" in strategy.shards
+        self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
+        if strategy.offloads and not wanted.clip:  # none stay, once they are summed
+            self.body.gradient_shards = sys.maxsize
+        if strategy.shared and self.rank.size > 1:
+            self.share()
+        self.state = strategy.init(self.rank.replicas, self.body.params())
+        self.regrouped()
+
+    def sharded(self, buckets: Cut | None) -> None:
+        """With sizes only one optimizer stands for all ranks', so it is told of which part they keep the state."""
+        self.body.shards = buckets
+
+    def regrouped(self) -> None:
+        """Children are counted anew: ranks that were stages of a replica have started unlike numbers of them."""
+        for lane in self.host.lanes.values():
+            lane.count_anew()
+
+    def enter_opaque(self) -> None:
+        raise AssertionError("refused before it starts")
+
+    async def leave_opaque(self) -> None:
+        self.enter_opaque()
+
+    @contextmanager
+    def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        if in_step(was):
+            self.world.latest = self.rank.step
+        self.rank.step = self.world.latest
+        began, sent = self.now, self.sent
+        yield
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
+
+    async def gather(self, number: int) -> list[int]:
+        """Every rank's number, by rank."""
+        numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
+        return numbers
+
+    async def told(self, text: str, by: int = 0) -> str:
+        """What rank `by` says, on every rank."""
+        said: str = await Op("together", "tell", text, lambda each: [each[by]] * len(each), 0.0)
+        return said
+
+    # -- saying --
+
+    @property
+    def now(self) -> float:
+        return self.host.clock.now
+
+    @property
+    def sent(self) -> int:
+        return self.host.sent
+
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        self.host.span(lane, name, began, began, self.now, nbytes)
+
+    def mark(self, name: str, detail: dict[str, Any]) -> None:
+        self.world.record.mark(self.rank.id, self.rank.step, name, self.host.clock.now, json.dumps(detail))
+
+    def say(self, phase: str) -> None:
+        if self.rank.id == 0:
+            self.mark("state", {"state": phase, "detail": ""})
+
+
+def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None = None) -> str | None:
+    """Why `e` cannot be simulated, in a sentence that says what would do; or None. Asked again once there is a model:
+    `made` makes its optimizer.
+    """
+    name = type(e.strategy).__name__
+    if made is not None:
+        for why in (momentum, sharding, sparse, closures):
+            if reason := why.refused(e, made):
+                return str(reason)
+    if e.strategy.opaque:
+        return (
+            f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
+            f"{'ZeRO3, which shares out the same' if e.strategy.shards else 'DDP, which sends the same bytes'}"
+        )
+    if not e.pace and costs is None:
+        return (
+            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run) of a run that was recorded, "
+            "or an experiment with a pace in ms"
+        )
+    return None

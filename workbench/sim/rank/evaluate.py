@@ -1,0 +1,140 @@
+"""Held-out loss where there are real tensors: of the mean of all virtual ranks' models, or of what one knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.host.core.drive import Later, drive
+from workbench.host.memory.following import Following
+from workbench.host.observe.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.passes.coded import Ask
+from workbench.host.passes.crew import together
+from workbench.host.passes.pipelining import evaluated
+from workbench.host.placement.canonical import buffers
+from workbench.host.placement.cutting import instead
+from workbench.host.placement.spread import Spread
+from workbench.rank import Bucket, Op, Rank
+from workbench.sim.model.tensors import Tensors
+
+
+def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
+    """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
+    first, sharded = ranks[0], ranks[0].reading.sharded
+    if first.spread is not None:
+        return _spread_out(ranks, first.spread)
+    if sharded:
+        assembled(ranks, first)
+    every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
+    means = [torch.stack(same).sum(0).div_(len(ranks)) if len(ranks) > 1 else same[0].clone()
+             for same in zip(*every, strict=True)]  # fmt: skip
+    count = 0 if sharded else len(first.layout.weights)
+    drifts = [distance(own[:count], means[:count], first.layout.numel) for own in every]
+    with holding(every[0], means), Following() as following:
+        found = numbers(first.learner.evaluate, first.model)
+    for rank in ranks if sharded else [first]:
+        (rank.computed,) = following.most
+    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
+
+
+def _spread_out(ranks: list[Tensors], spread: Spread) -> list[Evaluated]:
+    """The same where a replica lies on several ranks: of the mean of all replicas, whose parts compute together."""
+    drifts = [0.0] * len(ranks)
+    count, ways = len(spread), spread.split.ways if spread.split else 1
+    with ExitStack() as held:
+        for place in range(count):
+            alike = ranks[place::count]
+            every = [[*r.layout.weights, *buffers(r.model)] for r in alike]
+            means = [torch.stack(same).sum(0).div_(len(alike)) for same in zip(*every, strict=True)]
+            n = len(alike[0].layout.weights)
+            drifts[place::count] = [distance(own[:n], means[:n], alike[0].layout.numel) for own in every]
+            held.enter_context(holding(every[0], means))
+        columns = [ranks[index:count:ways] for index in range(ways)]
+        for stage in zip(*columns, strict=True) if spread.split else ():
+            _refresh(stage)
+        found = together([partial(_evaluated, column) for column in columns])[0]
+    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
+
+
+def _refresh(group: Sequence[Tensors]) -> None:
+    """What one of a group looks after all have."""
+    with torch.no_grad():
+        for index, owner in enumerate(group):
+            for copies in zip(*(rank.common[index] for rank in group), strict=True):
+                for copied in copies:
+                    copied.copy_(copies[group.index(owner)])
+
+
+def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
+    """The numbers of a model whose stages these are, one after the other."""
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
+        count = len(pieces)
+        every = [evaluated(Rank(k, count), its, *inputs, **named) for k, its in enumerate(pieces)]
+        return _passed_on(every, following)[0]
+
+    first, following = stages[0], Following(len(stages))
+    for rank in stages:
+        rank.ask = ask
+        rank.model.eval()
+    try:
+        with instead(first.model, forward) if first.piece is not None else nullcontext(), following:
+            return numbers(first.learner.evaluate, first.model)
+    finally:
+        for rank, most in zip(stages, following.most, strict=True):
+            rank.computed = most
+        for rank in stages:
+            rank.model.train()
+
+
+def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]], following: Following) -> list[Any]:
+    """What each stage's coroutine returns, one running after the other; a message waits until it is asked for."""
+    letters: dict[tuple[int, int, str], deque[Tensor]] = defaultdict(deque)
+    waits, found = dict[int, tuple[int, int, str]](), dict[int, Any]()
+
+    def perform(me: int, op: Op) -> Any:
+        if op.verb == "do":
+            return op.args[0]()
+        if op.verb == "send":
+            return letters[me, op.args[1], op.args[2]].append(op.args[0])
+        waits[me] = op.args[1], me, op.args[2]
+        if letters[waits[me]]:
+            return letters[waits.pop(me)].popleft(), op.args[1]
+        raise Later
+
+    while ready := [k for k in range(len(stages)) if k not in found and (k not in waits or letters[waits[k]])]:
+        for k in ready:
+            came = (letters[where := waits.pop(k)].popleft(), where[0]) if k in waits else None
+            following.at = k
+            with suppress(Later):
+                found[k] = drive(stages[k], partial(perform, k), value=came)
+    following.at = None
+    return [found[k] for k in range(len(stages))]
+
+
+def assembled(ranks: list[Tensors], here: Tensors) -> None:
+    """The model of one rank has the values of every rank's shards."""
+    for rank in ranks:
+        for bucket, own, begin in zip(here.params(), rank.layout.weights, rank.layout.begins, strict=True):
+            kept = rank.away.values(bucket.index)
+            own = own if kept is None else kept
+            bucket.data[begin : begin + own.numel()].copy_(own)
+
+
+def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evaluated:
+    """The held-out numbers of the parameters in `known` if `evaluate`; this rank's RMS distance from them."""
+    own, values = [b.data for b in rank.layout.params()], [b.data.clone() for b in known]
+    drift = distance(own, values, rank.layout.numel)
+    if not evaluate:
+        return {}, drift
+    with holding(own, values), Following() as following:
+        found = numbers(rank.learner.evaluate, rank.model)
+    (rank.computed,) = following.most
+    return found, drift

@@ -1,0 +1,187 @@
+"""From generation to generation on a virtual clock: ranks train until some are lost or others come, then with those.
+
+What those who are left settle is what real ranks do (`host/elastic/settling.py`). What it takes until they have begun again is
+not asked of a network, but as it was seen on real ones, on two cores with much else to do: see the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.fabric.load import crashed
+from workbench.host.checkpoint.reread import formerly
+from workbench.host.core.dealing import NO_INDEX, may_come_again
+from workbench.host.elastic.leaving import refused
+from workbench.host.elastic.reentry import Came
+from workbench.host.elastic.settling import Survivor, fewer, say_why_not
+from workbench.host.elastic.voting import Heard, Next, are, named
+from workbench.record import checkpoints
+from workbench.settings import Change, KnobError
+from workbench.sim.clock.world import Bell, World
+from workbench.sim.rank.keeping import Kept
+from workbench.sim.rank.mortal import Join
+from workbench.sim.rank.session import Session
+
+VOTED = 0.27  # seconds from when a rank is missed until the others have begun again: the median of those 101 kills
+REPLACED = 19.6  # and until others are there, on engines that have yet to start: the median in docs/data/replaced.json
+
+Body = Callable[[Experiment, int], Any]
+
+
+def mortal(e: Experiment, changes: list[Change]) -> bool:
+    """May a rank crash, as far as that is known before?"""
+    if e.policy.decides or crashed((), e.fabric.faults, e.ranks):
+        return True
+    for change in changes:
+        was = e
+        try:
+            e = e.set(change.path, change.value)
+        except KnobError:
+            continue
+        if crashed(was.fabric.faults, e.fabric.faults, e.ranks):
+            return True
+    return False
+
+
+class Generations:
+    """One simulated run, through all its generations.
+
+    made: what another rank computes with that comes; folder: where checkpoints are
+    """
+
+    def __init__(self, world: World, made: Body, folder: Any = None) -> None:
+        self.world, self._made, self._folder = world, made, folder
+        self.records = [world.record]
+        self._next = world.size  # the number of who comes next
+        self._coming: list[float] = []  # when those are there who come in for others
+
+    def live(self, sessions: list[Session]) -> list[Session]:
+        """From the first step to the last; those who were there in the end."""
+        came = None
+        while True:
+            self._expect()
+            try:
+                self.world.run(sessions, came)
+            finally:
+                self.world.close()
+            to = self._parted() if self.world.parted is not None else self._outlived()
+            if to is None:
+                return sessions
+            sessions, came = self._begin(to), to.came
+
+    # -- those who are lost --
+
+    def _outlived(self) -> Next | None:
+        """How those go on who are left; None where nobody does, or need not."""
+        world, left = self.world, self.world.left
+        if world.stopped or not world.fallen:
+            return None
+        if not left or left[0].experiment.on_death == "end":
+            self._end()
+            return None
+        saved = self._saved()
+        if reason := next(filter(None, (refused(session, saved) for session in left)), ""):
+            say_why_not(left[0].mark, reason)
+            self._end()
+            return None
+        heard = Heard({session.rank.id: session.leave_generation(saved) for session in left})
+        first = next(session for session in left if session.member == heard.first.member)
+        try:
+            to = fewer(self._survivor(first), heard)
+        except KnobError as error:
+            self._end(str(error))
+            return None
+        if to.experiment.on_death == "replace":
+            self._coming += [world.clock.now + REPLACED] * (world.size - len(to.came.members))
+        for session in left:
+            if session.member in to.mark["spare"]:
+                session.ends("stopped")
+        return to
+
+    def _saved(self) -> list[int]:
+        return [] if self._folder is None else [checkpoints.step_of(path) for path in checkpoints.found(self._folder)]
+
+    def _survivor(self, session: Session) -> Survivor:
+        members, folder = self.world.members, self._folder
+        return Survivor(
+            member=session.member, place=session.rank.id, size=self.world.size, run=session, mark=session.mark,
+            missed=lambda here: ([m for m in members if m not in here], []),
+            checkpoint=lambda step: str(folder / checkpoints.name(step)),
+        )  # fmt: skip
+
+    def _end(self, reason: str = "") -> None:
+        """Nobody goes on."""
+        for session in self.world.left:
+            if reason:
+                about = {"rank": session.member, "step": session.rank.step, "op": "", "type": "KnobError"}
+                session.mark("error", about | {"text": reason})
+            session.ends("failed")
+        self.world.sessions[0].mark("state", {"state": "failed", "detail": reason})
+
+    # -- those who come --
+
+    def _expect(self) -> None:
+        """Those who come in for others are there some time from now."""
+        world = self.world
+        for at in sorted(set(self._coming)):
+            world.clock.aside(max(at, world.clock.now), Bell(self._plan_join))
+
+    def _plan_join(self) -> None:
+        """They come before the next step that no rank has begun yet, as others that are there by then."""
+        world = self.world
+        count = sum(at <= world.clock.now for at in self._coming)
+        known = [c for session in world.sessions for c in session.planned if isinstance(c, Join)]
+        if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
+            return  # those who stand at such a boundary already are joined by others after it
+        self._coming = [at for at in self._coming if at > world.clock.now]
+        step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
+        self._next += count
+        join = Join(known[0].at_step, new=(*known[0].new, *new)) if known else Join(step, new=new)
+        for session in world.sessions:
+            others = [c for c in session.planned if not isinstance(c, Join)]
+            session.planned = sorted([*others, join], key=lambda change: change.at_step)
+
+    def _parted(self) -> Next:
+        """How they go on who have come together, with those who come."""
+        new, e, used = self.world.parted
+        first, stay = self.world.sessions[0], tuple(range(self.world.size))
+        for session in self.world.sessions:
+            session.leave_generation([])
+        came = Came((*self.world.members, *new), stay, stay, stay, first.rank.step)
+        text = f"{named(new)} {are(new)} added; {named(came.members)} train from step {came.step}"
+        mark = {"members": came.members, "gone": [], "spare": [], "new": new, "step": came.step, "text": text,
+                "settings": e.plain()}  # fmt: skip
+        return Next(came, e, first.obeyed, {}, False, 0, [], [], mark, used)
+
+    # -- the next generation --
+
+    def _begin(self, to: Next) -> list[Session]:
+        before, came = self.world, to.came
+        planned = [c for c in before.sessions[came.places[0]].planned if type(c) is Change]
+        lost = before.parted is None
+        world = World(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
+                      now=before.clock.now + (VOTED if lost else 0.0))  # fmt: skip
+        world.mortal, self.world = before.mortal, world
+        world.keeper = Kept(self._folder, world.size) if before.keeper is not None else None
+        self.records.append(world.record)
+        sessions = [self._session(before, world, place, to) for place in range(world.size)]
+        sessions[0].mark("members", {**to.mark, "turn": len(self.records) - 1})
+        if not sessions[0].learner.indexed:
+            sessions[0].mark("data", may_come_again(NO_INDEX))
+        return sessions
+
+    def _session(self, before: World, world: World, place: int, to: Next) -> Session:
+        came, e = to.came, to.experiment
+        if place >= len(came.places):
+            return Session(world, place, e, self._made(e, place), None, to)
+        was = before.sessions[came.places[place]]
+        path = came.salvaged.saved if came.salvaged is not None else ""
+        if not path:
+            return Session(world, place, e, was.body, was, to)
+        checkpoint = checkpoints.Checkpoint.open(path)
+        former = formerly(checkpoint, checkpoints.Bytes(checkpoint))
+        session = Session(world, place, e, was.body, was, to._replace(used=former.used))
+        session.former = former
+        return session

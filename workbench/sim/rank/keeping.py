@@ -1,0 +1,70 @@
+"""Checkpoints of a simulation with real tensors: all ranks' images are there at once, and no time passes over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.host.checkpoint import filing
+from workbench.host.checkpoint.image import Image
+from workbench.record import checkpoints
+from workbench.record.drafts import Draft
+
+
+class Kept:
+    """What the ranks of one simulation have handed in; the last one makes it a checkpoint in `folder`."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+        self._images: dict[int, Image] = {}
+
+    def of(self, session: Any) -> _Mine:
+        return _Mine(self, session)
+
+    def take(self, session: Any, image: Image, about: dict[str, Any]) -> None:
+        self._images[session.rank.id] = image
+        if len(self._images) == self._size:
+            images, self._images = [self._images[rank] for rank in range(self._size)], {}
+            about = about | {"held_out": session.world.sessions[0].held_out}
+            path = written(self._folder, images, about)
+            checkpoints.prune(self._folder, session.experiment.saves)
+            said = {"path": str(path), "step": about["step"], "held_out": about["held_out"]}
+            session.mark("saved", said | {"text": f"a checkpoint is in {path}"})
+
+
+class _Mine:
+    """One rank's part."""
+
+    busy = False
+
+    def __init__(self, kept: Kept, session: Any) -> None:
+        self._kept, self._session = kept, session
+
+    def keep(self, image: Image, about: dict[str, Any]) -> None:
+        self._kept.take(self._session, image, about)
+
+    def close(self, patience: float | None = None) -> None:
+        """Nothing is under way."""
+
+
+def written(folder: Path, images: list[Image], about: dict[str, Any]) -> Path:
+    """Makes a checkpoint of these images, by rank. Raises OSError."""
+    draft = Draft(folder, about["step"])
+    draft.begin()
+    try:
+        found = [filing.pieces(image) for image in images]
+        mine = filing.dealt([filing.table(each) for each in found])
+        reports = []
+        for rank, (image, each) in enumerate(zip(images, found, strict=True)):
+            opened: list[Any] = []
+
+            def file(rank: int = rank, opened: list[Any] = opened) -> Any:
+                opened.append(draft.file(filing.file_of(rank)))
+                return opened[0]
+
+            places = filing.filed(each, mine[rank], file)
+            reports.append(filing.report(image, each, places, opened[0].close() if opened else None))
+        return draft.commit(filing.manifest(about, reports))
+    except BaseException:
+        draft.give_up()
+        raise

@@ -1,0 +1,118 @@
+"""One virtual rank's end, and its way from one generation to the next: what a Session says, gives back and takes over.
+
+The rules are those of the engine's ranks (`host/elastic/leaving.py`); here nobody has a process, and no store is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.host.core.dealing import used_up
+from workbench.host.elastic.leaving import hand_down, said, went_back
+from workbench.host.elastic.reentry import fewer
+from workbench.host.elastic.resizing import come_together
+from workbench.host.elastic.voting import Next, Said, named
+from workbench.rank import Op
+from workbench.settings import Change, KnobError
+from workbench.sim.clock.world import Stopped
+from workbench.sim.rank.changes import Turnable
+
+
+@dataclass(frozen=True)
+class Join(Change):
+    """What stands among the planned changes where others come in for ranks that were lost: their numbers, `new`."""
+
+    path: str = field(default="")
+    value: Any = field(default=None)
+    new: tuple[int, ...] = ()
+
+
+class Mortal(Turnable):
+    """The part of a Session that ends, and goes on in another generation.
+
+    member: this rank's number from the beginning of its run on
+    """
+
+    member: int
+
+    def come(self, before: Mortal | None, to: Next) -> None:
+        """This rank comes from the generation before, where it was `before`, or from nowhere."""
+        self.rank.step, self.obeyed = to.came.step, to.changes
+        if before is not None:
+            self.rank.lr, self.rate = before.rank.lr, before.rate
+            hand_down(before, self.rank, to)
+            self.planned, self.bounds, self.outer = before.planned, before.bounds, before.outer
+            self.held_out = before.held_out
+            self.body.come_again()
+        self.restart_data(to.used)
+
+    def leave_generation(self, saved: list[int]) -> Said:
+        """Gives back what was the generation's; what this rank has then. saved: steps before which there are
+        checkpoints
+        """
+        if self.common and self.world.real:
+            self.body.lie_alone()
+        self.common = False
+        parts = went_back(self)
+        return said(self, self.member, parts, saved if parts else ())
+
+    async def formed(self) -> None:
+        """All ranks pass at one moment, so none crashes before every rank holds the full state."""
+        await self.gather(0)
+        self.body.forget_order()  # a new rank has not seen it, so all learn it again, as real ranks do
+
+    # -- others come --
+
+    async def obey(self, change: Change) -> bool:
+        if not isinstance(change, Join):
+            return await super().obey(change)
+        await self._part(change)
+        return False
+
+    async def _part(self, join: Join) -> None:
+        """All comes together, and the generation ends; or a Mark says why nobody can come."""
+        here = self.world.members
+        try:
+            wanted = self.able(fewer(self.experiment, tuple(range(len(here))), len(here) + len(join.new)))
+        except KnobError as error:
+            if self.rank.id == 0:
+                said = {"path": "ranks", "value": len(here) + len(join.new)}
+                self.mark("refused", said | {"reason": f"{named(join.new)} cannot come: {error}"})
+            return
+        with self.undoable(True):
+            if self.rollback is not None:
+                self.rollback.coming = True
+            await come_together(self, tuple(range(len(here))))
+            used = await used_up(self)
+            if self.rollback is not None:
+                self.rollback.past()
+        del self.taken[0]
+        self.obeyed_one()
+        self.world.parted = join.new, wanted, used
+        await Op("park", lambda fiber: None, "the ranks that come")
+
+    # -- ends --
+
+    async def crash(self, mine: bool) -> None:
+        if not mine:
+            return
+        text = f"rank {self.member} crashed before step {self.rank.step}"
+        about = {"rank": self.member, "step": self.rank.step, "op": "between two steps", "type": "Crash", "text": text}
+        self.mark("error", about)
+        self.ends("failed")
+        await Op("park", self.world.crashes, "nothing, for it has crashed")
+
+    def ends(self, state: str) -> None:
+        """This rank's part in the run is over."""
+        self.mark("end", {"rank": self.member, "state": state})
+
+    def alarmed(self, does: str) -> None:
+        """A loss is no number, or has run away. There is nobody to wait for, so it goes on unless it is to stop."""
+        if does == "stop":
+            raise Stopped
+
+    def stopped(self) -> None:
+        """The simulation ended before its last step."""
+        self.say("stopped")
+        self.ends("stopped")

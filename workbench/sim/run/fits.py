@@ -1,0 +1,99 @@
+"""Whether ranks have the memory that an experiment needs, or would need after a change: a few steps of sizes only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from workbench import analysis
+from workbench.experiment import Experiment
+from workbench.host.memory.budget import BETWEEN, MB, OutOfMemory, in_mb
+from workbench.policies import ByHand
+from workbench.settings import Change, KnobError, each, knobs, resolve
+from workbench.sim.run.simulate import simulate
+
+FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # memory
+STEPS = 3  # before a change, and after it: what is remembered is there from the second on
+MOST = 64  # steps of a strategy's own round, or beginning, that are waited for
+
+
+def longest(strategy: Any) -> int:
+    """The most steps that a knob of the strategy names: of a round, or until it does otherwise."""
+    return max((int(k.default) for k in knobs(strategy) if k.unit == "steps"), default=0)
+
+
+def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
+    """Raises KnobError, which says what is needed for what, if a rank of `e` needs more than its `memory_mb`.
+
+    path, value: a change, after which it must fit, and on the way there
+
+    Says nothing where nobody can tell: of what cannot be simulated the ranks find out for themselves.
+    """
+    wanted = e.set(path, value) if path else e.checked()
+    changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
+    if not (wanted.memory_mb and set(changed) & set(FILLS)):
+        return
+    change = dict(each(path, value)) if path else {}
+    try:
+        found = _foreseen(e, change)
+    except OutOfMemory as error:
+        raise KnobError(_said(e, change, error)) from None
+    except Exception:
+        return
+    require_room(wanted, found)
+
+
+def _foreseen(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
+    """What each rank needs from the change on, or from the start. Raises OutOfMemory."""
+    wanted = e.set(change) if change else e
+    before = STEPS + min(MOST, longest(e.strategy)) if change else 0
+    steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())
+    last = steps if e.eval_every else 0  # an evaluation once all is there
+    short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
+    run = simulate(short, changes=[Change(before, change)] if change else [], real=False)
+    return analysis.memory(run.timeline, before)
+
+
+def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
+    """The refusal in words. Where the switch itself has no room, only what was tried and fits is advised."""
+    lack = error.lack
+    if lack is None or not change:
+        return str(error)
+    if lack.when != BETWEEN:
+        return lack.text(e)
+    free, rest = replace(e, memory_mb=0.0), {path: value for path, value in change.items() if path != "memory_mb"}
+    try:
+        after = max(one.peak for one in _foreseen(free, rest)) + _late(lack.wanted)
+    except Exception:  # what comes after the switch, nobody can tell
+        return lack.text(e)
+    lack = replace(lack, enough=f"memory_mb={in_mb(1.05 * max(lack.needed, after))}")
+    return lack.text(e, lambda path, value: _fits(e, change | {path: value}))
+
+
+def _fits(e: Experiment, change: dict[str, Any]) -> bool:
+    try:
+        require_room(e.set(change), _foreseen(e, change))
+    except Exception:  # it is refused, or nobody can tell
+        return False
+    return True
+
+
+def _late(e: Experiment) -> int:
+    """Bytes of the buckets that may be outstanding on real ranks, whose sums take time."""
+    return _outstanding(e) * int(e.bucket_mb * MB)
+
+
+def _outstanding(e: Experiment) -> int:
+    return int(getattr(e.strategy, "outstanding", 0))
+
+
+def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
+    """On real ranks as many buckets as may be `outstanding` can wait for their sum, which takes no time here."""
+    waiting, worst = _late(e), max(found, key=lambda one: one.peak)
+    if worst.peak + waiting > e.memory_mb * MB:
+        raise KnobError(
+            f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {in_mb(worst.peak)} MB, and {in_mb(waiting)} more "
+            f"where exchanges are late (outstanding={_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
+            f"fewer or smaller buckets, or memory_mb={in_mb(1.02 * (worst.peak + waiting))}"
+        )

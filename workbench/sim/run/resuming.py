@@ -1,0 +1,246 @@
+"""A run that goes on from a checkpoint: under which settings it begins, what is changed before its first step.
+
+As many ranks begin as the checkpoint's were, and what is to be otherwise is changed then, as it would be live. For
+another number of ranks those of the checkpoint first bring together what they hold: they are simulated for that, with
+real tensors and no step, in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host.checkpoint.alone import KIND, state_of
+from workbench.host.checkpoint.image import Image
+from workbench.host.checkpoint.pieces import read_whole_model
+from workbench.host.checkpoint.regain import regained
+from workbench.host.checkpoint.saving import Together
+from workbench.host.checkpoint.whole import brought_together, image_of
+from workbench.partitions import Whole
+from workbench.policies import ByHand
+from workbench.record.checkpoints import Bytes, Checkpoint
+from workbench.record.store import RunError
+from workbench.settings import Change, KnobError, knobs, short, to_plain
+from workbench.sim.rank.keeping import written
+from workbench.sim.run.simulate import standing
+from workbench.strategies import DDP
+from workbench.tasks._written import Unwritable
+from workbench.tasks._written import written as written_model
+
+TOGETHER = ("strategy", "partition")
+
+
+class Resumed(NamedTuple):
+    """How a run goes on.
+
+    experiment: under which all ranks begin; changes: made before the checkpoint's step, and later ones
+    checkpoint: from which; made: by which settings
+    """
+
+    experiment: Experiment
+    changes: tuple[Change, ...]
+    checkpoint: Checkpoint
+    made: Experiment
+
+    @property
+    def parent(self) -> dict[str, Any]:
+        """What the record of the run says of where it comes from."""
+        of = self.checkpoint.path.parent.parent
+        return {"checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step, "run": str(of)}
+
+    def at(self, folder: Path) -> Path:
+        """The checkpoint that ranks read; for others than there were it is made now, in `folder`."""
+        if self.experiment.ranks == self.checkpoint.ranks:
+            return self.checkpoint.path
+        return together(self.checkpoint, self.made, self.experiment.ranks, folder).path
+
+
+def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
+    """Under which it was made; with this task, which settings may not tell. Raises KnobError."""
+    settings = dict(checkpoint.settings)
+    if task is not None:
+        settings.pop("task", None)
+        return replace(Experiment.read(settings), task=task).checked()
+    return Experiment.read(settings).checked()
+
+
+def _task(checkpoint: Checkpoint) -> Any:
+    """Of which task it is, as plain data; None where only a notebook knows."""
+    with suppress(KnobError):
+        return to_plain(settings_of(checkpoint).task)
+    return None
+
+
+def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None = None,
+            most: int = 0) -> Resumed:  # fmt: skip
+    """How a run goes on from `checkpoint` under `wanted`; None: as it was. Raises KnobError for what cannot be.
+
+    changes: to come, at steps of the whole run; None: those that were still to come
+    most:    as many ranks are there at most, where `wanted` does not say how many
+    """
+    if checkpoint.kind == KIND:
+        raise KnobError(f"resume={checkpoint.path}: is a model alone, of a loop of its own, and no run goes on from "
+                        f"the midst of that; let the loop load what run.save_model(path) writes")  # fmt: skip
+    if checkpoint.kind == "whole":
+        raise KnobError(f"resume={checkpoint.path}: was brought together for one run; resume from the checkpoint "
+                        f"that it was made of")  # fmt: skip
+    saved, step = settings_of(checkpoint, wanted and wanted.task), checkpoint.step
+    wanted = replace(saved, ranks=min(saved.ranks, most or saved.ranks)) if wanted is None else wanted
+    wanted = wanted.checked()
+    task, known = to_plain(wanted.task), _task(checkpoint)
+    if known is not None and known != task:
+        raise KnobError(f"task={short(task)}: the checkpoint is of {short(known)}; resume with that")
+    if 0 < wanted.steps <= step:
+        raise KnobError(f"steps={wanted.steps}: the checkpoint was made before step {step}; take more steps, or 0")
+    to_come = tuple(changes) if changes is not None else _planned(checkpoint)
+    start = saved if wanted.ranks == checkpoint.ranks else _for_others(saved, wanted)
+    fixed = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if not k.live}
+    start = replace(start, **fixed).checked()
+    made = tuple(Change(step, settings) for settings in _differences(start, wanted))
+    return Resumed(start, (*made, *(c for c in to_come if c.at_step >= step)), checkpoint, saved)
+
+
+def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
+    """The changes that were still to come. Raises KnobError where they are none."""
+    try:
+        return tuple(Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)
+    except (KeyError, TypeError, ValueError):
+        raise KnobError(f"resume={checkpoint.path}: its planned changes are none; give changes=[] or others") from None
+
+
+def _differences(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
+    """Knobs to be set, each of which can be when its turn comes; who agrees on what lies where at once, for no rank may
+    have room for what would come between. Raises KnobError.
+    """
+    left = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if k.live}
+    now = start
+    while left := {name: value for name, value in left.items() if getattr(now, name) != value}:
+        for names in [*([TOGETHER] if set(TOGETHER) <= left.keys() else ()), *((name,) for name in left)]:
+            settings = {name: to_plain(left[name]) for name in names}
+            try:
+                now = now.set(settings)
+            except KnobError as error:
+                reason = error
+                continue
+            yield settings
+            break
+        else:
+            raise KnobError(f"a change from what the checkpoint was made with is refused: {reason}")
+
+
+def _for_others(saved: Experiment, wanted: Experiment) -> Experiment:
+    """Where ranks of another number begin: as much as can be as it was, and each with the whole model."""
+    reason: KnobError | None = None
+    for compressor in (saved.compressor, wanted.compressor):
+        try:
+            return replace(wanted, optimizer=saved.optimizer, partition=Whole(), compressor=compressor).checked()
+        except KnobError as error:
+            reason = error
+    raise KnobError(f"ranks={wanted.ranks}: cannot go on from a checkpoint of {saved.ranks}: {reason}")
+
+
+def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
+    """What the ranks of `checkpoint` hold together, as a checkpoint in `folder` for `size` ranks, each of all."""
+    found: dict[int, Any] = {}
+    images: list[Image] = []
+
+    async def hand_in(run: Any) -> None:
+        found[run.rank.id] = await brought_together(run)
+        if len(found) == saved.ranks:
+            momentum, rules, _ = found[0]
+            shares = [found[rank][2] for rank in range(saved.ranks)]
+            used = max(session.reads.used for session in run.world.sessions)
+            images.append(image_of(run.world.sessions[0], momentum, rules, shares, size, used))
+
+    _stand(checkpoint, saved, hand_in)
+    about = {**{k: v for k, v in checkpoint.said.items() if k in ("experiment", "held_out")},
+             "kind": "whole", "step": images[0].step, "ranks": size, "planned": [], "asked": True}  # fmt: skip
+    return Checkpoint.open(written(folder, images, about))
+
+
+def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = None) -> nn.Module:
+    """The model that the ranks of `checkpoint` have together. Raises KnobError and RunError.
+
+    task: which settings may not tell, as of a Task of one's own; into: a model that takes the values, and is returned
+    """
+    if checkpoint.kind == KIND and into is None:
+        raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
+                        "shape, into=model, or take run.save_model(path)")  # fmt: skip
+    if into is not None:
+        return _filled(into, saved_state(checkpoint, task))
+    saved = settings_of(checkpoint, task)
+    made = saved.task.build().model()
+    if not saved.strategy.periodic and _fill_from_pieces(made, checkpoint):
+        return made
+
+    async def hand_in(run: Any) -> None:
+        await brought_together(run)
+        if run.rank.id == 0:
+            mine = dict(run.model.named_parameters()) | dict(run.model.named_buffers())
+            with torch.no_grad():
+                for name, x in [*made.named_parameters(), *made.named_buffers()]:
+                    x.copy_(mine[name])
+
+    _stand(checkpoint, saved, hand_in)
+    return made
+
+
+def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Fills `made` from what the manifest says alone; returns whether that was possible. Raises RunError for damage."""
+    files = Bytes(checkpoint)
+    try:
+        state = read_whole_model(checkpoint, files)
+    finally:
+        files.close()
+    here = dict(made.named_parameters()) | dict(made.named_buffers())
+    if state is None or any(name not in state or state[name].shape != x.shape or state[name].dtype != x.dtype
+                            for name, x in here.items()):  # fmt: skip
+        return False
+    with torch.no_grad():
+        for name, x in here.items():
+            x.copy_(state[name])
+    return True
+
+
+def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
+    """The state dict of that model. Raises what `model_of` does."""
+    if checkpoint.kind != KIND:
+        return dict(model_of(checkpoint, task).state_dict())
+    return state_of(regained(checkpoint, Bytes(checkpoint), 0, alone=True))
+
+
+def _filled(model: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """`model` with this state. Raises KnobError where it is another model's."""
+    if not isinstance(model, nn.Module):
+        raise KnobError(f"into={short(model)}: must be a torch Module of the shape of the one that was trained")
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        why = str(error).splitlines()[-1].strip()
+        raise KnobError(f"into={type(model).__name__}: is another model: {why}") from None
+    return model
+
+
+def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
+    """All its ranks stand where it was made, and hand in what they have."""
+    strategy = DDP() if saved.strategy.opaque else saved.strategy  # which leaves the same
+    e = replace(
+        saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
+        measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
+    )  # fmt: skip
+    standing(e, checkpoint, Together(0, value=hand_in))
+
+
+def written_to(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
+    """Writes a model's state dict to a file. Raises KnobError, and RunError where it cannot be."""
+    try:
+        return written_model(path, made)
+    except Unwritable as error:
+        raise RunError(str(error)) from None

@@ -1,0 +1,224 @@
+"""`simulate`: the front door. Refuses in words what cannot be simulated, before anything starts."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from workbench.experiment import Experiment, given
+from workbench.host.checkpoint.regain import regained
+from workbench.host.reconfigure.refusing import able
+from workbench.rank import StrategyError
+from workbench.record.checkpoints import Bytes, Checkpoint
+from workbench.record.run import Run
+from workbench.settings import Change, KnobError
+from workbench.settings.doing import doing
+from workbench.settings.said import text_of
+from workbench.sim.clock.record import Record
+from workbench.sim.clock.world import World
+from workbench.sim.compute.sizes import Sizes
+from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.replay import Replay
+from workbench.sim.fake import shaped
+from workbench.sim.fake.shapes import Shapes
+from workbench.sim.model.outline import Outline, outline
+from workbench.sim.model.tensors import Tensors
+from workbench.sim.rank.changes import refused
+from workbench.sim.rank.evaluate import assembled
+from workbench.sim.rank.generations import Generations, mortal
+from workbench.sim.rank.keeping import Kept
+from workbench.sim.rank.session import Session
+from workbench.tasks import Learner
+
+COPIES = 6  # of the parameters per rank: weights, gradients, two of the optimizer's, one each of strategy and codec
+
+
+def simulate(
+    experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
+    replay: Run | None = None, alike: bool = False, resume: Checkpoint | None = None, checkpoints: Path | None = None,
+) -> Run:  # fmt: skip
+    """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
+
+    changes:  made before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays
+    costs:    what compute and codecs take (`Costs.measured(run)`); not needed where the experiment has a `pace`.
+              Without costs codecs take no time, nor does the wire where its Link is not shaped.
+    real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process,
+              the losses that training would give; reproducible to the bit.
+    replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
+              taken from whom it took them, and backgrounds come round after the steps after which its did.
+    alike:    True: the ranks of the first replica are simulated and recorded alone, and stand for those at their place
+              in all others, to the bit: thousands cost no more than few. With sizes only, without changes. What goes to
+              a host or disk (ZeROOffload, ZeROInfinity) is the first rank's: a shard has a counter of 4 bytes for each
+              parameter of which it has a piece, and the last may be shorter, so others are off by as little
+
+    resume:   goes on from this checkpoint, of as many ranks under the same settings; to the bit, as the engine does.
+              With real tensors. `Checkpoint.open` finds one
+    checkpoints: the folder in which `save_every` makes some, of real tensors
+
+    Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
+    passes, and StrategyError when they ask for different things. What a member raises comes out as it is, but for
+    SystemExit, which ends a rank and not the process that asked: it comes out as a RuntimeError.
+    """
+    experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
+    given.planned(experiment, changes)  # raises in words, as a lab does
+    given.instance(costs, Costs, "costs", "Costs.measured(run)")
+    given.instance(replay, Run, "replay", "Run.open('runs/first')")
+    if reason := refused(experiment, costs):
+        raise KnobError(reason)
+    if not experiment.steps:
+        raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
+    first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
+    followed = _followed(replay, experiment)
+    if followed is not None and mortal(experiment, list(changes)):
+        raise KnobError("replay: follows ranks none of whom is lost, and a fault crashes one; take the Crash away")
+    with _staying():
+        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
+                    checkpoints)  # fmt: skip
+
+
+def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
+              seen: dict[Any, Any] | None) -> Run:  # fmt: skip
+    """As `simulate`, with sizes only, of what was checked already. seen: see `Passes`. Raises what `simulate` does."""
+    if reason := refused(experiment, costs):
+        raise KnobError(reason)
+    with _staying():
+        return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
+
+
+def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
+    """All ranks of a checkpoint come to where it was made, do `what` there and end. Raises what `simulate` does."""
+    with _staying():
+        _run(experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint)
+
+
+def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
+         changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
+         resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip
+    planned = sorted(changes, key=lambda c: c.at_step)
+    shaped.begin()
+    with _apart(real), nullcontext() if real else Shapes():
+        world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
+        world.keeper = Kept(checkpoints, experiment.ranks) if checkpoints is not None and real else None
+        world.mortal = mortal(experiment, planned)
+        files = Bytes(resume) if resume is not None else None
+        world.saved = partial(regained, resume, files) if files is not None else None
+        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first, seen)
+        body = next(bodies)
+        if reason := refused(experiment, costs, lambda: body.optimizer):
+            raise KnobError(reason)
+        another = partial(_another, learner, body)
+        generations = Generations(world, another, checkpoints if real else None)
+        try:
+            sessions = [Session(world, 0, experiment, body)]
+            able(sessions[0], experiment)
+            sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
+            with doing("simulating", experiment.steps) as work:
+                sessions[0].stepped = work.at
+                sessions = generations.live(sessions)
+        except (RuntimeError, NotImplementedError) as error:
+            if real or "meta" not in text_of(error):
+                raise
+            raise StrategyError(
+                f"sizes only: {experiment.strategy} or {experiment.compressor} looks at the values of a tensor, which "
+                f"only real ones have; simulate with real=True"
+            ) from error
+        finally:
+            if files is not None:
+                files.close()
+        every = [session.body for session in sessions]
+        for body in every if real and every[0].reading.sharded else ():
+            assembled(every, body)
+    timeline = Record.timeline(generations.records)
+    return Run(experiment, timeline=timeline, environment=_environment(real), name="simulated")
+
+
+def _first(experiment: Experiment, costs: Costs | None, more: bool) -> int:
+    """How many ranks stand for all. Raises KnobError."""
+    reason = "alike: it is for sizes only, without changes and without a replay" if more else unlike(experiment, costs)
+    if reason:
+        raise KnobError(reason)
+    return experiment.partition.size
+
+
+def _followed(run: Run | None, experiment: Experiment) -> Replay | None:
+    if run is None:
+        return None
+    if run.experiment.ranks != experiment.ranks:
+        raise KnobError(f"ranks={experiment.ranks}: the run to replay had {run.experiment.ranks}; take as many")
+    return Replay(run.timeline, experiment.ranks)
+
+
+def _environment(real: bool) -> dict[str, Any]:
+    return {"host": "simulated", "tensors": "real" if real else "sizes only", "torch": torch.__version__}
+
+
+def _sizes(experiment: Experiment, learner: Learner, first: int, seen: dict[Any, Any] | None) -> Iterator[Any]:
+    whole = Outline(experiment, learner, seen)
+    return (Sizes(whole, experiment.bucket_mb) for _ in range(first))
+
+
+def _another(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
+    """What a rank computes with that comes in the midst of a run, where others have bodies as this one."""
+    if isinstance(body, Sizes):
+        return Sizes(body.whole, experiment.bucket_mb)
+    return Tensors(experiment, learner, place)
+
+
+def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
+    model = outline(learner)
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    nbytes = COPIES * nbytes + sum(b.numel() * b.element_size() for b in model.buffers())
+    free = psutil.virtual_memory().available
+    if nbytes * experiment.ranks > free:
+        raise KnobError(
+            f"ranks={experiment.ranks}: with real tensors each takes about {nbytes / 1e6:.0f} MB and "
+            f"{free / 1e6:.0f} MB are free, so {free // nbytes} ranks would fit; take those, or real=False"
+        )
+    bodies = [Tensors(experiment, learner, r) for r in range(experiment.ranks)]
+    for other in bodies[1:]:
+        other.like(bodies[0])
+    return iter(bodies)
+
+
+@contextmanager
+def _staying() -> Iterator[None]:
+    """Who asked for a simulation is not ended by what a member of a family does on a rank."""
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)
+        where = ", ".join(getattr(error, "__notes__", ["before the first step"]))
+        raise RuntimeError(
+            f"SystemExit({code}) was raised {where}: a strategy, compressor, optimizer or task must not end the "
+            f"process; let it raise an error that says what is wrong"
+        ) from error
+
+
+@contextmanager
+def _apart(real: bool) -> Iterator[None]:
+    """Random numbers, threads and the collector's thresholds are the caller's again afterwards.
+
+    A step of a thousand ranks keeps some hundred thousand objects and frees them without any cycle: looking for
+    cycles at the usual threshold took half of the time.
+    """
+    state, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
+    gc.set_threshold(1_000_000, 20, 20)
+    if real:
+        torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.set_threshold(*often)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+        random.setstate(own)

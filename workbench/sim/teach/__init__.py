@@ -1,0 +1,1 @@
+"""teach: to be described."""

@@ -1,0 +1,113 @@
+"""A member of a family on the simulator, beside the one that it is held against: what a lesson on it shows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workbench.compressors import Compressor, Dense, TopK
+from workbench.experiment import Experiment
+from workbench.experiment.recipes import recipe
+from workbench.fabric import Algorithm, Fault
+from workbench.fabric.algorithms.native import Native
+from workbench.optimizers import SGD, Optimizer
+from workbench.partitions import Partition, Pipeline, Whole
+from workbench.partitions.schedules import Schedule
+from workbench.partitions.schedules.gpipe import GPipe
+from workbench.policies import ByHand, Policy, PolicyBase
+from workbench.record.run import Run
+from workbench.settings import KnobError, members, short
+from workbench.sim.run.simulate import simulate
+from workbench.strategies import DDP, Strategy
+
+STEPS = 24
+LEARNING = 60  # steps, where it is the loss that tells them apart
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in an experiment a family's members go, what they are held against, and which of a run's views tells.
+
+    experiments: those to show them in, the first that a member does not refuse
+    """
+
+    family: type[Any]
+    path: str
+    usual: Any
+    view: str
+    experiments: tuple[Experiment, ...]
+
+    def filled(self, experiment: Experiment, value: Any) -> Experiment:
+        """`experiment` with `value` where this family's members go."""
+        return experiment.set(self.path, (value,) if isinstance(value, Fault) else value)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two simulated runs that differ in one setting, at `path`: with what is usual there, and with the member."""
+
+    path: str
+    usual: Run
+    shown: Run
+    view: str
+
+
+def places() -> Iterator[Place]:
+    """All families of which a simulated run tells something."""
+    first = recipe("first_run").set("steps", STEPS).set("eval_every", 0)
+    clicks = recipe("clicks").set("compressor", Dense()).set("steps", STEPS).set("eval_every", 0)
+    plain = first.set("optimizer", SGD())  # some keep the optimizer's momentum themselves
+    stages = first.set("partition", Pipeline(stages=4))
+    learns = recipe("digits").set("pace", 10).set("steps", LEARNING)
+    yield Place(Strategy, "strategy", DDP(), "timeline", (first, plain, clicks))
+    yield Place(Compressor, "compressor", Dense(), "timeline", (first, plain, clicks))
+    yield Place(Partition, "partition", Whole(), "timeline", (first,))
+    staged = (stages, stages.set("partition.stages", 2), stages.set("partition.micros", 1))
+    yield Place(Schedule, "partition.schedule", GPipe(), "timeline", staged)
+    yield Place(Algorithm, "fabric.algorithm", Native(), "timeline", (first,))
+    yield Place(Fault, "fabric.faults", (), "timeline", (first,))
+    yield Place(Optimizer, "optimizer", SGD(), "loss", (learns,))
+    steered = (learns, learns.set("strategy", "LocalSGD"), learns.set("compressor", "TopK"))
+    yield Place(PolicyBase, "policy", ByHand(), "loss", steered)
+
+
+def named(member: type[Any] | str) -> type[Any]:
+    """The class that is meant, by itself or by its name. Raises KnobError where no family has one."""
+    every = {name: kind for place in places() for name, kind in members(place.family).items()}
+    if isinstance(member, type) and any(issubclass(member, place.family) for place in places()):
+        return member
+    if isinstance(member, str) and member in every:
+        return every[member]
+    near = difflib.get_close_matches(str(member), every, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "take a class such as LocalSGD, TopK or Pipeline, or its name"
+    raise KnobError(f"member={short(member)}: no strategy, compressor or other member of a family; {hint}")
+
+
+def beside(member: type[Any]) -> Beside:
+    """`member` with its defaults and what it is held against, simulated. Raises KnobError where that cannot be."""
+    place = next(p for p in places() if issubclass(named(member), p.family))
+    refusals = []
+    for experiment in place.experiments:
+        try:
+            shown = place.filled(experiment, _telling(member.usual()))
+            if why := waits(shown, member):
+                raise KnobError(why)
+            real = place.view == "loss"
+            usual = simulate(place.filled(experiment, place.usual), real=real)
+            return Beside(place.path, usual, simulate(shown, real=real), place.view)
+        except KnobError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _telling(made: Any) -> Any:
+    """`made`, around something that it makes a difference to, if it is around another member that changes nothing."""
+    return replace(made, of=TopK()) if isinstance(getattr(made, "of", None), Dense) else made
+
+
+def waits(experiment: Experiment, member: type[Any]) -> str | None:
+    """Why a policy has nothing to decide in this experiment; None if it has, or is none."""
+    policy = experiment.policy
+    return policy.needs(experiment.checked()) if issubclass(member, Policy) and isinstance(policy, Policy) else None

@@ -1,0 +1,255 @@
+"""Laws that a strategy can be held to without processes or wires: what it claims, on a small model, simulated.
+
+    laws(Mine)
+
+A class in a notebook's cell is held to the same as those of the house. Nothing here knows a strategy by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.compressors import TopK
+from workbench.experiment import Experiment
+from workbench.host.core.remembered import UNDECLARED
+from workbench.record.run import Run
+from workbench.settings import Change, KnobError, knobs, short
+from workbench.sim.run.simulate import simulate
+from workbench.strategies import Strategy
+from workbench.tasks import Colwise, Rowwise, Task
+
+RANKS, STEPS = 3, 8
+CROSSES = ("gradients", "moments", "displacements", "parameters")  # see Strategy.exchanges
+RATE, MOMENTUM, EXAMPLES = 0.02, 0.9, 4
+
+
+class Broken(AssertionError):
+    """A law that a strategy does not keep, in a sentence."""
+
+
+class Law(NamedTuple):
+    """What is asked, of whom, and what came of it. held: None where it says nothing about this strategy."""
+
+    law: str
+    held: bool | None
+    said: str
+
+    def __repr__(self) -> str:
+        mark = {True: "kept", False: "BROKEN", None: "not asked"}[self.held]
+        return f"{mark:9} {self.law}" + (f": {self.said}" if self.said else "")
+
+
+class Laws(list[Law]):
+    """One below the other."""
+
+    @property
+    def broken(self) -> list[str]:
+        return [one.law for one in self if one.held is False]
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self))
+
+
+class Net(nn.Module):
+    """Three small layers, which make several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+        rng = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=rng) * 0.5 / p.shape[-1] ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        return out
+
+
+def batch(rank: int, step: int, seed: int = 0, size: int = EXAMPLES) -> tuple[Tensor, Tensor]:
+    """One rank's examples of a step, a function of its arguments only: (size, 8) and (size, 4)."""
+    rng = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
+    x = torch.randn(size, 8, generator=rng)
+    return x, torch.stack([x[:, 0], x[:, 1] * x[:, 2], x.sum(1), x[:, 3].abs()], 1)
+
+
+def mse(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of a batch."""
+    return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters in the order of their names: (n,) float64."""
+    return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
+
+
+def small(loss: Any = mse, momentum: float = MOMENTUM) -> Task:
+    """The task that laws are held on: SGD, examples that `batch` gives."""
+    return Task(
+        model=Net, data=lambda rank, ranks, seed: [batch(rank, step) for step in range(64)], loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=RATE, momentum=momentum),
+        split=lambda model: {"a": Colwise(), "b": Rowwise()}, lookups=lambda pair: {},
+    )  # fmt: skip
+
+
+def trained(strategy: Strategy, ranks: int = RANKS, steps: int = STEPS, changes: Iterable[Change] = (),
+            momentum: float = MOMENTUM, **rest: Any) -> tuple[Run, list[Tensor]]:  # fmt: skip
+    """A simulated run with real tensors, and every rank's parameters in the end, each as `flat` gives them."""
+    models: dict[int, nn.Module] = {}
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        first = next(model.parameters())
+        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these only show what will be
+            models[id(model)] = model
+        return mse(model, pair)
+
+    task = small(loss, momentum)
+    done = simulate(_experiment(strategy, ranks, steps, task=task, **rest), changes=changes, real=True)
+    return done, [flat(model) for model in models.values()]
+
+
+def joined(ranks: int, steps: int) -> Tensor:
+    """One process, the batches of all ranks together, torch's own optimizer: what it has in the end."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    for step in range(steps):
+        pairs = [batch(rank, step) for rank in range(ranks)]
+        optimizer.zero_grad()
+        mse(model, (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]))).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def _experiment(strategy: Strategy, ranks: int, steps: int, **rest: Any) -> Experiment:
+    rest = {"task": small(), "pace": 5.0, "bucket_mb": 0.01, "eval_every": 0, "diverged": 0.0, **rest}
+    return Experiment(strategy=strategy, ranks=ranks, steps=steps, **rest).checked()
+
+
+def fitting(cls: type[Strategy], ranks: int) -> Strategy:
+    """The strategy by its bare name; where so many ranks cannot run that, with the one number that lets them."""
+    if cls().refuses_size(ranks) is None:
+        return cls()
+    every = (replace(cls(), **{k.name: ranks}) for k in knobs(cls) if k.kind is int)
+    return next(chosen for chosen in every if chosen.refuses_size(ranks) is None)
+
+
+def _require(kept: bool, said: str) -> None:
+    if not kept:
+        raise Broken(said)
+
+
+def _equal(found: list[Tensor]) -> bool:
+    return all(torch.equal(one, found[0]) for one in found)
+
+
+def trains_and_is_left(cls: type[Strategy]) -> str | None:
+    """It trains, is left for DDP, and then all ranks have the same parameters; what it remembers has a rule."""
+    done, found = trained(fitting(cls, RANKS), changes=[Change(STEPS - 1, "strategy", "DDP")])
+    _require([change.path for change in done.changes] == ["strategy"], "it was not left")
+    samples = done.timeline.samples.rows()
+    losses = samples[samples.equal("name", "loss")].value
+    _require(len(losses) > 0 and all(map(math.isfinite, losses)), "a loss is no number")
+    _require(_equal(found), "ranks differ after it was left")
+    rules = {name: rule for _, _, detail in done.details("own") for name, rule in detail["rules"].items()}
+    loose = sorted(name for name, rule in rules.items() if rule == UNDECLARED)
+    _require(not loose, f"`own` does not say what becomes of {', '.join(loose)}")
+    return None
+
+
+def asks_alike(cls: type[Strategy]) -> str | None:
+    """In lockstep all ranks ask for the same collectives in the same order; where there are sizes only, too."""
+    if not cls.lockstep:
+        return "it is not in lockstep"
+    run = simulate(_experiment(fitting(cls, RANKS), RANKS, STEPS + 1), real=False)
+    rows = run.timeline.spans.rows()
+    rows = rows[rows.equal("lane", "comm")]
+    asked = []
+    for rank in range(RANKS):
+        own = rows[rows.rank == rank]
+        own = own[np.argsort(own.t0, kind="stable")]
+        names = [str(name).split(" to ")[0] for name in own.name]
+        asked.append(list(zip(own.step.tolist(), names, own.nbytes.tolist(), strict=True)))
+    _require(asked[0] == asked[1] == asked[2], "ranks ask for different things")
+    return None
+
+
+def never_apart(cls: type[Strategy]) -> str | None:
+    """Unless it says `periodic`, all ranks have the same parameters after every step."""
+    if cls.periodic or not cls.lockstep:
+        return "it says that ranks may differ between rounds" if cls.periodic else "it is not in lockstep"
+    for steps in (1, 2, 5):
+        said = f"ranks differ after step {steps}; if that is meant, periodic = True says it"
+        _require(_equal(trained(fitting(cls, RANKS), steps=steps)[1]), said)
+    return None
+
+
+def one_process(cls: type[Strategy]) -> str | None:
+    """If it says `exact`, its step is that of one process on the examples of all ranks."""
+    if not cls.exact:
+        return "it does not say so: exact = True would"
+    for one in trained(fitting(cls, RANKS))[1]:
+        _require(torch.allclose(one, joined(RANKS, STEPS), rtol=1e-5, atol=1e-6), "it is another step")
+    return None
+
+
+def plain_alone(cls: type[Strategy]) -> str | None:
+    """If it says `plain`, as it does by itself, one rank makes the optimizer's steps and no others."""
+    if not cls.plain:
+        return "it says that its step is its own: plain = False"
+    (found,) = trained(fitting(cls, 1), ranks=1)[1]
+    _require(torch.allclose(found, joined(1, STEPS), rtol=1e-6, atol=1e-7),
+             "one rank does not as the optimizer would; if that is meant, plain = False says it")  # fmt: skip
+    return None
+
+
+def compresses_or_says_why_not(cls: type[Strategy], compressor: Any = None) -> str | None:
+    """With a compressor, by default TopK, it trains, or refuses in words that say what would do.
+
+    What a compressor may do goes by what crosses, so that has to be one of the four things that may.
+    """
+    _require(cls.exchanges in CROSSES, f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(CROSSES)}")
+    try:
+        done, _ = trained(fitting(cls, 2), ranks=2, steps=4, compressor=compressor or TopK.usual())
+    except KnobError as refusal:
+        _require("use " in str(refusal), f"its refusal does not say what would do: {refusal}")
+        return "it refuses, and says what would do"
+    samples = done.timeline.samples.rows()
+    _require(all(map(math.isfinite, samples[samples.equal("name", "loss")].value)), "a loss is no number")
+    return None
+
+
+LAWS: dict[str, Callable[[type[Strategy]], str | None]] = {
+    "it trains, is left, and all ranks agree": trains_and_is_left,
+    "all ranks ask for the same, of sizes alone, too": asks_alike,
+    "ranks are equal after every step": never_apart,
+    "its step is what one process would make of all examples": one_process,
+    "on one rank it is the optimizer": plain_alone,
+    "it takes a compressor, or says why not": compresses_or_says_why_not,
+}
+
+
+def laws(cls: type[Strategy]) -> Laws:
+    """Every law, and whether this strategy keeps it. Raises KnobError where it is no class of a strategy.
+
+    What a strategy raises on its way is a law that it does not keep.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+        raise KnobError(f"strategy={short(cls)}: must be the class of a strategy, such as LocalSGD")
+    found = Laws()
+    for name, law in LAWS.items():
+        try:
+            why_not = law(cls)
+        except Exception as broken:
+            said = str(broken) if isinstance(broken, Broken) else f"{type(broken).__name__}: {broken}"
+            found.append(Law(name, False, said))
+        else:
+            found.append(Law(name, None if why_not and law is not compresses_or_says_why_not else True, why_not or ""))
+    return found

@@ -1,0 +1,305 @@
+"""One trial on ranks that train: set it, wait until it has settled, and measure until it is told apart."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from workbench.experiment import Experiment
+from workbench.record.store import RunError
+from workbench.settings import KnobError, each
+from workbench.sim.plan.judging import is_usable
+from workbench.sim.plan.quick import period
+from workbench.sim.plan.space import learns_alike
+from workbench.sim.plan.trials import Interval, Settings, Trial, above_trend, interval
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+
+ANSWER = 60.0  # seconds within which ranks that train answer a change
+LOOK = 0.05  # seconds between two looks at their record
+MORE = 1.5  # times as many steps from one look at the interval to the next
+TREND = 200  # steps that the trend of the loss is taken from
+
+
+class Training(Protocol):
+    """Ranks that train and are steered: a Lab."""
+
+    changes: list[Any]  # PendingChanges: `id`, `path`, `applied_at`, `refused`
+
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def live(self) -> bool: ...
+    @property
+    def run_now(self) -> Run | None: ...
+    @property
+    def members(self) -> tuple[int, ...]: ...
+    @property
+    def state(self) -> str: ...
+
+    def set(self, path: str, value: Any) -> Any: ...  # a PendingChange; it has `wait(seconds)`
+
+
+class Asked(NamedTuple):
+    """How long a trial goes on.
+
+    confidence: of every interval, over all looks at it
+    precision:  half of the interval of a step's time, as a share of it, that is narrow enough
+    worse:      by how much the loss may lie above its trend, as a share; that it does not is shown at `confidence`
+    steps, most: at which the interval is looked at first, and at which a trial ends
+    settle:     steps after a change that do not count
+    """
+
+    confidence: float = 0.95
+    precision: float = 0.03
+    worse: float = 0.02
+    steps: int = 8
+    most: int = 60
+    settle: int = 3
+
+
+class Overruled(Exception):
+    """A person has set what is tuned."""
+
+
+class Broken(Exception):
+    """The trial cannot go on, for a reason in words; the run can."""
+
+
+class OnRanks:
+    """Makes trials on `on`, one after the other.
+
+    paths:  what is tuned, which a person may set instead
+    going:  asked often; raises what ends the search
+    shown:  told the trial under way, as it stands
+    """
+
+    def __init__(self, on: Training, asked: Asked, paths: Sequence[str], going: Callable[[], None],
+                 shown: Callable[[Trial], None]) -> None:  # fmt: skip
+        self.on, self.asked, self.paths, self.going, self.shown = on, asked, paths, going, shown
+        self.before = on.experiment
+        self._mine: set[str] = set()
+        self._heard = len(on.changes)
+        self._come_and_gone = 0  # Marks of members there were
+        self._before = 0  # steps whose losses make the trend
+        self._trend: list[tuple[int, int, int]] = []  # [first, stop) of steps whose losses make it, and batches of each
+
+    def tried(self, trial: Trial, best: Trial | None) -> Trial:
+        """The trial with what was measured; its verdict says what became of it. Raises RunError where the run ends."""
+        run = self._run()
+        began, trial = _newest(run), replace(trial, ranks=len(self.on.members))
+        self._come_and_gone = len(run.details("members"))
+        self.touched()
+        try:
+            found = self._measured(trial, self.set(trial.settings), best)
+        except KnobError as error:
+            return replace(trial, verdict=f"refused: {error}")
+        except Broken as error:
+            found = replace(trial, verdict=str(error))
+        return replace(found, steps=max(0, _newest(self._run()) - began))
+
+    def set(self, settings: Settings) -> int:
+        """Sets what is not so already; the first step that all of it acts on. Raises KnobError, changing nothing."""
+        if not self.on.live:
+            raise RunError("tune: the run has ended; train longer, or take fewer trials")
+        former, asked = dict[str, Any](), []
+        first = _newest(self._run()) + 1
+        try:
+            for path in sorted(settings, key=lambda p: p.count(".")):
+                now = _value(self.on.experiment, path)
+                if now == settings[path]:
+                    continue
+                change = self.on.set(path, settings[path])
+                former[path] = now
+                self._mine.add(change.id)
+                asked.append(self._answered(change))
+        except KnobError:
+            for path, value in reversed(former.items()):
+                if _value(self.on.experiment, path) != value:
+                    change = self.on.set(path, value)
+                    self._mine.add(change.id)
+                    self._answered(change)
+            raise
+        return max([first, *asked])
+
+    def restore(self, settings: Settings) -> None:
+        """Sets what was in force before: on ranks that train; if the run has ended, for the next run."""
+        if self.on.live:
+            try:
+                self.set(settings)
+                return
+            except Exception:
+                if self.on.live:
+                    raise
+        for path in sorted(settings, key=lambda path: path.count(".")):
+            if _value(self.on.experiment, path) != settings[path]:
+                self.on.set(path, settings[path])
+
+    def _answered(self, change: Any) -> int:
+        """The step that a change acts on first, however long a person has the run paused before."""
+        left = ANSWER
+        while True:
+            try:
+                return int(change.wait(min(1.0, left)).applied_at)
+            except TimeoutError:
+                self.going()
+                left -= 1.0 if self.on.state == "running" else 0.0
+                if not self.on.live:
+                    raise RunError("tune: the run ended before its ranks had answered a change") from None
+                if left <= 0:
+                    raise Broken(f"ranks did not answer within {ANSWER:g} s") from None
+
+    def _measured(self, trial: Trial, first: int, best: Trial | None) -> Trial:
+        e, a = self.on.experiment, self.asked
+        each, weight, begin = period(e), e.strategy.batches(1), first + a.settle
+        looks = list(_looks(-(-a.steps // each), max(2, -(-a.most // each))))
+        alike = learns_alike(self.before, e)
+        number = 0
+        while True:
+            live = self.on.live  # before its rows are read
+            self.going()
+            self._undisturbed()
+            if (at := self.touched()) is not None:  # what came before is of another run
+                begin, number = max(begin, at + a.settle), 0
+            run = self._run()
+            loss = None if alike else self._loss(run, begin, weight)
+            if loss is not None and not math.isfinite(loss.mid):
+                raise Broken("its loss is not finite")
+            rounds = _rounds(lasted(run, begin, min(self.on.members or (0,))), each)
+            if len(rounds) >= looks[number]:
+                took = interval([s / weight for s in rounds], a.confidence, len(looks))
+                trial = replace(trial, seconds=took.mid, low=took.low, high=took.high, loss=loss)
+                if said := self._verdict(trial, best, number == len(looks) - 1):
+                    if alike:
+                        self._trend.append((begin, begin + len(rounds) * each, weight))
+                    return replace(trial, verdict=said, fit=is_usable(loss is None, loss, a.worse))
+                self.shown(replace(trial, verdict="measuring"))
+                number = min(number + 1, len(looks) - 1)
+            elif not live:
+                stop = begin + looks[number] * each
+                raise RunError(f"tune: the run ended before step {stop}; train longer, or take fewer trials")
+            time.sleep(LOOK)
+
+    def _verdict(self, trial: Trial, best: Trial | None, last: bool) -> str:
+        """What became of the trial, once that can be said; "" before."""
+        a, loss = self.asked, trial.loss
+        half = (trial.high - trial.low) / 2
+        narrow = half <= a.precision * (trial.seconds or 0.0)
+        if loss is not None and loss.low > a.worse:
+            return f"loss worse: {loss.mid:+.1%} of where its trend leads"
+        if best is not None and trial.low > best.high:
+            return f"slower: {(trial.seconds or 0.0) / (best.seconds or 1.0):.2f} times the best"
+        if not (narrow or last):
+            return ""
+        if loss is not None and loss.high > a.worse:
+            return self._not_told(loss) if last else ""
+        if best is None:
+            return "in force before"
+        faster = 1 - (trial.seconds or 0.0) / (best.seconds or 1.0)
+        if trial.high < best.low:
+            return f"faster by {faster:.0%} of the best before"
+        return f"not told from the best before ({-faster:+.1%} of its step)"
+
+    def _not_told(self, loss: Interval) -> str:
+        """Why a trial may not be used although its loss is not worse for certain, and what to do."""
+        a = self.asked
+        return (f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
+                f"{self._before} steps, and worse={a.worse:g} allows {a.worse:.1%}; let the run train longer before "
+                f"you tune, or give more steps (most=), or a larger worse=")  # fmt: skip
+
+    def _loss(self, run: Run, begin: int, weight: int) -> Interval | None:
+        """By how much the losses from step `begin` on lie above their trend; None where nothing is learned."""
+        step, loss = losses(run)
+        if not len(step):
+            return None
+        spans = self._trend or [(max(0, begin - self.asked.settle - TREND), begin - self.asked.settle, weight)]
+        early = np.zeros(len(step), bool)
+        for first, stop, _ in spans:
+            early |= (step >= max(first, stop - TREND)) & (step < stop)
+        self._before = int(early.sum())
+        if not np.isfinite(loss[step >= begin]).all():
+            return Interval(math.inf, math.inf, math.inf)
+        before, late = spans[0][2], step >= begin
+        examples = 1.0 + np.where(late, begin * before + (step - begin) * weight, step * before)
+        found = above_trend((examples[early], loss[early]), (examples[late], loss[late]), self.asked.confidence)
+        return found or Interval(-math.inf, 0.0, math.inf)  # there are too few losses to say anything
+
+    def _undisturbed(self) -> None:
+        """Raises Broken where ranks were lost, or came in, since the trial began."""
+        new = self._run().details("members")[self._come_and_gone :]
+        if new:
+            gone = sorted({rank for _, _, detail in new for rank in detail.get("gone", ())})
+            who = f"rank {', '.join(map(str, gone))} was lost" if gone else "ranks came or went"
+            raise Broken(f"{who} while it was tried")
+
+    def touched(self) -> int | None:
+        """The step before which somebody else set another knob; None where nobody has. Raises Overruled."""
+        new, self._heard = self.on.changes[self._heard:], len(self.on.changes)
+        at = None
+        for change in new:
+            if change.id in self._mine or change.refused:
+                continue
+            if any(_within(one, path) for one in each(change.path, change.value) for path in self.paths):
+                raise Overruled(f"{change.path} was set to {change.value}")
+            at = change.applied_at if change.applied_at is not None else _newest(self._run()) + 1
+        return at
+
+    def _run(self) -> Run:
+        run = self.on.run_now
+        assert run is not None
+        return run
+
+
+def _looks(least: int, most: int) -> Iterator[int]:
+    """At how many rounds the interval is looked at."""
+    n = max(2, least)
+    while n < most:
+        yield n
+        n = math.ceil(n * MORE)
+    yield max(most, 2)
+
+
+def _rounds(lasted: list[float], each: int) -> list[float]:
+    """Mean seconds per step of each whole round of so many steps."""
+    return [sum(lasted[i : i + each]) / each for i in range(0, len(lasted) - each + 1, each)]
+
+
+def _within(one: str, other: str) -> bool:
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _value(e: Experiment, path: str) -> Any:
+    thing: Any = e
+    for name in path.split("."):
+        thing = getattr(thing, name, None)
+    return thing
+
+
+def _newest(run: Run) -> int:
+    """The last step of which something is recorded; -1 before the first."""
+    rows = run.timeline.spans.rows()
+    return int(rows.step.max()) if len(rows) else -1
+
+
+def lasted(run: Run, first: int, rank: int = 0) -> list[float]:
+    """What each step of a rank from step `first` on has lasted, in seconds and in their order.
+
+    Where a rank that has fallen behind skips some, they are the next ones that it makes.
+    """
+    rows = run.timeline.spans.rows()
+    rows = rows[(rows.rank == rank) & rows.equal("lane", "step") & (rows.step >= first)]
+    return [float(t1 - t0) for _, t0, t1 in sorted(zip(rows.step, rows.t0, rows.t1, strict=True))]
+
+
+def losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Of each step the mean over ranks of its losses: (steps, losses)."""
+    rows = run.timeline.samples.rows()
+    rows = rows[rows.equal("name", "loss")]
+    steps, which = np.unique(rows.step, return_inverse=True)
+    return steps, np.bincount(which, rows.value, len(steps)) / np.maximum(np.bincount(which, minlength=len(steps)), 1)

@@ -1,0 +1,211 @@
+"""What is tried next: the simulator's best first, then what Optuna's Gaussian process makes of what was measured.
+
+Optuna is imported only here, and only when something is tuned.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.analysis.steps.words import duration
+from workbench.experiment import Experiment
+from workbench.rank import StrategyError
+from workbench.record.store import RunError
+from workbench.settings import Knob, KnobError
+from workbench.sim.costs.costs import Costs
+from workbench.sim.plan.quick import Quick
+from workbench.sim.plan.space import Dimension, candidates, under
+from workbench.sim.plan.trials import Settings, Trial
+
+RANDOM = 10  # trials at random before the process proposes anything: Optuna's usual number
+AGAIN = 12  # times that the process may propose what is not to be tried, before the next in the simulator's order is
+SLOWER = 1.5  # times the best that is predicted: what is predicted to be slower is not tried
+AHEAD = 0.7  # of all trials those that the simulator proposes
+DOUBT = 1.0  # of a correction that rests on one trial half is believed: the weight of a ridge
+
+
+class Ordered(NamedTuple):
+    """Settings in the order in which the simulator would try them, what it says of each, and those left out."""
+
+    predicted: list[tuple[Settings, float]]
+    left_out: tuple[Trial, ...]
+
+
+def ordered(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = SLOWER) -> Ordered:
+    """Asks the simulator about all settings; those that it cannot simulate come last, in their own order."""
+    quick, found, silent, out = Quick(e, costs), list[tuple[Settings, float]](), list[Settings](), list[Trial]()
+    for settings in candidates(dims):
+        try:
+            told = under(e, settings)
+        except KnobError as error:
+            out.append(Trial(settings=settings, verdict=f"cannot be: {error}"))
+            continue
+        try:
+            found.append((settings, quick.told(told).seconds / told.strategy.batches(1)))
+        except (KnobError, StrategyError, RunError, ValueError):
+            silent.append(settings)
+    found.sort(key=lambda one: one[1])
+    best = found[0][1] if found else math.inf
+    for settings, seconds in found:
+        if seconds > slower * best:
+            said = f"not tried: the simulator says {seconds / best:.2g} times {duration(best)}, the best it finds"
+            out.append(Trial(settings=settings, predicted=seconds, verdict=said))
+    kept = [one for one in found if one[1] <= slower * best]
+    return Ordered(kept + [(settings, math.nan) for settings in silent], tuple(out))
+
+
+class Proposer:
+    """Optuna's ask and tell over `dims`, fed with the simulator's order.
+
+    order: None where there is none, as where the simulator itself is what is tuned
+    never: settings that are not to be tried, besides those that `order` leaves out
+    once:  is nothing tried twice, and may what is found be of no use? So it is on ranks that train
+    """
+
+    def __init__(self, dims: Sequence[Dimension], trials: int, seed: int, order: Ordered | None = None,
+                 once: bool = False, never: Sequence[Settings] = ()) -> None:  # fmt: skip
+        self.dims, self.once = dims, once
+        self._optuna = _optuna()
+        self._spaces = {d.path: self._distribution(d) for d in dims}
+        self._done = [_key(settings) for settings in never]
+        out = order.left_out if order else ()
+        self._never = {_key(t.settings) for t in out}
+        known = order.predicted if order else []
+        self._queue = [settings for settings, _ in known]
+        self._measured = dict[str, tuple[Settings, float]]()
+        self._last: Settings = {}
+        self._predicted = {_key(settings): seconds for settings, seconds in known if not math.isnan(seconds)}
+        self._ahead = max(1, round(AHEAD * (trials - 1))) if known else 0
+        ranges = any(not d.values for d in dims)
+        self._all = None if ranges else math.prod(len(d.values) for d in dims)
+        with _quietly(self._optuna), warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            start = self._ahead + 1 if known else RANDOM
+            new = hasattr(self._optuna.trial.Trial, "set_constraint")  # since Optuna 5
+            constrained = {} if new or not once else {"constraints_func": _excess}
+            sampler = self._optuna.samplers.GPSampler(seed=seed, n_startup_trials=start, **constrained)
+            self._study = self._optuna.create_study(sampler=sampler)
+
+    def predicted(self, settings: Settings) -> float | None:
+        return self._predicted.get(_key(settings))
+
+    def first(self, settings: Settings) -> Any:
+        """What is in force, which is tried first; None where it lies outside of what is searched."""
+        return self._taken(self._asked(settings), settings)[0]
+
+    def next(self) -> tuple[Any, Settings] | None:
+        """What to try next, and what to hand to `tell` with what came out; None where all has been tried."""
+        left = [settings for settings in self._queue if _key(settings) not in self._done]
+        left.sort(key=self._corrected())
+        if self._ahead and left:
+            self._ahead -= 1
+            return self._taken(self._asked(left[0]), left[0])
+        for _ in range(AGAIN if self._all is None or len(set(self._done) | self._never) < self._all else 0):
+            with _quietly(self._optuna):
+                asked = self._study.ask(self._spaces)
+            settings = {d.path: self._value(d, asked.params[d.path]) for d in self.dims}
+            if _key(settings) in self._never or (self.once and _key(settings) in self._done):
+                self._tell(asked, None, math.inf)
+                continue
+            return self._taken(asked, settings)
+        return self._taken(self._asked(left[0]), left[0]) if left else None
+
+    def tell(self, asked: Any, seconds: float | None, excess: float) -> None:
+        """What came out: seconds, None where it was refused; excess: above 0 where it may not be used."""
+        if seconds is not None and self._done[-1] in self._predicted:
+            self._measured[self._done[-1]] = (self._last, math.log(seconds / self._predicted[self._done[-1]]))
+        if asked is not None:
+            self._tell(asked, seconds, excess)
+
+    def _tell(self, asked: Any, seconds: float | None, excess: float) -> None:
+        if self.once:
+            excess = min(max(excess, -1.0), 1e3)
+            asked.set_user_attr("excess", excess)
+            if hasattr(asked, "set_constraint"):
+                asked.set_constraint("loss", excess)
+        with _quietly(self._optuna):
+            state = self._optuna.trial.TrialState.FAIL if seconds is None else None
+            self._study.tell(asked, seconds, state=state)
+
+    def _taken(self, asked: Any, settings: Settings) -> tuple[Any, Settings]:
+        self._done.append(_key(settings))
+        self._last = settings
+        return asked, settings
+
+    def _corrected(self) -> Callable[[Settings], float]:
+        """The simulator's word on settings, corrected by how far it was off: each value has a factor of its own.
+
+        A codec whose time nobody knew, say, is slower wherever it is used. The factors' logarithms are a ridge
+        regression's over those measured.
+        """
+        values = [(d.path, repr(point)) for d in self.dims for point in d.points]
+
+        def row(settings: Settings) -> np.ndarray:
+            mine = {(path, repr(value)) for path, value in settings.items()}
+            return np.array([1.0, *(float(one in mine) for one in values)])
+
+        x = np.array([row(settings) for settings, _ in self._measured.values()]).reshape(-1, len(values) + 1)
+        y = np.array([off for _, off in self._measured.values()])
+        penalty = DOUBT * np.eye(len(values) + 1)
+        penalty[0, 0] = 1e-6
+        factors = np.linalg.solve(x.T @ x + penalty, x.T @ y)
+        return lambda settings: math.log(self._predicted.get(_key(settings), 1e9)) + float(row(settings) @ factors)
+
+    def _asked(self, settings: Settings) -> Any:
+        """Optuna's trial of these very settings."""
+        if not all(_holds(d, settings[d.path]) for d in self.dims):
+            return None
+        params = {d.path: d.labels[d.values.index(settings[d.path])] if d.values else settings[d.path]
+                  for d in self.dims}  # fmt: skip
+        with _quietly(self._optuna):
+            self._study.enqueue_trial(params)
+            return self._study.ask(self._spaces)
+
+    def _value(self, d: Dimension, told: Any) -> Any:
+        return d.values[d.labels.index(told)] if d.values else told
+
+    def _distribution(self, d: Dimension) -> Any:
+        kinds, knob = self._optuna.distributions, d.knob
+        if d.values:
+            return kinds.CategoricalDistribution(d.labels)
+        kind = kinds.IntDistribution if knob.kind is int else kinds.FloatDistribution
+        return kind(knob.low, knob.high, log=knob.log)
+
+
+def _key(settings: Settings) -> str:
+    return repr(sorted((path, repr(value)) for path, value in settings.items()))
+
+
+def _excess(trial: Any) -> tuple[float]:
+    return (trial.user_attrs.get("excess", -1.0),)
+
+
+def _holds(d: Dimension, value: Any) -> bool:
+    """Is the value among those that are searched?"""
+    knob: Knob = d.knob
+    return value in d.values if d.values else bool(knob.low <= value <= knob.high)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise KnobError("tune: Optuna is not here; pip install 'training-workbench[tune]'") from None
+    return optuna
+
+
+@contextmanager
+def _quietly(optuna: Any) -> Iterator[None]:
+    """What Optuna logs at every trial is not for a notebook."""
+    said = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(said)

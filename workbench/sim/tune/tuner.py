@@ -1,0 +1,84 @@
+"""Knobs tuned by trying: `tune` on the simulator, or on ranks that train, where `sim/tune/tuning.py` searches."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.record.store import RunError
+from workbench.settings import KnobError
+from workbench.sim.costs.costs import Costs
+from workbench.sim.plan.quick import period
+from workbench.sim.plan.space import Trying, in_force, space_of, under
+from workbench.sim.plan.trials import Settings, Trial, Tuned
+from workbench.sim.run.simulate import simulate
+from workbench.sim.tune.on_ranks import Training, lasted
+from workbench.sim.tune.proposing import Proposer
+from workbench.sim.tune.tuning import Tuning, require, trials_of
+
+
+def tune(on: Experiment | Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
+         trials: int | None = None, steps: int = 8, settle: int = 3, seed: int = 0, costs: Costs | None = None,
+         **live: Any) -> Tuned:  # fmt: skip
+    """Searches for the settings with which a step is shortest, by Optuna's Gaussian process.
+
+    on:     an Experiment, which is simulated, and nothing is changed. Or a Lab whose ranks train: `lab.tune(...)`, of
+            which this waits for the end
+    paths:  what is tuned, all of it knobs that may change live: by knob a list of values (numbers, or members with
+            their knobs, such as `LocalSGD(every=16)`) or a range `(low, high)`; or a list of knobs, each in its own
+            range. None: ByteScheduler's pieces and credit under that; else bucket, compressor, strategy and period,
+            and the micro-batches of a pipeline
+    within: by path, a narrower range (low, high), for a list of knobs
+    trials: how many settings are tried, of which the one in force is the first; None: 20, or 22 % of all settings if
+            that is less
+    steps:  of a trial that count, after `settle` that do not; on ranks that train, when its interval is looked at first
+    costs:  for the simulator, as `simulate` takes it; of a lab what is measured from its run
+    live:   see `Tuning`
+
+    A trial that is refused has no time. Where an Experiment is simulated, only time is looked at.
+
+    Raises KnobError for a knob that cannot be searched, a range that is none, a lab where no run is live, or no Optuna;
+    RunError where the run ends before the trials do.
+
+    Reference: Peng et al., SOSP 2019, https://doi.org/10.1145/3341301.3359642 (ByteScheduler's two knobs, and by what);
+    Akiba et al., "Optuna", KDD 2019, https://arxiv.org/abs/1907.10902
+    """
+    if not isinstance(on, Experiment):
+        return Tuning(on, paths, within=within, trials=trials, steps=steps, settle=settle, seed=seed, costs=costs,
+                      **live).start().wait()  # fmt: skip
+    if live:
+        raise KnobError(f"{', '.join(live)}: only ranks that train are asked so; give a Lab")
+    require((("steps", steps, 1), ("settle", settle, 0)), trials, seed, within)
+    dims = space_of(on, paths, within or {})
+    number = trials_of(trials, dims)
+    proposer, tried = Proposer(dims, number, seed), list[Trial]()
+    settings = in_force(on, dims)
+    asked = proposer.first(settings)
+    while True:
+        tried.append(_simulated(on, settings, steps, settle, costs))
+        proposer.tell(asked, tried[-1].seconds, -1.0)
+        if len(tried) == number or (found := proposer.next()) is None:
+            break
+        asked, settings = found
+    timed = [trial for trial in tried if trial.seconds is not None]
+    if not timed:
+        raise KnobError(f"tune: all {len(tried)} trials were refused, the last {tried[-1].settings}: "
+                        f"{tried[-1].verdict.removeprefix('refused: ')}")  # fmt: skip
+    return Tuned(min(timed, key=lambda trial: trial.seconds or 0.0), tuple(tried))
+
+
+def _simulated(e: Experiment, settings: Settings, steps: int, settle: int, costs: Costs | None) -> Trial:
+    try:
+        told = under(e, settings)
+        each = period(told)
+        count = -(-steps // each) * each  # whole rounds
+        times = lasted(simulate(replace(told, steps=settle + count), costs=costs), settle)
+    except KnobError as error:
+        return Trial(settings=settings, verdict=f"refused: {error}")
+    if not times:
+        raise RunError(f"tune: rank 0 made no step of its own from step {settle} on; let more than steps={steps} count")
+    mean = statistics.fmean(times) / told.strategy.batches(1)
+    return Trial(settings=settings, seconds=mean, low=mean, high=mean, ranks=told.ranks, steps=settle + count, fit=True)

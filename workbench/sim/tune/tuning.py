@@ -1,0 +1,250 @@
+"""A search on ranks that train: each trial is a change of the run under way; it can be watched, paused, overruled."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from workbench.record.store import RunError
+from workbench.settings import KnobError, short
+from workbench.settings.said import text_of
+from workbench.sim.costs.costs import Costs
+from workbench.sim.plan.judging import Evidence, in_order
+from workbench.sim.plan.space import Dimension, Trying, candidates, in_force, space_of
+from workbench.sim.plan.trials import Settings, Trial, Tuned, words
+from workbench.sim.tune.on_ranks import LOOK, Asked, OnRanks, Overruled, Training
+from workbench.sim.tune.proposing import Ordered, Proposer, ordered
+
+TRIALS = 20  # at most, where nobody says how many
+SHARE = 0.22  # of lists of values so many of what they come to: a sweep's quarter of steps, with room
+
+
+class Stop(Exception):
+    """A person has seen enough."""
+
+
+class Tuning:
+    """A search on ranks that train, on a thread of its own. `wait()` for its end, or look at it as it goes.
+
+    confidence: of each interval, whenever it is looked at
+    precision:  a trial ends once half of the interval of its step's time is within this share of it; or as soon as it
+                is clearly slower than the best, or after `most` steps
+    worse:      a setting is used only where its loss lies above the trend of the steps before by no more than this
+                share, shown at `confidence`: the trend is a line in the logarithm of the examples, of at most 200 steps
+                under what was in force; not asked of what learns the same (buckets, exact strategies among each other).
+                `workbench.sim.plan.judging` has the rule, by which `run.advice` goes, too
+    keep:       the best stays set at the end; else what was set before comes back
+
+    A trial whose ranks are lost or whose change is refused is over, says so, and the next goes on. Where the number of
+    ranks has changed, what was in force before is measured anew, and only trials of as many ranks are compared. Who
+    sets by hand what is tuned ends the search, and that stays; a trial during which another knob is set begins anew.
+    """
+
+    def __init__(self, on: Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
+                 trials: int | None = None, steps: int = 8, settle: int = 3, seed: int = 0, costs: Costs | None = None,
+                 confidence: float = 0.95, precision: float = 0.03, worse: float = 0.02, most: int = 60,
+                 keep: bool = True) -> None:  # fmt: skip
+        require((("steps", steps, 1), ("settle", settle, 0), ("most", most, 1)), trials, seed, within)
+        for name, share in (("confidence", confidence), ("precision", precision), ("worse", worse)):
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+                raise KnobError(f"{name}={short(share)}: must be a number between 0 and 1")
+        if not hasattr(on, "experiment"):
+            name = type(on).__name__
+            raise KnobError(f"tune: takes an Experiment to simulate or a Lab whose run is live, not {name}")
+        if not on.live:
+            raise KnobError("tune: no run is live on this lab; start one with lab.run(), or give an Experiment to "
+                            "simulate")  # fmt: skip
+        self.on, self.keep, self.seed, self.costs = on, keep, seed, costs
+        self.dims = space_of(on.experiment, paths, within or {})
+        self.number = trials_of(trials, self.dims)
+        self.trials: list[Trial] = []
+        self.left_out: tuple[Trial, ...] = ()
+        self.state = "starting"  # then running, paused, and at the end done, stopped, overruled or failed
+        self.said = "it begins"
+        self._former = in_force(on.experiment, self.dims)
+        asked = Asked(confidence, precision, worse, steps, max(most, steps), settle)
+        self._ranks = OnRanks(on, asked, [d.path for d in self.dims], self._going, self._shown)
+        Proposer(self.dims, self.number, seed)  # whether Optuna is there is said at once
+        self._paused, self._stopped, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._used: Trial | None = None
+        self._error: BaseException | None = None
+
+    def start(self) -> Tuning:
+        threading.Thread(target=self._work, name="tuner", daemon=True).start()
+        return self
+
+    # -- what a person may do
+
+    @property
+    def live(self) -> bool:
+        return not self._over.is_set()
+
+    @property
+    def best(self) -> Trial | None:
+        """Of the trials that may be used, with as many ranks as train now, the fastest; None before there is one."""
+        now = len(self.on.members) or (self.trials[-1].ranks if self.trials else 0)
+        alike = (trial for trial in self.trials if trial.ranks == now)
+        order = in_order(alike, lambda trial: Evidence(trial.seconds or math.inf, trial.fit))
+        return order[0] if order and order[0].fit else None
+
+    def pause(self) -> None:
+        """No other trial begins; the run trains on, under the best so far."""
+        self._paused.set()
+
+    def resume(self) -> None:
+        self._paused.clear()
+
+    def stop(self) -> None:
+        """Ends the search; the best so far stays set, or, without `keep`, what was set before."""
+        self._stopped.set()
+
+    def use(self, number: int) -> None:
+        """Sets what trial `number` (from 1) tried, and ends the search. Raises KnobError where there is none."""
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(self.trials):
+            raise KnobError(f"number={short(number)}: must be a trial's, from 1 to {len(self.trials)}")
+        self._used = self.trials[number - 1]
+        if self._over.is_set():
+            self._ranks.set(self._used.settings)
+        self._stopped.set()
+
+    def wait(self, timeout: float | None = None) -> Tuned:
+        """Waits for the end; raises what ended it, TimeoutError if it goes on. An interrupt ends it: as before."""
+        try:
+            if not self._over.wait(timeout):
+                raise TimeoutError(f"tune: still at trial {len(self.trials)} of {self.number}")
+        except KeyboardInterrupt:
+            self._used = Trial(settings=self._former)
+            self._stopped.set()
+            self._over.wait()
+            raise
+        if self._error is not None:
+            raise self._error
+        return self.found
+
+    @property
+    def found(self) -> Tuned:
+        """What there is so far. Raises KnobError where no trial may be used."""
+        if (best := self.best) is None:
+            said = self.trials[-1].verdict if self.trials else "none has ended"
+            raise KnobError(f"tune: none of {len(self.trials)} trials may be used, the last: {said}")
+        return Tuned(best, tuple(self.trials), self.left_out)
+
+    def __repr__(self) -> str:
+        return f"Tuning, {self.state}: {self.said}" + (f"\n{self.found!r}" if self.best else "")
+
+    # -- the search (its own thread)
+
+    def _work(self) -> None:
+        try:
+            self.state = "running"
+            self._search()
+            self.state = "stopped" if self._stopped.is_set() else "done"
+        except Overruled as error:
+            self.state, self.said = "overruled", f"{error} by hand, and stays so"
+        except BaseException as error:
+            self.state, self.said, self._error = "failed", str(error), error
+            try:
+                self._ranks.restore(self._former)
+                self.said += f"; {words(self._former)} is set, as before"
+            except Exception as failure:
+                self.said += f"; what was set before could not be set again: {text_of(failure)}"
+        finally:
+            self._over.set()
+
+    def _search(self) -> None:
+        with suppress(Stop):
+            proposer = self._begin()
+            while len(self.trials) < self.number:
+                self._hold()
+                if self.trials[-1].ranks != len(self.on.members):
+                    proposer = self._begin()  # with as many ranks as there are now
+                elif (found := proposer.next()) is not None:
+                    asked, settings = found
+                    done = self._try(settings, proposer.predicted(settings))
+                    excess = -1.0 if done.loss is None else done.loss.high - self._ranks.asked.worse
+                    proposer.tell(asked, done.seconds, excess)
+                else:
+                    break
+        self._end()
+
+    def _begin(self) -> Proposer:
+        """Tries what was in force before, then asks the simulator; what broke a trial is not tried again."""
+        broke = [trial.settings for trial in self.trials if trial.seconds is None]
+        self._try(self._former, None)
+        self.said = "the simulator is asked what to try next"
+        order = self._order()
+        out = order.left_out if order else ()
+        self.left_out = tuple(trial for trial in out if trial.settings != self._former)  # which has been tried
+        proposer = Proposer(self.dims, self.number, self.seed, order, once=True, never=broke)
+        first = proposer.first(self._former)
+        self.trials[-1] = replace(self.trials[-1], predicted=proposer.predicted(self._former))
+        proposer.tell(first, self.trials[-1].seconds, -1.0)
+        return proposer
+
+    def _order(self) -> Ordered | None:
+        run = self.on.run_now
+        assert run is not None
+        try:
+            return ordered(self.on.experiment, self.dims, self.costs or Costs.measured(run))
+        except (KnobError, RunError, ValueError):
+            return None  # nothing was measured yet: Optuna proposes alone
+
+    def _try(self, settings: Settings, predicted: float | None) -> Trial:
+        trial = Trial(settings=settings, predicted=predicted, verdict="settling")
+        best = self.best if self.trials and self.trials[-1].ranks == len(self.on.members) else None
+        self.trials.append(trial)
+        self.said = f"trial {len(self.trials)} of {self.number}: {words(settings)}"
+        try:
+            self.trials[-1] = self._ranks.tried(trial, best)
+        except BaseException:
+            self.trials[-1] = replace(self.trials[-1], verdict="broken off", fit=False)
+            raise
+        return self.trials[-1]
+
+    def _hold(self) -> None:
+        """Between two trials: while a person has the search paused, the best so far is set."""
+        if self._paused.is_set() and self.best:
+            self._ranks.set(self.best.settings)
+        while self._paused.is_set():
+            self.state = "paused"
+            self._going()
+            self._ranks.touched()
+            self._over.wait(LOOK)
+        self.state = "running"
+
+    def _end(self) -> None:
+        chosen = self._used or (self.best if self.keep else None) or Trial(settings=self._former)
+        self._ranks.touched()
+        self._ranks.set(chosen.settings)
+        number = next((n for n, trial in enumerate(self.trials, start=1) if trial is chosen), None)
+        self.said = f"{words(chosen.settings)} is set" + (f", as in trial {number}" if number else ", as before")
+
+    def _going(self) -> None:
+        if self._stopped.is_set():
+            raise Stop
+
+    def _shown(self, trial: Trial) -> None:
+        self.trials[-1] = trial
+
+
+def require(numbers: Any, trials: Any, seed: Any, within: Any) -> None:
+    """Raises KnobError for what `tune` cannot be asked."""
+    for name, number, least in (*numbers, *([("trials", trials, 1)] if trials is not None else [])):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise KnobError(f"{name}={number!r}: must be an integer of at least {least}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise KnobError(f"seed={seed!r}: must be an integer in [0, {2**32 - 1}]")
+    if not isinstance(within or {}, Mapping):
+        raise KnobError(f"within={within!r}: must be a range by path, such as {{'credit_mb': (0.1, 1.0)}}")
+
+
+def trials_of(trials: int | None, dims: list[Dimension]) -> int:
+    """How many settings are tried."""
+    if trials is not None:
+        return trials
+    every = sum(1 for _ in candidates(dims)) if all(d.values for d in dims) else 5 * TRIALS
+    return min(TRIALS, max(4, int(SHARE * every)))
