@@ -49,6 +49,7 @@ def named(glossary: nodes.document) -> tuple[dict[str, str], dict[str, str]]:
 
 def pattern(words: dict[str, str]) -> re.Pattern[str]:
     """Finds any of `words`, the longest first, each a group's match without its plural's ending."""
+
     def one(word: str) -> str:
         text = r"\s+".join(map(re.escape, word.split()))
         return rf"{text[:-1]}(?:y|ies)" if word.endswith("y") else rf"{text}(?:s|es)?"

@@ -93,7 +93,7 @@ def tuning(on: Training, paths: Trying = None, **how: Any) -> Tuning:
 
 
 def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> Resumed:
-    """How a run goes on from the checkpoint at `path`. Raises KnobError and RunError. See `workbench.sim.run.resuming`."""
+    """How a run goes on from the checkpoint at `path`. Raises KnobError, RunError. See `workbench.sim.run.resuming`."""
     from workbench.sim.run.resuming import resumed
 
     return resumed(Checkpoint.open(path), wanted, changes, most)
@@ -148,7 +148,7 @@ class Run(Frames):
         """A run of traces that torch.profiler wrote of any job, a file per rank, .json or .json.gz.
 
         Its timeline has steps, kernels or operators, collectives and what of them was exposed, so that all that is
-        asked of timelines can be asked of it; see `workbench.analysis.export.taken`. `save` keeps it as a run directory.
+        asked of timelines can be asked of it; see `analysis/export/taken.py`. `save` keeps it as a run directory.
         Nothing in a trace is run. Raises RunError for what is none, or too large.
         """
         every = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -177,7 +177,7 @@ class Run(Frames):
 
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
-        """The same over numbers of ranks, by itself 2 to 4,096, with what is assumed. See `workbench.sim.plan.scaling`."""
+        """The same over numbers of ranks, by itself 2 to 4,096, with what is assumed. See `sim/plan/scaling.py`."""
         from workbench.sim.plan.what_if import RANKS, scaling
 
         return scaling(self, settings, network, RANKS if ranks is None else ranks)
@@ -233,7 +233,7 @@ class Run(Frames):
         )  # fmt: skip
 
     def compare(self, other: record.Run, tolerance: float = 0.0) -> pd.DataFrame:
-        """What `other` is beside this run, a row per metric, less of which is better: `workbench.analysis.compare.comparison`.
+        """Compares `other` with this run, a row per metric. Less of a metric is better.
 
         Columns: unit, a (this run), b, difference (b - a), its 99 % interval low and high, verdict (of b: better,
         worse, alike, unknown) and why it is unknown. Of two segments of one run each is `run.segment(...)`.
@@ -260,7 +260,7 @@ class Run(Frames):
     def export(self, to: str, out: Path | str | None = None) -> Path:
         """Writes the run for another tool, to "perfetto", "chrome", "parquet", "csv" or "tensorboard".
 
-        See `workbench.analysis.export.files` for what each is. out: file or folder; by default NAME-FORM where Python runs.
+        `workbench.analysis.export.files` describes each. out: file or folder; by default NAME-FORM where Python runs.
         Returns where it is. Raises RunError for another form, or where it cannot be written.
         """
         from workbench.analysis.export.files import export

@@ -4,9 +4,9 @@
 
 A plan that no change announces (`tests.planned`) makes a rank slower by so many percent of a step, for `WITHIN` steps,
 then nobody for `BETWEEN`. The record is looked at as it was after each of these steps: who is named in the list of
-causes (`workbench.analysis.stragglers.causes`), and by the line about stragglers. A trial is right if after `WITHIN` steps the
-rank and the cause are named, and nothing else with a rank. A false alarm is a rank named where no step of those that
-are looked at had a delay.
+causes (`workbench.analysis.stragglers.causes`), and by the line about stragglers. A trial is right if after `WITHIN`
+steps the rank and the cause are named, and nothing else with a rank. A false alarm is a rank named where no step of
+those that are looked at had a delay.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_pat
     built = subprocess.run([ROOT / "binder" / "postBuild"], cwd=ROOT, env={**os.environ, "PATH": path}, **rest)
     assert built.returncode == 0, built.stderr[-2000:]
     assert "torch:" in built.stdout, "it says which build of torch it takes"
-    code = "import jupyterlab, widgets.page.display, workbench.lab; print(workbench.recipe('first_run').checked().ranks)"
+    code = "import jupyterlab, widgets.page.display, workbench.lab; "
+    code += "print(workbench.recipe('first_run').checked().ranks)"
     python = tmp_path / "env" / "bin" / "python"
     ran = subprocess.run([python, "-W", "ignore", "-c", code], cwd=tmp_path, **rest)
     assert ran.stdout.strip() == "4", ran.stderr[-2000:]

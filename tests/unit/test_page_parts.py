@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WIDGETS = Path(__file__).parents[2] / "widgets"
+WIDGETS = Path(__file__).parents[2] / "widgets" / "static"
 WALK = """
 const element = () => ({}), heard = {};
 const body = { dataset: {}, setAttribute() {}, addEventListener(kind, call) { heard[kind] = call; } };

@@ -300,7 +300,7 @@ def test_who_has_come_together_does_not_go_without_one_whose_wire_broke(
         return used
 
     monkeypatch.setattr(resizing, "used_up", breaks)
-    monkeypatch.setattr("workbench.engine.rank.outliving.PATIENCE", 10 * LIMIT)  # who was waited for in vain would be missed
+    monkeypatch.setattr("workbench.engine.rank.outliving.PATIENCE", 10 * LIMIT)  # a vain wait shows
     with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
         crowd.reach(4)
         crowd.resize(0, 1)

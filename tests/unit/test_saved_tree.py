@@ -113,7 +113,8 @@ class Row(NamedTuple):
 
 CLASSES = [
     "os:system", "builtins:eval", "subprocess:Popen", "workbench.settings:Change.read", "workbench.rank:", ":", "x",
-    "workbench.engine.rank.session:Session", "workbench.cluster.api.launch:launch", "workbench.strategies:os", "tests.kept:nn",
+    "workbench.engine.rank.session:Session", "workbench.cluster.api.launch:launch", "workbench.strategies:os",
+    "tests.kept:nn",
     "workbench.rank.bucket:Memory.__init__", f"{__name__}:Ends", f"{__name__}:ran", "workbench.compressors._base:ABC",
     f"{__name__}:test_values_come_back_as_they_were", "workbench.rank.bucket:Memory.clear.__globals__",
 ]  # fmt: skip

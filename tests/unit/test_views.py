@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from widgets.charts.boxes import KINDS
 from widgets.charts.feed import Feed
 from widgets.charts.marks import change_marks
 from widgets.charts.wire import Packing
+from widgets.static import read_static
 from widgets.views import all_views
 from widgets.views._base import Patch, View, drawn, thin
 from workbench import simulate
@@ -324,7 +324,7 @@ def _luminance(colour: str) -> float:
 
 
 def test_the_page_can_draw_every_pattern_in_a_legend() -> None:
-    source = (Path(theme.__file__).parent / "chart.js").read_text("utf8")
+    source = read_static("chart.js")
     found = re.findall(r'^  "?([^":\s]*)"?: \(c\) =>', source, re.MULTILINE)
     known = {json.loads(f'"{shape}"') for shape in found}
     assert {kind.pattern for kind in KINDS} <= known and {"", "/", "x"} <= known

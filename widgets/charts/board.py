@@ -16,23 +16,21 @@ import importlib.resources
 import threading
 import time
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
 from widgets.charts.feed import Feed, Message
+from widgets.static import read_static
 from widgets.views._base import Setter, View
 from workbench.record.tidy import OFTEN, Tidy
 
-_HERE = Path(__file__).parent
 _ELSEWHERE = 600.0  # seconds that a person may look at something else and still be said to watch
 _SILENCE = 6.0  # seconds after which a page that said nothing counts as gone
 _PATIENCE = 3.0  # seconds after which an unacknowledged message no longer holds up the next
-_PARTS = ("static/hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
-PAGE_JS = "".join((_HERE / name).read_text() for name in _PARTS)
-PAGE_CSS = (_HERE / "board.css").read_text()
+PAGE_JS = read_static("hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
+PAGE_CSS = read_static("board.css")
 
 
 @cache

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 from weakref import finalize, ref
 
@@ -22,22 +21,16 @@ import traitlets
 from IPython import get_ipython
 
 from widgets.controls.rows import Now, at_once, refused_anew, rows
+from widgets.static import read_static
 from workbench.run import outlined, refused_by_model
 from workbench.settings import KnobError, each, fold, from_plain, resolve, with_value
-
-HERE = Path(__file__).parent / "static"
-
-
-def page_js(name: str) -> str:
-    """The page half in the file of that name, as one module with what all of them need."""
-    return "".join((HERE / part).read_text("utf8") for part in ("hearing.js", name))
 
 
 class Controls(anywidget.AnyWidget):
     """The inputs for `lab.experiment`; `refresh()` brings them up to date and sends only what changed."""
 
-    _esm = page_js("controls.js")
-    _css = (HERE / "look.css").read_text("utf8")
+    _esm = read_static("hearing.js", "controls.js")
+    _css = read_static("look.css")
     rows = traitlets.List(traitlets.Dict()).tag(sync=True)
     opened = traitlets.List(traitlets.Unicode()).tag(sync=True)  # groups that a person has unfolded
 

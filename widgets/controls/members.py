@@ -11,7 +11,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from widgets.controls.controls import HERE, page_js
+from widgets.static import read_static
 from workbench.settings import KnobError
 from workbench.settings.said import said
 
@@ -32,8 +32,8 @@ class Members(anywidget.AnyWidget):
     ranks: those that train; most: as many as could; error: what the last request met
     """
 
-    _esm = page_js("members.js")
-    _css = (HERE / "look.css").read_text("utf8")
+    _esm = read_static("hearing.js", "members.js")
+    _css = read_static("look.css")
     ranks = traitlets.List(traitlets.Int()).tag(sync=True)
     most = traitlets.Int(1).tag(sync=True)
     why = traitlets.Dict(WHY).tag(sync=True)

@@ -10,7 +10,7 @@ import anywidget
 import traitlets
 
 from widgets.charts.marks import label
-from widgets.controls.controls import HERE, page_js
+from widgets.static import read_static
 from workbench.settings import to_plain
 
 BEFORE = "before the run"  # the id of a change for which there was no run yet
@@ -20,8 +20,8 @@ KEPT = 40  # the newest so many are listed; the record holds all
 class Requests(anywidget.AnyWidget):
     """The list of changes, newest first; `refresh()` sends it only if something became of one."""
 
-    _esm = page_js("requests.js")
-    _css = (HERE / "look.css").read_text("utf8")
+    _esm = read_static("hearing.js", "requests.js")
+    _css = read_static("look.css")
     items = traitlets.List(traitlets.Dict()).tag(sync=True)
 
     def __init__(self, lab: Any) -> None:

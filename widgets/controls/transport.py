@@ -9,8 +9,9 @@ from typing import Any
 import anywidget
 import traitlets
 
-from widgets.controls.controls import HERE, page_js, told
+from widgets.controls.controls import told
 from widgets.controls.progress import Progress, line, trouble, works
+from widgets.static import read_static
 from workbench.analysis.export.export import as_python
 from workbench.settings import KnobError
 from workbench.settings.said import said
@@ -47,8 +48,8 @@ class Transport(anywidget.AnyWidget):
     read_only: a person may look: nothing is asked of the lab. dock: shows the dashboard beside the notebook, or None
     """
 
-    _esm = page_js("transport.js")
-    _css = (HERE / "look.css").read_text("utf8")
+    _esm = read_static("hearing.js", "transport.js")
+    _css = read_static("look.css")
     state = traitlets.Unicode("idle").tag(sync=True)
     line = traitlets.Unicode("").tag(sync=True)
     may = traitlets.Dict().tag(sync=True)

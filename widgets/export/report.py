@@ -18,10 +18,11 @@ import numpy as np
 
 from widgets.charts.board import PAGE_CSS, PAGE_JS, plotly_js
 from widgets.charts.feed import Feed, Message
+from widgets.static import read_static
 from workbench.analysis import last_steps
 
 WINDOWS = 40  # stretches of steps that can be held still
-REPLAY_JS = PAGE_JS.replace("export default", "const board =") + (Path(__file__).parent / "replay.js").read_text()
+REPLAY_JS = PAGE_JS.replace("export default", "const board =") + read_static("replay.js")
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

@@ -75,7 +75,7 @@ class Checkpoint:
     """A checkpoint as its manifest tells it. Opening reads that alone; `Bytes` reads tensors.
 
     step:  the step before which it was made
-    ranks: how many trained; each: by rank what it held, for `workbench.host.checkpoint`. Of kind "whole" all held the same,
+    ranks: how many trained; each: by rank what it held, for `host/checkpoint/`. Of kind "whole" all held the same,
            of kind "model" it is the model alone
     """
 

@@ -41,7 +41,7 @@ class BreakEven(NamedTuple):
     """Medians per step in seconds; NaN where nothing is known.
 
     verdict: "pays", "costs", "depends" (on whether cores are idle), "even" (no clear difference), "short" (too few
-             steps yet) or "unknown". What is clear is said in `workbench.analysis.compare.clear`, as for the cards of changes
+             steps yet) or "unknown". `workbench.analysis.compare.clear` says what is clear, as for cards of changes
     known:   how it is known what Dense would take: "measured", "predicted" or ""
     """
 

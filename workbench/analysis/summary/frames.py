@@ -52,7 +52,7 @@ class Frames(Run):
         """A row per operation, group and bucket of the last so many steps, or of all: count, bytes, bandwidths.
 
         Seconds from the last rank's arrival on, bandwidths in Mbit/s as nccl-tests has them, median and worst; what
-        ranks waited for the last is apart. See `workbench.analysis.communication.bandwidth`, which says what each column is.
+        ranks waited for the last is apart. `workbench.analysis.communication.bandwidth` explains each column.
 
         >>> Frames({"ranks": 2}).collectives().empty
         True
@@ -93,7 +93,8 @@ class Frames(Run):
     def entered(self) -> pd.DataFrame:
         """Of a live run the collectives that some ranks wait in: who has entered each, since when, and who has not.
 
-        What ranks last said, a second ago at most; empty while all go on. See `workbench.analysis.communication.entered`.
+        What ranks last said, a second ago at most; empty while all go on. See
+        `workbench.analysis.communication.entered`.
 
         >>> Frames({"ranks": 2}).entered().columns.tolist()
         ['step', 'collective', 'entered', 'seconds', 'missing']

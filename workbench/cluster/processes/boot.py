@@ -121,7 +121,7 @@ def more_descriptors() -> None:
 
 def find_workbench() -> None:
     """Makes `workbench` the one that this file belongs to, wherever it was started from."""
-    here = str(Path(__file__).resolve().parents[2])
+    here = str(Path(__file__).resolve().parents[3])
     sys.path.pop(0)
     if here not in sys.path:
         sys.path.insert(0, here)

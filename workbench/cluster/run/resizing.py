@@ -1,8 +1,8 @@
-"""Ranks added to a run that is live, and taken out of it: the kernel's side.
+"""The kernel's side of a resize: adds ranks to a live run, and takes ranks out of it.
 
-Who comes has an engine of this lab that is in no run, or one that is started for it. Its session begins, says that it
-waits, and only then those who train are asked; they invite it (`engine/rank/resizing.py`), so that a rank that cannot begin
-changes nothing.
+A new rank gets an idle engine of this lab, or an engine is started for it. Its session begins and reports that it
+waits. Only then the kernel asks the training ranks, and they invite the new rank (`engine/rank/resizing.py`). So a rank
+that cannot begin changes nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-OURS = str(Path(__file__).parents[1])
+OURS = str(Path(__file__).parents[2])
 LIBRARY = sysconfig.get_paths()["stdlib"]  # site-packages are in it, too, or have their name in the path
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 

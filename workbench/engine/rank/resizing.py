@@ -1,7 +1,8 @@
-"""How ranks come and go on the engine because somebody asked for it: those who are there arrange it, and invite.
+"""The engine's side of a resize that somebody asked for: the present ranks prepare it and invite the new ranks.
 
-All ranks heed the request at the same boundary. What lies apart comes together (`host/elastic/resizing.py`); the first place
-writes an invitation into the store for each who is to come; then the generation is over for all.
+All ranks obey the request at the same boundary. They assemble the state that lies in parts
+(`host/elastic/resizing.py`). The first rank writes an invitation for each new rank into the store. Then the generation
+ends for all ranks.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from workbench.engine import device
 from workbench.engine.device.gloo import LOOPBACK
 from workbench.rank import StrategyError
 
-_TORCH, _HERE = Path(torch.__file__).parent, Path(__file__).parents[1]
+_TORCH, _HERE = Path(torch.__file__).parent, Path(__file__).parents[2]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

@@ -1,7 +1,8 @@
-"""A model that lay on several ranks, some of them lost, is put together again: each rank that had a part has all of it.
+"""Reassembles a model that lay on several ranks after some of them were lost.
 
-One `move` for all: from the pieces that ranks have of a boundary (`host/elastic/salvage.py` says which count) to the whole
-model, for every rank of a group that has everything. So a generation begins as where ranks are whole replicas.
+One `move` serves all ranks. It takes the pieces that ranks hold of one boundary (`host/elastic/salvage.py` chooses the
+boundary). Every rank of a complete group then holds the whole model. A new generation begins from there, as with whole
+replicas.
 """
 
 from __future__ import annotations

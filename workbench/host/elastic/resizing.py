@@ -1,7 +1,7 @@
-"""How ranks come or go because somebody asked for it: all comes together while everybody is still there.
+"""The first half of a resize: assembles the state while all old ranks are still present.
 
-It is the leaving half of a switch of strategy, to no other strategy; then a generation begins (`host/elastic/reentry.py`), in
-which those who stay have all, and those who come are given it.
+It is the leaving half of a switch of strategy, without a next strategy. Then a generation begins
+(`host/elastic/reentry.py`): the ranks that stay hold the whole state, and new ranks receive it.
 """
 
 from __future__ import annotations

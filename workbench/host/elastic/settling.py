@@ -1,7 +1,7 @@
-"""How those go on who are left of a generation: all hear the same in the vote, and so settle the same.
+"""Decides how the ranks that are left of a generation go on. All hear the same votes, so all decide the same.
 
-Where ranks were whole replicas, from the step of the furthest. Where they held parts (`host/elastic/salvage.py`), from what
-they have together, or from a checkpoint.
+Whole replicas go on from the step of the furthest rank. Ranks that held parts go on from the pieces that they have
+together (`host/elastic/salvage.py`), or from a checkpoint.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from workbench.settings import Change
 
 
 class Life(Outliving, Ordering, Holding):
-    """The part of a Session that goes on from boundary to boundary. See workbench.host.core.changing for what changes see.
+    """The part of a Session that goes on from boundary to boundary. `workbench.host.core.changing` is what changes see.
 
     planned:       changes to come, in the order of their steps
     pending_pause: seconds that a fault lets this rank stand still before its next step

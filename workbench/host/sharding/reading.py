@@ -5,7 +5,7 @@ this rank the strategy is asked to `unshard` it, and told which buckets the pass
 reads it no more the strategy is asked to `reshard` it: in a forward, when something else is first read after its last
 use, so tied weights stay from their first use to their last; in a backward, when its gradients are there.
 
-Order and last use are known before the first step from one that computes nothing (workbench.host.sharding.foreseen); where a
+Order and last use are known before the first step from one that computes nothing (`foreseen.py`); where a
 model does not let itself be run so, from the first step, in which all is whole and this only listens (`Trial`). An
 absent parameter asks for itself whenever it is read. But to gather is a collective, so all ranks must gather in the
 same order; they compare it in the steps in which the ledger looks at memory.

@@ -96,8 +96,8 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
 
     Two things are weighed: what the slowest stage takes forward and backward, with all its pieces, and how long the
     links are busy with what crosses between pieces, both ways. Of all cuts those are found of which no other is better
-    in both (workbench.host.placement.balancing); where stages have several pieces and there are too many, the most promising were
-    weighed, and `exact` says so. Which of the two counts for how much hangs on the schedule, so `simulate` predicts a
+    in both (`host/placement/balancing.py`); where stages have several pieces and there are too many, the most promising
+    were weighed, and `exact` says so. The schedule decides how much each of the two counts. So `simulate` predicts a
     step of TRIED of these, from the fastest slowest stage to the least that crosses, and of cuts by numbers of
     parameters, and the fastest is proposed. A codec between stages counts there only; the optimizer's own time does
     not.

@@ -1,7 +1,7 @@
-"""From generation to generation on a virtual clock: ranks train until some are lost or others come, then with those.
+"""Runs one generation of virtual ranks after another: each ends when ranks are lost or join.
 
-What those who are left settle is what real ranks do (`host/elastic/settling.py`). What it takes until they have begun again is
-not asked of a network, but as it was seen on real ones, on two cores with much else to do: see the constants.
+The survivors decide what real ranks decide (`host/elastic/settling.py`). The time until they train again is not
+simulated on a network. The constants hold what was seen on real ranks, on two busy cores.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Session(Mortal):
-    """A run as one virtual rank lives it. Part of it is what a change sees (workbench.host.reconfigure.changes.Changing).
+    """A run as one virtual rank lives it. Part of it is what a change sees (`host/core/changing.py`).
 
     member: this rank's number from the beginning of its run on
     """
