@@ -1,1 +1,1 @@
-"""charts: to be described."""
+"""The board: all charts of a run as one widget."""

@@ -1,1 +1,1 @@
-"""controls: to be described."""
+"""Inputs and buttons of a lab."""

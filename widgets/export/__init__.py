@@ -1,1 +1,1 @@
-"""export: to be described."""
+"""A run as a file or a picture."""

@@ -1,1 +1,1 @@
-"""page: to be described."""
+"""The dashboard as a whole."""

@@ -1,1 +1,1 @@
-"""teach: to be described."""
+"""What lessons are made of."""

@@ -1,9 +1,14 @@
-"""Folders of a run on disk: only this user may read them, and a deletion never follows a symbolic link."""
+"""Private folders: made with mode 0700, refused if other users own them or can write to them, removed without links."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import stat
 from pathlib import Path
+
+ALLOW = "WORKBENCH_ALLOW_SHARED_FOLDERS"  # set to 1 by a user who trusts everybody who can write there
 
 
 def make_private_folder(path: Path) -> None:
@@ -19,3 +24,63 @@ def remove_folder(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
+
+
+def is_allowed() -> bool:
+    """Whether the user asks for folders of other users."""
+    return os.environ.get(ALLOW, "") == "1"
+
+
+def others_can_write(about: os.stat_result) -> bool:
+    """Whether other users can write to a file or folder: everybody, or its group.
+
+    A group whose name is the owner's and that has no other member is no other user.
+    """
+    if about.st_mode & stat.S_IWOTH:
+        return True
+    return bool(about.st_mode & stat.S_IWGRP) and not _is_private_group(about)
+
+
+def reason_to_refuse(path: Path) -> str:
+    """Says why the folder `path` cannot hold private files: another owner, or other writers. "" if it can.
+
+    A folder that does not exist yet can: its maker will own it.
+    """
+    if is_allowed() or not hasattr(os, "getuid"):
+        return ""
+    try:
+        about = path.stat()
+    except OSError:
+        return ""
+    if about.st_uid != os.getuid():
+        return f"the folder belongs to {_user(about.st_uid)}, who can read and change what is kept in it"
+    if others_can_write(about):
+        who = "everybody" if about.st_mode & stat.S_IWOTH else f"the group {_group(about.st_gid)}"
+        return f"{who} can write to the folder and change what is kept in it"
+    return ""
+
+
+def _is_private_group(about: os.stat_result) -> bool:
+    with contextlib.suppress(ImportError, KeyError):  # no such group or user, or no such system
+        import grp
+        import pwd
+
+        group, owner = grp.getgrgid(about.st_gid), pwd.getpwuid(about.st_uid)
+        return group.gr_name == owner.pw_name and not set(group.gr_mem) - {owner.pw_name}
+    return False
+
+
+def _user(number: int) -> str:
+    with contextlib.suppress(ImportError, KeyError):
+        import pwd
+
+        return pwd.getpwuid(number).pw_name
+    return f"user {number}"
+
+
+def _group(number: int) -> str:
+    with contextlib.suppress(ImportError, KeyError):
+        import grp
+
+        return grp.getgrgid(number).gr_name
+    return str(number)

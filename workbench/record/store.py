@@ -27,7 +27,7 @@ from pyarrow import ipc
 from workbench.record import checksums
 from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
-from workbench.record.owners import ALLOW, reason_to_refuse
+from workbench.record.folders import ALLOW, reason_to_refuse
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
 from workbench.record.tidy import give_back as give_back

@@ -1,1 +1,1 @@
-"""communication: to be described."""
+"""Collectives, messages and bandwidth."""

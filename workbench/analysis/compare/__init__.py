@@ -1,1 +1,1 @@
-"""compare: to be described."""
+"""Before and after a change; one run against another."""

@@ -1,1 +1,1 @@
-"""export: to be described."""
+"""Runs for other tools, and traces of other jobs."""

@@ -1,1 +1,1 @@
-"""resources: to be described."""
+"""Memory, GPUs and the cost of recording."""

@@ -1,1 +1,1 @@
-"""steps: to be described."""
+"""Steps, settings and windows of a timeline."""

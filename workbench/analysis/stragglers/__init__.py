@@ -1,1 +1,1 @@
-"""stragglers: to be described."""
+"""Who is slow, why, and what it costs the others."""

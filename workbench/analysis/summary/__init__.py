@@ -1,1 +1,1 @@
-"""summary: to be described."""
+"""A run in a few values, and as frames."""

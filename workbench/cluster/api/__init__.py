@@ -1,1 +1,1 @@
-"""api: to be described."""
+"""What `workbench.Lab` is made of."""

@@ -1,1 +1,1 @@
-"""engines: to be described."""
+"""Engines: the ranks of a lab over ipyparallel."""

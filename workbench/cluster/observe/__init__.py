@@ -1,1 +1,1 @@
-"""observe: to be described."""
+"""What needs a person's attention in a live run."""

@@ -1,1 +1,1 @@
-"""processes: to be described."""
+"""The processes that a lab starts."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import platformdirs
 
-from workbench.record.owners import ALLOW, is_allowed, others_can_write
+from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
@@ -48,7 +48,7 @@ def _made(path: Path) -> bool:
     """Makes `path` if it is not there. Returns whether nobody else can change it.
 
     `path` must be this user's own. The folder around it must be this user's or root's. Other users must not be able to
-    rename what is in it; a user can allow the latter two, see `workbench.record.owners`.
+    rename what is in it; a user can allow the latter two, see `workbench.record.folders`.
     """
     try:
         for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):

@@ -1,1 +1,1 @@
-"""run: to be described."""
+"""A live run as the kernel sees it."""

@@ -1,1 +1,1 @@
-"""transport: to be described."""
+"""How rows and orders travel between kernel and engines."""

@@ -1,1 +1,1 @@
-"""baselines: to be described."""
+"""torch's own DDP and FSDP2, as baselines."""

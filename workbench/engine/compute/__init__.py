@@ -1,1 +1,1 @@
-"""compute: to be described."""
+"""What a rank computes, on the wall clock."""

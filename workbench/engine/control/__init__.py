@@ -1,1 +1,1 @@
-"""control: to be described."""
+"""How ranks agree and find each other."""

@@ -1,1 +1,1 @@
-"""p2p: to be described."""
+"""Messages between two ranks."""

@@ -1,1 +1,1 @@
-"""rank: to be described."""
+"""One rank from start to end."""

@@ -1,1 +1,1 @@
-"""record: to be described."""
+"""What a rank writes down, and how it reaches disk and kernel."""

@@ -1,1 +1,1 @@
-"""script: to be described."""
+"""A user's own training loop or script."""

@@ -1,1 +1,1 @@
-"""wire: to be described."""
+"""Collectives on torch.distributed."""

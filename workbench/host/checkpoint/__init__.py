@@ -1,1 +1,1 @@
-"""What one rank of a run holds between two steps, as plain values and tensors; and how a rank goes on from that."""
+"""Checkpoints: what a rank holds, as files, and back."""

@@ -1,1 +1,1 @@
-"""core: to be described."""
+"""What every other part of host needs."""

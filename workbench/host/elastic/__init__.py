@@ -1,1 +1,1 @@
-"""elastic: to be described."""
+"""How a run goes on when ranks are lost, leave or join."""

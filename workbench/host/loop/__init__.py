@@ -1,1 +1,1 @@
-"""loop: to be described."""
+"""The loop of a rank, the same on both hosts."""

@@ -1,1 +1,1 @@
-"""memory: to be described."""
+"""A rank's memory: batches, accounts, budgets, offload."""

@@ -1,1 +1,1 @@
-"""observe: to be described."""
+"""What a rank measures while it trains."""

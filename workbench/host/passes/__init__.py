@@ -1,1 +1,1 @@
-"""passes: to be described."""
+"""Forward and backward passes of models that are not whole on one rank."""

@@ -1,1 +1,1 @@
-"""placement: to be described."""
+"""Where each tensor lies on which rank."""

@@ -1,1 +1,1 @@
-"""reconfigure: to be described."""
+"""Applies a change between two steps."""

@@ -1,1 +1,1 @@
-"""sharding: to be described."""
+"""Passes over parameters that lie in shards."""

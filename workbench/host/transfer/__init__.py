@@ -1,1 +1,1 @@
-"""transfer: to be described."""
+"""Hands state from one strategy, partition or rank to another."""

@@ -1,1 +1,1 @@
-"""clock: to be described."""
+"""The virtual clock, and what waits on it."""

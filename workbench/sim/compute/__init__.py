@@ -1,1 +1,1 @@
-"""compute: to be described."""
+"""What a virtual rank computes."""

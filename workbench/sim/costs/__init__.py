@@ -1,1 +1,1 @@
-"""costs: to be described."""
+"""What computation and communication cost."""

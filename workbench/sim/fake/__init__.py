@@ -1,1 +1,1 @@
-"""fake: to be described."""
+"""Tensors that are a shape and a type, and nothing else."""

@@ -1,1 +1,1 @@
-"""model: to be described."""
+"""The model of a virtual rank."""

@@ -1,1 +1,1 @@
-"""plan: to be described."""
+"""Predictions: what would another setting cost?."""

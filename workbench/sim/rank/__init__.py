@@ -1,1 +1,1 @@
-"""rank: to be described."""
+"""One virtual rank from start to end."""

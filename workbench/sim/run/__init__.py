@@ -1,1 +1,1 @@
-"""run: to be described."""
+"""The entry point of the simulator."""

@@ -1,1 +1,1 @@
-"""teach: to be described."""
+"""Laws and comparisons for lessons."""

@@ -1,1 +1,1 @@
-"""tune: to be described."""
+"""Search for the fastest setting."""
