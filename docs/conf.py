@@ -29,7 +29,10 @@ PAGES = {
     ],
     "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/reliability",
                  "docs/gpu"],
-    "How it is built": ["docs/one_step", "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "SECURITY", "CHANGELOG"],
+    "How it is built": [
+        "docs/one_step", *(f"docs/flows/{path.stem}" for path in sorted((ROOT / "docs" / "flows").glob("*.md"))),
+        "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "SECURITY", "CHANGELOG",
+    ],
 }  # fmt: skip
 
 project = ABOUT["name"]
