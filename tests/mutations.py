@@ -344,8 +344,8 @@ _FAULTS = (  # what was wrong before faults from outside were mended
                              "norm_of_a_complex"), "clipping lets long gradients through"),
     Mutant("optimizers: one that asks for a closure is taken", "experiment/closures.py", "if e.task.leads:",
            "if True:", REFUSED, "LBFGS raises a bare TypeError"),
-    Mutant("empty batch: nobody looks whether it has rows", "host/observe/finite.py", "if has_no_rows(batch):", "if False:",
-           REFUSED, "the advice is to lower the learning rate"),
+    Mutant("empty batch: nobody looks whether it has rows", "host/observe/finite.py", "if has_no_rows(batch):",
+           "if False:", REFUSED, "the advice is to lower the learning rate"),
 )  # fmt: skip
 
 MUTANTS = _STRATEGIES + _POLICIES + _FABRIC + _FAULTS

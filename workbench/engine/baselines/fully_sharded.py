@@ -8,7 +8,7 @@ without state.
 
 [Note: Gradients of unused parameters] torch sums a gradient of zeros for a parameter that this rank did not use,
 because every rank has to send the same bytes. So the rank listens to the gradients itself. All ranks then agree on the
-parameters that no rank used (workbench/host/sharding/usage.py), and these lose their gradient before the update, as under DDP.
+parameters that no rank used (`host/sharding/usage.py`), and these lose their gradient before the update, as under DDP.
 
 [Note: A mesh without a name service] fully_shard takes a DeviceMesh, which wants torch's default process group, one per
 process; where ranks are threads there are several. So the mesh is made without a backend, and its group is entered

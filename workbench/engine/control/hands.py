@@ -1,4 +1,4 @@
-"""Hands that ranks of one host raise in shared memory. See [Note: The raised hand] in workbench/host/sharding/usage.py."""
+"""Hands that ranks of one host raise in shared memory. See [Note: The raised hand] in host/sharding/usage.py."""
 
 from __future__ import annotations
 

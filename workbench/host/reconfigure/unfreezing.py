@@ -1,6 +1,6 @@
 """Parameters that a model unfreezes while it is trained: all ranks lay them out in the same step, and train them.
 
-Ranks that exchange gradients in a step learn there which parameters some rank has unfrozen (workbench/host/sharding/usage.py).
+Ranks that exchange gradients in a step learn there which parameters some rank has unfrozen (`host/sharding/usage.py`).
 All other ranks train such a parameter by themselves until they meet next. Then they compare names and take the mean of
 the parameter and of what the optimizer remembers of it. Ranks without a common step are called together for that.
 """
