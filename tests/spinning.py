@@ -1,18 +1,21 @@
-"""Processes that never rest: a machine that others keep busy, or whose cores are not to fall asleep."""
+"""Processes that never rest: a machine that other programs keep busy, or whose cores are not to fall asleep."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+SPIN = "import os\nwhile os.getppid() == {parent}:\n    for _ in range(1_000_000): pass"  # not longer than its parent
+
 
 @contextmanager
 def spinning(processes: int, nice: int = 0) -> Iterator[None]:
-    """`processes` that only spin, their priority lower by `nice`, for as long as this lasts; ended by their handles."""
-    command = ["nice", "-n", str(nice), sys.executable, "-c", "while True: pass"]
-    started = [subprocess.Popen(command) for _ in range(processes)]
+    """Runs `processes` that only spin, their priority lower by `nice`. They end with the block or their parent."""
+    code = SPIN.format(parent=os.getpid())
+    started = [subprocess.Popen(["nice", "-n", str(nice), sys.executable, "-c", code]) for _ in range(processes)]
     try:
         yield
     finally:
