@@ -1,7 +1,7 @@
-"""Parameters that are not here: whoever would read one asks for it first, and no layer need know.
+"""Parameters that are not on this rank: each fetches itself before it is read, so no layer needs to know.
 
-While a parameter is absent it has another class, of which torch asks before any of its functions takes it; what tells
-only of its size, dtype or gradient is answered without. A parameter that is here costs nothing: its class is its own.
+An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it. Functions
+that need only size, dtype or gradient run without a fetch. A present parameter has its own class and costs nothing.
 torch's `UninitializedParameter` changes its class in the same way.
 """
 
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# brings the first, which are absent, here, or raises; the others, which are here, are read in the same call
+# (absent, present parameters of one call): fetches the absent ones, or raises
 Ask = Callable[[list[nn.Parameter], list[nn.Parameter]], None]
-_SAYS = set(  # functions that look at no value
+_SAYS = set(  # functions that read no values
     "size dim numel nelement element_size stride storage_offset is_floating_point is_complex is_contiguous get_device "
     "register_hook register_post_accumulate_grad_hook requires_grad_ zeros_like ones_like empty_like full_like "
     "rand_like randn_like randint_like new_zeros new_ones new_empty new_full new_tensor is_same_size __len__".split()
 )
-_SHOWS = [getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")]  # attributes that do
-_kinds: dict[type, type] = {}  # by the class of a parameter, that of an absent one
+_SHOWS = [getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")]  # these read values
+_kinds: dict[type, type] = {}  # by the class of a parameter, the class of an absent one
 
 
 class Absent:
-    """The part of an absent parameter's class that asks."""
+    """The mixin of an absent parameter's class that fetches it."""
 
     was: type
     ask: Ask
@@ -42,7 +42,7 @@ class Absent:
             ask([p for p in away if p.ask == ask], here)
         if not any(isinstance(p, Absent) for p in read):
             return func(*args, **kwargs)
-        with unasked():  # who asked only wants to know
+        with unasked():  # `ask` only listens
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -56,7 +56,7 @@ class Absent:
 
 
 def leave(param: nn.Parameter, ask: Ask) -> None:
-    """`param` is absent from now on: `ask` is called with it, and others, before one is read."""
+    """Makes `param` absent: `ask` is called before it is read."""
     kind = type(param)
     if not isinstance(param, Absent):
         if kind not in _kinds:
@@ -66,25 +66,25 @@ def leave(param: nn.Parameter, ask: Ask) -> None:
 
 
 def come(param: nn.Parameter) -> None:
-    """`param` is here again."""
+    """Makes `param` present again."""
     if isinstance(param, Absent):
         param.__class__ = param.was
         del param.ask
 
 
 def unasked() -> Any:
-    """Within it absent parameters are handled as they lie, and ask nobody."""
+    """Inside, absent parameters are used as they are, without a fetch."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def data_of(param: nn.Parameter) -> Tensor:
-    """Its `data` as it lies."""
+    """Returns its `data` without a fetch."""
     with unasked():
         return param.data
 
 
 def _says(func: Any) -> bool:
-    """Does `func` look at no value?"""
+    """Whether `func` looks at no value."""
     name = func.__name__
     if name == "__get__":
         return func.__self__ not in _SHOWS
@@ -92,7 +92,7 @@ def _says(func: Any) -> bool:
 
 
 def _within(x: Any) -> Iterator[nn.Parameter]:
-    """The parameters in the arguments of a call, once each and in their order."""
+    """Yields the parameters in the arguments of a call, each once, in their order."""
     seen: set[int] = set()
     todo = [x]
     while todo:

@@ -1,4 +1,4 @@
-"""Where a row of parts is cut so that the slowest stage is as fast as can be. No model and no clock is known here."""
+"""Cuts a row of parts so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 NEVER = float("inf")
-KEPT = 50  # ways to cut the first parts that are kept, of stages with several pieces
+KEPT = 50  # most cuts to keep per number of parts
 
 Numbers = tuple[float, ...]
 
 
 class Way(NamedTuple):
-    """A way to cut: what the slowest stage takes, what crosses between pieces, and the parts at which these begin."""
+    """A way to cut: the slowest stage's time, the cost of crossings, and the parts at which pieces begin."""
 
     slowest: float
     crosses: float
@@ -23,7 +23,7 @@ class Way(NamedTuple):
 class _Begun(NamedTuple):
     """A way to cut the first parts.
 
-    costs: the slowest of the stages that have all their pieces, what crosses, and what each other stage takes so far
+    costs: the slowest complete stage, the cost of crossings, and the time so far of each incomplete stage
     """
 
     costs: Numbers
@@ -32,7 +32,7 @@ class _Begun(NamedTuple):
 
 def balanced(times: Sequence[Sequence[float]], count: int, together: Collection[int] = (),
              barren: Collection[int] = ()) -> tuple[int, ...]:  # fmt: skip
-    """The parts at which pieces 1 to `count` - 1 begin: of all cuts one whose slowest piece is fastest; see `front`.
+    """Returns the parts at which pieces 1 to `count` - 1 begin in the fastest cut; see `front`.
 
     >>> balanced([[1, 1, 1, 1, 4]], 2), balanced([[3, 3, 3, 3], [1, 1, 1, 1]], 2)
     ((4,), (1,))
@@ -42,22 +42,21 @@ def balanced(times: Sequence[Sequence[float]], count: int, together: Collection[
 
 def front(times: Sequence[Sequence[float]], count: int, together: Collection[int] = (), barren: Collection[int] = (),
           stages: int = 0, crossing: Sequence[Sequence[float]] = ((),)) -> tuple[list[Way], bool]:  # fmt: skip
-    """Ways to cut of which no other has both a faster slowest stage and less that crosses, the fastest one first.
+    """Returns the Pareto-optimal cuts by slowest stage and crossing cost, the fastest first; and if they are exact.
 
-    times:    what each part takes, in any unit; one row for each piece, where who computes it matters, and round again
+    times:    the time of each part, in any unit; one row per piece if it depends on the rank; rows repeat
     together: parts that must be in one piece with the part before them
-    barren:   parts that must not be alone in a piece, nor with others of these only
-    stages:   piece k is on stage k modulo these; 0: each is a stage of its own
-    crossing: what it costs that a piece begins at each part, in any unit; rows as those of `times`; empty: nothing
+    barren:   parts without training; each piece needs another part
+    stages:   piece k is on stage k modulo this number; 0: each piece is a stage of its own
+    crossing: the cost of a piece that begins at each part, in any unit; rows as in `times`; empty: no cost
 
-    What is best for the first k pieces and the first n parts follows from what is best for k - 1 pieces. A way to cut
-    these is given up once another one is as good in all that still counts: the slowest stage that is complete, what
-    crosses, and what each stage has that is to get more pieces. So all cuts are weighed. Only of stages with several
-    pieces can so many ways be left that no more than KEPT are gone on with, those whose slowest stage is fastest so
-    far; the second answer is whether none was lost. Of ways that are as good that one is taken whose last piece begins
-    first. Raises ValueError where no cut is allowed.
+    Dynamic programming: the best cuts of the first n parts into k pieces follow from those into k - 1. A cut is dropped
+    if another is as good in every cost that still counts: the slowest complete stage, crossings, and each incomplete
+    stage. So the search is exhaustive. Only with several pieces per stage can more than KEPT cuts remain. Then the
+    fastest KEPT go on, and the second result is False. Among equal cuts, the one with the earliest last piece wins.
+    Raises ValueError if no cut is allowed.
 
-    Reference: for stages of one piece on one rank each, and nothing that crosses, it is the optimizer of Narayanan et
+    Reference: with one piece per stage, one rank per stage and no crossing cost, it is the optimizer of Narayanan et
     al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
     https://doi.org/10.1145/3341301.3359646
 
@@ -71,7 +70,7 @@ def front(times: Sequence[Sequence[float]], count: int, together: Collection[int
     exact = True
 
     def further(begun: Iterable[_Begun], piece: int, begin: int, end: int) -> Iterator[_Begun]:
-        """The same with one more piece."""
+        """Yields the same cuts with one more piece, from part `begin` to `end`."""
         if bears[end] == bears[begin]:
             return
         row, paid = sums[piece % len(sums)], crossing[piece % len(crossing)]
@@ -97,7 +96,7 @@ def front(times: Sequence[Sequence[float]], count: int, together: Collection[int
 
 
 def _undominated(ways: Iterable[_Begun]) -> tuple[list[_Begun], bool]:
-    """Those of which none other costs as little in everything, at most KEPT; and whether that are all."""
+    """Returns at most KEPT cuts that no other cut equals or beats in every cost, and whether none was lost."""
     kept: list[_Begun] = []
     for way in sorted(ways, key=lambda w: (max(w.costs[0], *w.costs[2:], 0), w.costs, w.cuts[-1])):
         if not any(all(a <= b for a, b in zip(other.costs, way.costs, strict=True)) for other in kept):

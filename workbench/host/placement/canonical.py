@@ -1,7 +1,6 @@
-"""The canonical state: one value of parameters, buffers and optimizer state, as tensors in an order all ranks share.
+"""The canonical state: parameters, buffers and optimizer state in an order that all ranks share.
 
-Every strategy leaves into it and enters from it, so a live switch needs no knowledge of the pair. Both hosts read
-it here; how ranks come to agree on it is theirs.
+Every strategy leaves into it and enters from it, so a switch need not know both strategies.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from workbench.rank import as_real, can_average
 
 
 class Disagreement(RuntimeError):
-    """Ranks that should hold the same state do not."""
+    """Raised if ranks that should hold the same state do not."""
 
 
 def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> None:
-    """Raises Disagreement naming the ranks whose number differs from the first rank's.
+    """Raises Disagreement that names the ranks whose number differs from the first rank's.
 
-    names: the number in the run of the rank with each of `numbers`; (): its index
+    names: the number in the run of each rank; empty: its index
     """
     names = names or range(len(numbers))
     odd = [r for r, n in zip(names, numbers, strict=True) if n != numbers[0]]
@@ -34,7 +33,7 @@ def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> 
 
 
 def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
-    """The optimizer's state that can be averaged, in an order that is the same on all ranks."""
+    """Returns the optimizer state that can be averaged, in an order that is the same on all ranks."""
     found = []
     for place in layout.order:
         slots = optimizer.state.get(place.param, {})
@@ -43,7 +42,7 @@ def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
 
 
 def prime(layout: Layout, optimizer: Any) -> None:
-    """Gives an optimizer the state that it would have of what it has never stepped: on a rank that did not train it."""
+    """Creates the optimizer state of parameters never stepped here, by a step with zero gradients and zero rate."""
     new = [place.param for place in layout.order if not optimizer.state.get(place.param)]
     if not new:
         return
@@ -59,8 +58,9 @@ def prime(layout: Layout, optimizer: Any) -> None:
 
 
 def added_up(rows: Tensor) -> Tensor:
-    """(p, n) -> (n,): the sum of the ranks' rows in the order of the ranks, so that all who add them get the same bits;
-    `rows.sum(0)` takes another order from eight rows on.
+    """Returns the ranks' rows summed in rank order, (p, n) -> (n,), so that all ranks get the same bits.
+
+    `rows.sum(0)` adds in another order from 8 rows on.
     """
     total = rows[0].clone()
     for row in rows[1:]:
@@ -69,9 +69,9 @@ def added_up(rows: Tensor) -> Tensor:
 
 
 def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float] = float) -> float:
-    """The norm of all gradients together; where it is above `longest` they are scaled down to it first.
+    """Returns the norm of all gradients, and scales them down to `longest` if it is larger.
 
-    of_replica: makes of this rank's sum of squares that of its whole replica
+    of_replica: turns this rank's sum of squares into that of its replica
     """
     params = [place.param for place in layout.order]
     own = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
@@ -81,24 +81,27 @@ def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float]
 
 
 def buffers(model: nn.Module) -> list[Tensor]:
-    """The running statistics and the like that can be averaged."""
+    """Returns the buffers that can be averaged, such as running statistics."""
     return [b for b in model.buffers() if can_average(b.dtype)]
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """One real vector of them all, fp32 or wider if one is: a hand-over tensor by tensor takes ten times as long."""
+    """Returns one real vector of all tensors, in fp32 or their widest dtype.
+
+    A hand-over tensor by tensor takes 10 times as long.
+    """
     tensors = [as_real(t.detach()) for t in tensors]
     widest = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     if any(t.is_meta for t in tensors):
         return torch.empty(sum(t.numel() for t in tensors), dtype=widest, device="meta")
     if not tensors:
         return torch.zeros(0)
-    where = max(tensors, key=Tensor.numel).device  # on a GPU an optimizer's counters lie with the host
+    where = max(tensors, key=Tensor.numel).device  # an optimizer's counters stay on the host
     return torch.cat([t.reshape(-1).to(where, widest) for t in tensors])
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Writes what `flattened` made back into the tensors."""
+    """Writes a vector of `flattened` back into the tensors."""
     if flat.is_meta:
         return
     at = 0
@@ -109,5 +112,5 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def state_hash(layout: Layout) -> int:
-    """A hash of all trainable parameters; 0 where they are sizes only."""
+    """Returns a hash of all trainable parameters; 0 if they have no values."""
     return checksum({place.name: place.param for place in layout.order})

@@ -1,7 +1,7 @@
-"""A hash of state that adds up: the same however tensors are cut, spread over ranks, laid out or put into buckets.
+"""A hash of state that adds up: equal however tensors are cut, spread over ranks or put into buckets.
 
-Each element counts by its bits, times a number that its name and its place in the tensor choose, so ranks that hold
-slices can each hash theirs, and the sum over all slices, replicas counted once, is that of the whole.
+Each element counts by its bits, times a number derived from its name and place. So each rank can hash its slices. The
+sum over slices, with replicas counted once, is the hash of the whole.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from workbench.host.placement.placement import Held
 from workbench.host.placement.slices import Slice
 
-WORD = 4  # bytes of the numbers that are multiplied: a difference in the highest bit of 8 could cancel another's
+WORD = 4  # bytes of a factor: with 8, changes of two elements' highest bits could cancel out
 CHUNK = 1 << 16
-MASK = 2**63 - 1  # sums are taken modulo 2 ** 63: what an int64 can carry
+MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
 _WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dtype=np.uint64)
 
 
 def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
-    """The sum over all elements of these tensors, from 0 to 2 ** 63 - 1; 0 where there are sizes only.
+    """Returns the sum over all elements of these tensors, from 0 to 2 ** 63 - 1; 0 if they have no values.
 
-    held: by name the slices that a tensor has, one after the other; without it each tensor is a whole one
+    held: by name, the slices that a tensor consists of, in order; None: each tensor is whole
     """
     if any(x.is_meta for x in state.values()):
         return 0
     total = 0
     for name, x in state.items():
         words, at, seed = _words(x), 0, _seed(name)
-        each = words.size // max(1, x.numel())  # words of an element
+        each = words.size // max(1, x.numel())  # words per element
         for s in held[name] if held is not None else (Slice(0, x.numel()),):
             for k in range(s.times):
                 length = s.length * each
@@ -44,13 +44,13 @@ def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
 
 
 def _words(x: Tensor) -> np.ndarray[Any, Any]:
-    """The bits of a tensor as unsigned numbers of at most WORD bytes."""
+    """Returns the bits of a tensor as unsigned numbers of at most WORD bytes."""
     raw = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     return raw.view(f"u{min(WORD, x.element_size())}")
 
 
 def _stretch(words: np.ndarray[Any, Any], start: int, seed: int) -> int:
-    """The sum of words that lie side by side, the first of them word `start` of its tensor."""
+    """Returns the sum of contiguous words, the first being word `start` of its tensor."""
     total = at = 0
     while at < words.size:
         chunk, low = divmod(start + at, CHUNK)
@@ -68,8 +68,9 @@ def _seed(name: str) -> int:
 
 @lru_cache(maxsize=65536)
 def _mixed(n: int) -> int:
-    """An odd number of 64 bits that looks random: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014,
-    https://doi.org/10.1145/2660193.2660195).
+    """Returns an odd 64-bit number that looks random.
+
+    This is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195).
     """
     n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     n = (n ^ n >> 27) * 0x94D049BB133111EB % 2**64

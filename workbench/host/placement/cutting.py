@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and which parameters each has."""
+"""Cuts a model into pipeline stages, and says which parameters each stage has."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from workbench.tasks import Learner, TaskError, decoder_parts
 
 @dataclass(frozen=True)
 class Stages:
-    """A model in consecutive pieces, dealt out over stages round and round: piece k is on stage k modulo their number.
+    """A model in consecutive pieces. Piece k is on stage k modulo the number of stages.
 
-    count:   of stages
-    pieces:  of each the Modules that follow each other
-    shares:  of each, what it is of the model's compute, as far as numbers of parameters tell
-    names:   by stage of the parameters, trained and frozen, and of the buffers, as the model calls them
+    count:  number of stages
+    pieces: the Modules of each piece, in order
+    shares: each piece's share of the compute, estimated from numbers of parameters
+    names:  by stage, the names of its parameters (trained and frozen) and buffers
     """
 
     count: int
@@ -36,37 +36,37 @@ class Stages:
         return self.count
 
     def __str__(self) -> str:
-        """"0–2 | 3–6": the numbers of the parts on each stage."""
+        """Returns the numbers of the parts on each stage, as "0–2 | 3–6"."""
         ends = [0, *accumulate(len(parts) for parts in self.pieces)]
         spans = [_span(a, b - 1) for a, b in pairwise(ends)]
         return "parts " + " | ".join(", ".join(spans[stage :: self.count]) for stage in range(self.count))
 
     def of(self, stage: int) -> list[tuple[nn.Module, ...]]:
-        """The pieces of a stage."""
+        """Returns the pieces of a stage."""
         return list(self.pieces[stage :: self.count])
 
     def share(self, stage: int) -> float:
-        """What a stage is of the model's compute."""
+        """Returns a stage's share of the model's compute."""
         return sum(self.shares[stage :: self.count])
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The numbers of the parts at which pieces begin, without the first."""
+        """The numbers of the parts at which pieces 1, 2, ... begin."""
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
     def dear(self, times: Sequence[float], piece: int) -> float:
-        """How many times longer a piece takes than its share says, where parts take these `times`."""
+        """Returns how many times longer a piece takes than its share predicts, given the parts' `times`."""
         every = [0, *self.cuts, len(times)]
         took = sum(times[every[piece] : every[piece + 1]])
         return took / sum(times) / self.shares[piece]
 
 
-_CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut, and goes with it
+_CUTS = "workbench cuts"  # the model's attribute that caches its cuts
 
 
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
-    """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
-    made = model.__dict__.setdefault(_CUTS, {})  # with sizes only thousands of ranks have one model
+    """Cuts `model` into the stages of `e`'s partition. Raises KnobError if that is impossible."""
+    made = model.__dict__.setdefault(_CUTS, {})  # without values, thousands of ranks share one model
     key = e.partition.depth, e.partition.pieces, e.partition.cuts
     if key not in made:
         made[key] = _cut(e, model, learner)
@@ -110,7 +110,7 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
 
 
 def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
-    """The parts between which `model` may be cut. Raises KnobError where nobody says any."""
+    """Returns the parts between which `model` may be cut. Raises KnobError if nothing names them."""
     if learner.parts is not None:
         try:
             return list(learner.parts(model))
@@ -127,7 +127,7 @@ def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
 
 
 def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
-    """The parts that must lie with the one before, for a parameter is tied, and those that train nothing."""
+    """Returns the parts that a tied parameter keeps with the part before, and the parts without training."""
     last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
     first: dict[int, int] = {}
     for number, part in enumerate(parts):
@@ -139,7 +139,7 @@ def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
 
 
 def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
-    """What the parts make of these inputs, one after the other."""
+    """Calls the parts one after the other, and returns the last output."""
     x = parts[0](*inputs, **named)
     for part in parts[1:]:
         x = part(x)
@@ -148,9 +148,9 @@ def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 
 @contextmanager
 def instead(model: nn.Module, forward: Any) -> Iterator[None]:
-    """Within it, whoever calls `model` gets what `forward` answers."""
+    """Inside, a call of `model` runs `forward`."""
     own = model.__dict__.get("forward")
-    model.__dict__["forward"] = forward  # found before the class's own, and no parameter or module of it
+    model.__dict__["forward"] = forward  # found before the class's own forward
     try:
         yield
     finally:
@@ -160,14 +160,14 @@ def instead(model: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """The parameters and buffers of some parts."""
+    """Yields the parameters and buffers of some parts."""
     for part in parts:
         yield from part.parameters()
         yield from part.buffers()
 
 
 def weight(part: nn.Module) -> int:
-    """How much a part computes, for one example: its parameters that each example is multiplied with, and a little."""
+    """Estimates a part's compute per example: its parameters without embedding tables, plus 1."""
     looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     return 1 + sum(numel_of(p) for p in part.parameters() if id(p) not in looked_up)
 

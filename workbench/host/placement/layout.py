@@ -1,9 +1,8 @@
-"""Where every parameter and gradient lies: in flat vectors, two for each bucket.
+"""Flat vectors for each bucket: one of parameters and one of gradients.
 
-No wire and no clock here. Parameters live as views of their bucket's vector, so that averaging and handing over never
-copy, and what a rank holds of one bucket can go without the others. Gradients are copied once, as they appear, into
-their bucket's other vector; the gradient of a parameter that is a bucket of its own already is that vector, and is not
-copied at all.
+Parameters are views of their bucket's vector. So averaging and hand-overs never copy, and a rank can free one bucket
+alone. A gradient is copied once, into its bucket's other vector. If its parameter is a bucket of its own, the gradient
+is that vector and is not copied.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from torch import Tensor, nn
 from workbench.host.placement.absent import Absent, unasked
 from workbench.rank import Bucket, Part
 
-SMALL = 32_768  # bytes of a gradient that may wait to be copied with others
-ALONE = 0.5  # of a bucket's size: a parameter from there on is a bucket of its own
+SMALL = 32_768  # bytes: smaller gradients wait, and are copied in one call
+ALONE = 0.5  # share of a bucket's size that makes a parameter a bucket of its own
 
 
 class Place:
-    """One parameter: its name and where it lies."""
+    """One parameter and its place in the buckets."""
 
     __slots__ = ("alone", "bucket", "filled", "grad", "name", "numel", "param", "round", "small")
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param, self.numel = name, param, param.numel()
         self.bucket = 0
-        self.alone = False  # is it a bucket of its own, which takes its gradient as it is?
-        self.grad: Tensor | None = None  # where its gradient is copied to, once its bucket has room for it
-        self.small = False  # is its gradient copied with the others of its bucket?
-        self.round = 0  # the backward in which its gradient came last
-        self.filled = False  # is its gradient zeros that no backward has added to?
+        self.alone = False  # is a bucket of its own
+        self.grad: Tensor | None = None  # where its gradient is copied to
+        self.small = False  # its gradient is copied together with others
+        self.round = 0  # the backward in which its last gradient arrived
+        self.filled = False  # its gradient is zeros so far
 
 
 class Layout:
     """The trainable parameters of a model in one order, and the buckets over them.
 
-    The order is the reverse of registration, or `names` and no others, until `reorder` gives that of the gradients.
+    The order is that of `names`, or the reverse of registration. `reorder` sets the order in which gradients arrive.
     """
 
     def __init__(self, model: nn.Module, bucket_mb: float, names: Iterable[str] | None = None) -> None:
@@ -51,46 +50,49 @@ class Layout:
         self.order = [Place(n, named[n]) for n in (reversed(named) if names is None else names)]
         self._slices: list[Bucket] = []
         self.weights: list[Tensor] = []
-        self.begins: list[int] = []  # by bucket, the element of it with which the vector in `weights` begins
-        self.held = 0  # bytes of the parameters that have memory here
-        self.lying: dict[int, int] = {}  # by storage, the bucket of parameters that lies in it
-        self.keeps_values = False  # are those let go kept aside, where others' are to be known at any time?
-        self.roomy = False  # is there room for gradients that are to be exchanged?
-        self.gives_back = False  # do buckets give that back once they are summed?
-        self.unused: set[str] = set()  # names of parameters that the present gradients lack: no rank used them
+        self.begins: list[int] = []  # by bucket, the first element in `weights`
+        self.held = 0  # bytes of parameters
+        self.lying: dict[int, int] = {}  # by storage, the parameter bucket in it
+        self.keeps_values = False  # released parameters keep their values (simulator)
+        self.roomy = False  # buckets have memory for gradients
+        self.gives_back = False  # buckets release it once they are summed
+        self.unused: set[str] = set()  # parameters that no rank used in this step
         self._place()
 
     @property
     def sizes_only(self) -> bool:
-        """Whether the parameters have shapes and no values: one model then stands for the models of all ranks."""
+        """Whether the parameters have shapes but no values. One model then stands for those of all ranks."""
         return self.order[0].param.is_meta
 
     def reorder(self, names: Iterable[str]) -> None:
-        """Lays everything out anew in this order of parameter names."""
+        """Rebuilds the buckets in this order of parameter names."""
         by_name = {p.name: p for p in self.order}
         self.order = [by_name[n] for n in names]
         self._place()
 
     def take(self, model: nn.Module, names: Collection[str], held: bool = True) -> None:
-        """Lays out these parameters and no others, in the reverse order of registration; held: or has none of them."""
+        """Builds buckets of these parameters only, in reverse order of registration.
+
+        held: False if this rank has no values of them
+        """
         self.order = [Place(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
-        self._slices, self.weights = [], []  # what they lay in is nothing to these
+        self._slices, self.weights = [], []  # the old storage belongs to other parameters
         self._place(held)
 
     def rebucket(self, bucket_mb: float) -> None:
-        """Lays everything out anew in buckets of another size."""
+        """Rebuilds the buckets with another size."""
         self.bucket_mb = bucket_mb
         self._place()
 
     def _place(self, held: bool = True) -> None:
-        """Moves the parameters into a vector for each bucket; of what lies in shards nothing is held then."""
+        """Moves the parameters into one vector per bucket; if they are in shards, this rank then holds none of them."""
         pairs = zip(self.weights, self._slices, strict=True)
         shards = not held or any(own.numel() < bucket.data.numel() for own, bucket in pairs)
-        shards = shards or any(isinstance(place.param, Absent) for place in self.order)  # one rank's shard is a whole
+        shards = shards or any(isinstance(place.param, Absent) for place in self.order)  # one rank's shard is the whole
         self._slices, self.buckets, self.roomy = [], [], False
-        self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: it as a whole, and each parameter of it
+        self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: NaN for it and its parameters
         for place in self.order:
-            place.grad = None  # the old vectors go before the new ones come
+            place.grad = None  # frees the old vectors before the new ones are made
         self.groups = grouped(self.order, self.bucket_mb * 1e6)
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
@@ -99,7 +101,7 @@ class Layout:
             whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
-                if not (gone or whole.is_meta):  # else there are no values to keep
+                if not (gone or whole.is_meta):
                     view.copy_(place.param.data)
                 place.param.data, place.bucket = view, index
             offset = at.get(dtype, 0)
@@ -113,10 +115,10 @@ class Layout:
         self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
     def hold(self, wanted: Bucket) -> Bucket:
-        """Of a bucket of parameters only these elements have memory here: a shard's, none, or all of them again.
+        """Keeps memory for only these elements of a parameter bucket: a shard, nothing, or the whole bucket again.
 
-        To hold more than is held `data` is where it then lies, with the values that are there. A parameter that is not
-        whole has no values but NaN. Returns the bucket as it lies now.
+        To hold more than before, pass the values in `data`, which becomes the storage. Parameters that are not whole
+        are NaN. Returns the bucket with its present data.
         """
         bucket, own = self._slices[wanted.index], self.weights[wanted.index]
         start, n, whole = wanted.offset - bucket.offset, wanted.data.numel(), bucket.data.numel()
@@ -132,7 +134,7 @@ class Layout:
         return wanted.like(self.weights[wanted.index])
 
     def _lie(self, index: int, data: Tensor) -> None:
-        """The parameters of this bucket lie in `data`, or have no values where that is `_nothing`."""
+        """Makes the parameters of this bucket views of `data`, without values if that is `_nothing`."""
         bucket, nothing = self._slices[index], self._absent.get(index)
         bucket.data = data
         self._put(index, data, 0)
@@ -145,7 +147,7 @@ class Layout:
                 place.param.data = view
 
     def _nothing(self, index: int) -> Tensor:
-        """What stands for a bucket of parameters that are not here: NaN, in the memory of one element."""
+        """Returns NaN, expanded from one element, as a bucket of absent parameters."""
         if index not in self._absent:
             bucket = self._slices[index]
             one = bucket.data.new_full((), torch.nan)
@@ -153,7 +155,7 @@ class Layout:
         return self._absent[index][0]
 
     def _put(self, index: int, data: Tensor, begin: int) -> None:
-        """What is here of a bucket of parameters is `data`, from element `begin` on."""
+        """Records `data` as this rank's part of a parameter bucket, from element `begin` on."""
         was = self.weights[index]
         self.held += data.numel() * data.element_size() - was.numel() * was.element_size()
         if self.lying.get(was.untyped_storage()._cdata) == index:
@@ -162,23 +164,26 @@ class Layout:
         self.weights[index], self.begins[index] = data, begin
 
     def lies(self, index: int) -> Bucket:
-        """A bucket of parameters as it lies at any time; `params` are all of them as they lie now."""
+        """Returns the parameter bucket itself, which follows every move. `params` returns new Buckets."""
         return self._slices[index]
 
     def lie_in(self, weights: list[Tensor]) -> None:
-        """The parameters lie in these vectors, one for each bucket, from now on, and take the values that are there."""
+        """Makes the parameters views of these vectors, one per bucket, with their values."""
         for index, whole in enumerate(weights):
             self._lie(index, whole)
 
     def _stand_in(self, group: list[Place]) -> Tensor:
-        """A vector of a group's size without memory: where no gradients are, or one that lies elsewhere."""
+        """Returns a vector without memory, as a bucket's gradients while it has none or they are elsewhere."""
         for place in group:
             nbytes = place.param.element_size() * place.numel
             place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL
         return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_numel(group))
 
     def make_room(self) -> None:
-        """Buckets of several parameters have room for gradients until `clear`; if they give it back, as one comes."""
+        """Gives buckets of several parameters memory for gradients until `clear`.
+
+        If buckets give it back, each gets it when its first gradient arrives.
+        """
         if self.roomy:
             return
         self.roomy = True
@@ -187,16 +192,16 @@ class Layout:
                 self._room(bucket.index)
 
     def _room(self, index: int) -> None:
-        """The gradients of this bucket have a vector."""
+        """Allocates the gradient vector of this bucket."""
         group, bucket = self.groups[index], self.buckets[index]
         bucket.data = torch.zeros(_numel(group), dtype=group[0].param.dtype, device=group[0].param.device)
         for place, part in zip(group, bucket.parts, strict=True):
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
     def _give_back(self, index: int) -> None:
-        """Holds the gradients of this bucket no longer. Whoever still reads them, as a stream may, holds them itself.
+        """Releases the gradients of this bucket. A stream that still reads them has its own reference.
 
-        Their memory is not taken away by force: autograd may have lent the same to another gradient.
+        The storage is not freed by force, because autograd may share it with another gradient.
         """
         self.gives_back = True
         group = self.groups[index]
@@ -205,13 +210,13 @@ class Layout:
         self.buckets[index].data = self._stand_in(group)
 
     def clear(self) -> None:
-        """Between steps: no bucket keeps room for gradients, as where they are not exchanged."""
+        """Between steps: drops all gradient vectors."""
         self.roomy = self.gives_back = False
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.data = self._stand_in(group)
 
     def keep(self, place: Place, grad: Tensor) -> None:
-        """The gradient of `place` has come: it goes into its bucket, and `param.grad` is what lies there."""
+        """Stores a new gradient in its bucket, and makes `param.grad` the stored tensor."""
         if grad.is_sparse:
             grad = grad.to_dense()
         if place.alone:
@@ -225,7 +230,7 @@ class Layout:
             place.param.grad = home
 
     def full(self, index: int) -> Bucket:
-        """Bucket `index`, whose gradients have all come: the small ones are copied now, in one call."""
+        """Returns bucket `index` once its gradients have arrived. Copies the small ones in one call."""
         small = [p for p in self.groups[index] if p.small]
         if small:
             if small[0].grad is None:
@@ -238,13 +243,13 @@ class Layout:
         return self.buckets[index]
 
     def take_in(self) -> None:
-        """All gradients lie where they are exchanged from, so that autograd adds to them there."""
+        """Moves all gradients into the bucket vectors, where autograd adds to them."""
         for place in self.order:
             place.filled = place.param.grad is None
         self.grads()
 
     def drop_unused(self) -> None:
-        """Before an update: parameters that no rank used have no gradient, so that the optimizer leaves them alone."""
+        """Before an update: removes gradients of parameters that no rank used, so that the optimizer skips them."""
         for place in self.order if self.unused else ():
             if place.name in self.unused:
                 place.param.grad = None
@@ -256,7 +261,7 @@ class Layout:
                 place.param.grad = None
 
     def grads(self) -> list[Bucket]:
-        """All gradients, each in its bucket's vector, zero where none has come; writing into them changes the step."""
+        """Returns the gradients in buckets, with zeros for missing ones. Writing into them changes the step."""
         self.make_room()
         for place in self.order:
             if place.param.grad is None:
@@ -266,19 +271,19 @@ class Layout:
         return [self.full(b.index) for b in self.buckets]
 
     def let_go(self, index: int | None = None) -> None:
-        """The gradients are used up, those of one bucket or of all: what was not copied is held no longer."""
+        """Releases used gradients, of one bucket or of all, unless they were copied."""
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.kept = None if index in (None, bucket.index) else bucket.kept
             if len(group) == 1 and bucket.data.stride(0) and index in (None, bucket.index):
                 bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
 
     def params(self) -> list[Bucket]:
-        """The parameters, cut like the gradients; writing into them changes the model, where they are whole here."""
+        """Returns the parameters, cut like the gradients. Writing into whole ones changes the model."""
         return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
     @property
     def parts(self) -> list[Part]:
-        """Every parameter, at its place in its bucket."""
+        """Every parameter with its place in its bucket."""
         return [part for bucket in self.buckets for part in bucket.parts]
 
     @property
@@ -291,10 +296,10 @@ class Layout:
 
 
 def grouped(order: list[Place], limit: float) -> list[list[Place]]:
-    """The buckets of parameters that come in `order`, in the order in which they fill.
+    """Groups the parameters in `order` into buckets, in the order in which these fill.
 
-    A bucket closes once it holds `limit` bytes (so, as in torch's DDP, it may be fuller) and never mixes dtypes. A
-    parameter of at least half of that is alone, so that its gradient needs no copy.
+    A bucket closes once it holds `limit` bytes, so it may be larger, as in torch's DDP. It has one dtype. A parameter
+    of at least `ALONE * limit` bytes is a bucket of its own, so that its gradient needs no copy.
     """
     closed: list[list[Place]] = []
     open_: dict[torch.dtype, list[Place]] = {}
@@ -313,7 +318,7 @@ def grouped(order: list[Place], limit: float) -> list[list[Place]]:
 
 
 def in_a_row(group: list[Place]) -> Iterator[Part]:
-    """Where in its bucket each parameter lies."""
+    """Yields each parameter's place in its bucket."""
     at = 0
     for place in group:
         yield Part(place.name, tuple(place.param.shape), at, at + place.numel)

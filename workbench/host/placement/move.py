@@ -1,14 +1,11 @@
-"""`move`: state that lies as one placement says comes to lie as another says. The one operation of every hand-over.
+"""`move`: takes state from one placement to another, the one operation of every hand-over.
 
-A live switch between any two ways to spread a model, a rank that joins or leaves, recovery from who is left: all are a
-`move`. It is a coroutine over one verb, so both hosts run it. One exchange carries every tensor, whatever its dtype, as
-bytes: nothing is cast and nothing is added, so what arrives is equal to the bit.
+A switch of partition, a rank that joins or leaves, and recovery from the remaining ranks are each a `move`. It is a
+coroutine, so both hosts run it. One exchange carries all tensors as bytes, so the result is bit-identical.
 
-A tensor here is anything with a name: a parameter, a moment of the optimizer ("exp_avg/blocks.3.qkv.weight"), a
-buffer, a step counter, the state of a generator. What is not elementwise is placed `whole` and goes to who lacks it.
-
-What is consolidated state, and what becomes of a rank's own, is not decided here: see "The hand-over" in
-workbench/DESIGN.md.
+A tensor here is anything with a name: a parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a step
+counter, the state of a generator. State that is not elementwise is placed `whole`. "The hand-over" in
+workbench/DESIGN.md explains consolidated state and a rank's own.
 """
 
 from __future__ import annotations
@@ -23,27 +20,24 @@ from workbench.host.placement.plan import Transfer, plan
 from workbench.host.placement.slices import Slice, refine
 from workbench.rank import Rank
 
-State = dict[str, Tensor]  # a rank's own tensors by name, flat, as its placement says
-WIDEST = 16  # bytes of an element of complex128: no dtype has a wider one
+State = dict[str, Tensor]  # a rank's own tensors by name, flat, under its placement
+WIDEST = 16  # bytes of an element of complex128, the widest dtype
 
 
 async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
                like: Mapping[str, Tensor], members: Sequence[int] = ()) -> State:  # fmt: skip
-    """This rank's state as `to` says, given its state as `was` says; all ranks of the group ask for it together.
+    """Returns this rank's state under `to`, given its state under `was`. All ranks of the group call it together.
 
-    state:   for each name that `was` has on this rank a dense tensor of its elements in that order, of any shape
-    alive:   who still has what `was` says; who is in `to` alone, or lost it, is given all that it is to hold
-    like:    for each name in `to` a tensor of its dtype on this rank's device, of any size: on every rank, for who is
-             to receive a tensor has none
-    members: the ranks of the group by index, as the placements number them; none: they number as the group does
+    state:   for each name that `was` has on this rank, a dense tensor of its elements in that order, of any shape
+    alive:   the ranks that still have their part of `was`; any other rank in `to` receives its whole part
+    like:    on every rank, for each name in `to`, a tensor of its dtype on this rank's device, of any size
+    members: the ranks of the group, by index in the placements; empty: the placements number them as the group does
 
-    -> name -> (n,), new memory; but a tensor whose slices stay is handed back itself. Tensors on meta take part as
-    sizes, with the same bytes. Nothing is exchanged where nobody lacks anything. Beside `state` and the answer it takes
-    memory for what is sent, twice, and for what comes.
+    Returns name -> (n,) in new memory; a tensor with unchanged slices is returned itself. Tensors on meta take part as
+    sizes. If no rank lacks anything, nothing is exchanged. Extra memory: twice the sent bytes and once the received.
 
-    Raises, on all ranks alike and before anything is sent, LookupError and ValueError as `plan` does, and ValueError
-    where a rank that is to send or receive is not in the group; on one rank alone, ValueError where `state` is not as
-    `was` says.
+    Raises LookupError and ValueError as `plan` does, and ValueError if a sender or receiver is not in the group: on all
+    ranks, before anything is sent. Raises ValueError on one rank alone if its `state` does not match `was`.
     """
     group = tuple(members) or tuple(range(rank.size))
     me = group[rank.index]
@@ -64,7 +58,7 @@ async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Plac
 
 
 def _begun(held: State, has: Held, name: str, slices: tuple[Slice, ...], like: Tensor) -> Tensor:
-    """(n,): new memory for these slices, with what this rank holds of them; the others are yet to come."""
+    """Returns (n,): new memory for these slices, with the elements that this rank already has."""
     new = like.new_empty(sum(s.numel for s in slices))
     if name in held and not new.is_meta:
         for piece, members in refine([has[name], slices]):
@@ -74,7 +68,7 @@ def _begun(held: State, has: Held, name: str, slices: tuple[Slice, ...], like: T
 
 
 def _packed(transfers: Iterable[Transfer], held: State, has: Held, empty: Tensor, nbytes: int) -> Tensor:
-    """(nbytes,) uint8: the elements of these transfers one after the other; the widest first, so all lie aligned."""
+    """Returns (nbytes,) uint8: the elements of these transfers. The widest come first, so all are aligned."""
     if not nbytes:
         return empty
     row, at = empty.new_empty(nbytes), 0
@@ -87,7 +81,7 @@ def _packed(transfers: Iterable[Transfer], held: State, has: Held, empty: Tensor
 
 
 def _unpack(row: Tensor, transfers: Iterable[Transfer], given: State, wants: Held) -> None:
-    """Puts what `_packed` made on another rank where it belongs."""
+    """Writes a row from another rank's `_packed` into the new tensors."""
     if row.is_meta:
         return
     at = 0
@@ -100,7 +94,7 @@ def _unpack(row: Tensor, transfers: Iterable[Transfer], given: State, wants: Hel
 
 
 def seen(flat: Tensor, slices: tuple[Slice, ...], piece: Slice) -> Tensor:
-    """(times, length): the elements of `piece` in the flat tensor of what `slices` hold."""
+    """Returns (times, length): a view of `piece` in the flat tensor that holds `slices`."""
     at = flat.storage_offset()
     for whole in slices:
         if whole.holds(piece.start):
@@ -111,15 +105,16 @@ def seen(flat: Tensor, slices: tuple[Slice, ...], piece: Slice) -> Tensor:
 
 
 def _device(like: Mapping[str, Tensor]) -> torch.device:
-    """What the exchange happens on: the accelerator's (or meta), though some state may lie in the host's memory."""
+    """Returns the device of the exchange: the accelerator or meta, even if some state is in the host's memory."""
     return next((t.device for t in like.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def _check(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor], to: Placement,
            like: Mapping[str, Tensor]) -> None:  # fmt: skip
-    """Raises ValueError if the state is not as its placement says.
+    """Raises ValueError if the state does not match its placement.
 
-    rank: its number in the run; has: by name, the elements that the placement says it holds
+    rank: its number in the run
+    has:  by name, the number of elements that it holds under the placement
     """
     if unlike := [name for name in to.sizes if name not in like]:
         raise ValueError(f"move: {unlike[0]} has no dtype; name it in `like`")

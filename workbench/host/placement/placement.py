@@ -1,11 +1,10 @@
-"""Which rank holds which elements of every named tensor: a value, for parameters, moments and buffers alike.
+"""Which rank holds which elements of every named tensor, parameters and optimizer state alike.
 
-Replicas are "all of it, everywhere"; ZeRO is slices over the data dimension; a pipeline is layers over the stages;
-tensor parallelism is slices of matrices. They nest: `copied` and `dealt` put several ranks for one, `|` joins two.
-What is not elementwise (buffers, step counters, the state of generators) is a tensor that is placed `whole`.
+Replicas hold every element. ZeRO is slices over the data dimension, a pipeline is layers over stages, tensor
+parallelism is slices of matrices. They nest: `copied` and `dealt` replace one rank by several, `|` joins two
+placements. Tensors that are not elementwise (buffers, step counters, the state of generators) are placed `whole`.
 
-It knows names and numbers of elements only: no tensor, no dtype, no wire. How state gets from one placement to another
-is in host/placement/plan.py and host/placement/move.py.
+A placement knows only names and numbers of elements. host/placement/move.py moves state between placements.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from math import prod
 
 from workbench.host.placement.slices import Slice, deal, refine
 
-Held = Mapping[str, tuple[Slice, ...]]  # by name of the tensor
+Held = Mapping[str, tuple[Slice, ...]]  # by tensor name
 
 
 @dataclass(frozen=True)
 class Placement:
-    """sizes: elements of each tensor, in order of use; held: by rank and name, which of them lie there.
+    """Which elements each rank holds. Do not write to the mappings.
 
-    A rank's own tensor of a name is flat and has the elements of its slices one after the other: (n,). Neither mapping
-    is to be written to. Ranks are numbered as the whole run numbers them.
+    sizes: number of elements of each tensor, in order of use
+    held:  by rank (its number in the whole run) and name, its slices
 
-    Raises ValueError in words where a tensor lies on no rank, or twice on one, or has no such elements.
+    A rank's own tensor of a name is flat, (n,), with the elements of its slices in order. Raises ValueError if an
+    element is on no rank, if a rank holds it twice, or if a tensor has no such element.
 
     >>> both = Placement.layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copied({0: [0, 2], 1: [1, 3]})
     >>> [both.numel(rank) for rank in both.ranks]  # a pipeline of two stages in two replicas
@@ -45,23 +45,23 @@ class Placement:
         object.__setattr__(self, "held", {rank: here for rank, here in held.items() if here})
         self._check()
 
-    # -- the plain ones --
+    # -- simple placements --
 
     @classmethod
     def whole(cls, sizes: Mapping[str, int], ranks: Collection[int]) -> Placement:
-        """All of it on every one of these ranks."""
+        """Places every tensor whole on each of these ranks."""
         return cls(sizes, {rank: {name: (Slice(0, n),) for name, n in sizes.items()} for rank in ranks})
 
     @classmethod
     def sharded(cls, sizes: Mapping[str, int], ranks: Sequence[int], shares: Sequence[int] = ()) -> Placement:
-        """All tensors end to end in order of use, cut into one contiguous piece per rank; see `dealt`."""
+        """Lays all tensors end to end in order of use, and cuts one contiguous piece per rank; see `dealt`."""
         return cls.whole(sizes, ranks[:1]).dealt(dict.fromkeys(ranks[:1], ranks), shares)
 
     @classmethod
     def layers(cls, sizes: Mapping[str, int], ranks: Sequence[int], parts: Sequence[Collection[str]]) -> Placement:
-        """The i-th part, a collection of names, on the i-th rank; with more parts than ranks they go round.
+        """Places the i-th part, a collection of names, on the i-th rank; with more parts than ranks, ranks repeat.
 
-        A tensor that is tied may be in several parts.
+        A tied tensor may be in several parts.
         """
         held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in ranks}
         for number, part in enumerate(parts):
@@ -70,10 +70,10 @@ class Placement:
 
     @classmethod
     def split(cls, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int], dim: int) -> Placement:
-        """Each tensor, seen in the shape given, cut along dimension `dim` as evenly as it goes.
+        """Cuts each tensor, viewed in the given shape, along dimension `dim` as evenly as possible.
 
-        For torch's weight (out, in) Megatron's column-parallel layer is dim 0, its row-parallel one dim 1; a fused qkv
-        is dim 1 of (3, heads, d * in). A rank's own tensor is that of its part of the shape, flat.
+        Of torch's weight (out, in), Megatron's column-parallel layer is dim 0, its row-parallel layer dim 1. A fused
+        qkv is dim 1 of (3, heads, d * in). A rank's own tensor is its part of that shape, flat.
         """
         held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in ranks}
         for name, shape in shapes.items():
@@ -84,22 +84,22 @@ class Placement:
                 held[rank][name] = (Slice(low * inner, (high - low) * inner, n * inner, times),)
         return cls({name: prod(shape) for name, shape in shapes.items()}, held)
 
-    # -- made of others --
+    # -- combined placements --
 
     def copied(self, groups: Mapping[int, Collection[int]]) -> Placement:
-        """What rank r holds is held by each of groups[r] instead; who is in no group keeps what it holds."""
+        """Gives the elements of rank r to each rank of groups[r] instead. A rank without a group keeps its elements."""
         return self._spread(groups, lambda here, count: [here] * count)
 
     def dealt(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
-        """What rank r holds is cut among groups[r], in order of use, each taking one contiguous piece of it.
+        """Cuts the elements of rank r among groups[r], in order of use: one contiguous piece for each rank.
 
-        Pieces are of ceil(n / ranks) elements and the last ones shorter, as `Bucket.shard` and an all-gather of equal
-        chunks want them; with `shares`, one number per rank of a group, they are in that proportion, to the element.
+        Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and an all-gather of equal chunks
+        need them. With `shares`, one number per rank of a group, pieces are in that proportion, exact to one element.
         """
         return self._spread(groups, lambda here, count: self._cut(here, count, shares))
 
     def __or__(self, other: Placement) -> Placement:
-        """Both at once: of other tensors, or of the same ones on other ranks."""
+        """Joins two placements: of different tensors, or of the same tensors on different ranks."""
         for name in self.sizes.keys() & other.sizes.keys():
             if self.sizes[name] != other.sizes[name]:
                 raise ValueError(f"placement: {name} has {self.sizes[name]} elements in one and {other.sizes[name]} in "
@@ -110,36 +110,36 @@ class Placement:
         return Placement({**self.sizes, **other.sizes}, held)
 
     def only(self, names: Collection[str]) -> Placement:
-        """The same of these tensors alone."""
+        """Returns the placement of these tensors alone."""
         held = {rank: {name: slices for name, slices in here.items() if name in names}
                 for rank, here in self.held.items()}  # fmt: skip
         return Placement({name: n for name, n in self.sizes.items() if name in names}, held)
 
-    # -- questions --
+    # -- queries --
 
     @property
     def ranks(self) -> list[int]:
-        """Who holds anything, in order."""
+        """The ranks that hold any element, in order."""
         return list(self.held)
 
     def at(self, rank: int) -> Held:
-        """What a rank holds: slices by name; nothing for a rank that is not here."""
+        """Returns a rank's slices by name; empty for an unknown rank."""
         return self.held.get(rank, {})
 
     def numel(self, rank: int, name: str | None = None) -> int:
-        """How many elements a rank holds, of one tensor or of all."""
+        """Returns how many elements a rank holds, of one tensor or of all."""
         here = self.at(rank)
         return sum(s.numel for each in ([name] if name is not None else here) for s in here.get(each, ()))
 
     def __hash__(self) -> int:
-        """Of numbers only: the same in every process, and soon told."""
+        """Hashes numbers only: quick, and the same in every process."""
         return hash((len(self.sizes), sum(self.sizes.values()), *self.held))
 
-    # -- inside --
+    # -- internals --
 
     def _spread(self, groups: Mapping[int, Collection[int]],
                 give: Callable[[Held, int], Sequence[Held]]) -> Placement:  # fmt: skip
-        """What each rank r holds goes to groups[r], as `give` of it and their number says."""
+        """Gives the elements of each rank r to groups[r], divided by `give`."""
         held = {rank: dict(here) for rank, here in self.held.items() if rank not in groups}
         for rank, ranks in groups.items():
             for other, here in zip(ranks, give(self.at(rank), len(ranks)), strict=True):
@@ -147,7 +147,7 @@ class Placement:
         return Placement(self.sizes, held)
 
     def _cut(self, here: Held, count: int, shares: Sequence[int]) -> list[Held]:
-        """What one rank holds, in `count` pieces."""
+        """Cuts the elements of one rank into `count` pieces."""
         line = [(s, 1, name) for name in self.sizes for s in here.get(name, ())]
         total = sum(s.numel for s, _, _ in line)
         if shares and len(shares) != count:
@@ -162,7 +162,7 @@ class Placement:
         return list(pieces)
 
     def _check(self) -> None:
-        """Refuses in words what cannot be."""
+        """Raises ValueError if the placement is invalid."""
         sets: dict[str, dict[tuple[Slice, ...], int]] = {name: {} for name in self.sizes}
         for rank, here in self.held.items():
             for name, slices in here.items():
@@ -179,14 +179,14 @@ class Placement:
 
 
 def _add(held: dict[str, tuple[Slice, ...]], more: Held) -> None:
-    """Adds to what a rank holds; what it holds already it holds once."""
+    """Adds slices to those of a rank, without duplicates."""
     for name, slices in more.items():
         mine = held.get(name, ())
         held[name] = mine + tuple(s for s in slices if s not in mine)
 
 
 def _check_slices(who: str, name: str, size: int, slices: tuple[Slice, ...]) -> None:
-    """Slices of one tensor on one rank lie inside it, do not run over their own stride, and share no element."""
+    """Raises ValueError unless slices of one tensor on one rank are inside it, fit their stride, and are disjoint."""
     for s in slices:
         if s.start < 0 or s.stop > size:
             raise ValueError(f"{who} elements {s.start} to {s.stop} of {name}, which has {size}")

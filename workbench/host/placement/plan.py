@@ -1,16 +1,15 @@
-"""Who sends what to whom, so that state which lies as one placement says comes to lie as another says.
+"""Plans which rank sends which elements to which, to get from one placement to another.
 
-Every element that a rank is to hold and does not hold is sent to it exactly once; a rank sends itself nothing, and to
-nobody what is there already: fewer bytes there cannot be. Who sends is chosen so that the fullest sender sends little.
+Every element that a rank needs and lacks is sent to it exactly once, so the number of bytes is minimal. The plan keeps
+the fullest sender's load low.
 
-[Note: How even] What is missing is dealt out by groups of equal owners, those of the fewest owners first. A group's
-owners come as near to one level as what they send already allows; what it has to send is laid end to end and cut
-between them, so there are few cuts. Where two such groups share nobody, or one contains the other, as in what `whole`,
-`sharded`, `layers`, `split`, `copied` and `dealt` make of disjoint groups of ranks, no choice has a fullest sender that
-sends less, but for one element and one byte, by which cuts and levels are rounded. Else it is about what a greedy
-choice element by element comes to, and nothing is promised.
+[Note: How even] The plan deals out missing elements by groups of equal owners, the smallest groups first. A group's
+owners come as near to one level as their loads so far allow. Their elements are laid end to end and cut between the
+owners, so cuts are few. If any two such groups are disjoint or nested, the fullest sender is optimal, up to one element
+and one byte of rounding. This holds for what `whole`, `sharded`, `layers`, `split`, `copied` and `dealt` make of
+disjoint groups of ranks. Otherwise the result is near that of a greedy choice by element, without a guarantee.
 
-All ranks make the same plan by themselves, from values that they share; nothing depends on the order of a mapping.
+All ranks make the same plan from values that they share. No result depends on the order of a mapping.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from typing import NamedTuple
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import Slice, deal, refine
 
-SHOWN = 3  # tensors that an error names; the others are counted
+SHOWN = 3  # tensors that an error names
 
-Wanted = tuple[int, str, Slice]  # (who needs it, name, elements)
+Wanted = tuple[int, str, Slice]  # (rank that needs it, name, elements)
 
 
 class Transfer(NamedTuple):
-    """These elements of one tensor go from one rank to another. They lie in one slice of either's placement."""
+    """Elements of one tensor that go from one rank to another, inside a single slice of either placement."""
 
     source: int
     to: int
@@ -41,9 +40,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What goes from whom to whom, in the order in which it travels: the widest elements first, by name and place."""
+    """All transfers, in the order of sending: the widest elements first, then by name and place."""
 
-    between: Mapping[tuple[int, int], tuple[Transfer, ...]]  # by (source, receiver), pairs that have anything only
+    between: Mapping[tuple[int, int], tuple[Transfer, ...]]  # by (source, receiver), without empty pairs
     nbytes: Mapping[tuple[int, int], int]
 
     @property
@@ -51,18 +50,18 @@ class Plan:
         return [t for pair in sorted(self.between) for t in self.between[pair]]
 
     def sent(self, source: int) -> int:
-        """Bytes that a rank sends."""
+        """Returns the bytes that a rank sends."""
         return sum(n for (who, _), n in self.nbytes.items() if who == source)
 
     def lengths(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Bytes from each rank of a group to each, as `all_to_allv` wants them.
+        """Returns the bytes from each rank of a group to each, as `all_to_allv` needs them.
 
-        Raises ValueError where somebody who sends or receives is not in it.
+        Raises ValueError if a sender or receiver is not in the group.
         """
         return _lengths(self, group)
 
 
-@lru_cache(maxsize=8)  # as `_plan`
+@lru_cache(maxsize=8)
 def _lengths(todo: Plan, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     if outside := sorted({rank for pair in todo.between for rank in pair} - set(group)):
         raise ValueError(f"move: rank {outside[0]} is to send or receive and is not in the group of {list(group)}")
@@ -70,18 +69,18 @@ def _lengths(todo: Plan, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def plan(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[str, int]) -> Plan:
-    """What has to be sent.
+    """Plans the transfers from `was` to `to`.
 
-    alive:  who still has what `was` says it holds; others may be in `to`, and need all of it
-    widths: bytes of an element of each tensor in `to`
+    alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
+    widths: bytes per element of each tensor in `to`
 
-    Raises LookupError where nobody alive has an element: "blocks.3.qkv.weight: 4768 elements have no owner left"; and
-    ValueError where a name stands for tensors of different size. On all ranks alike.
+    Raises the same errors on all ranks: LookupError if no rank alive has an element ("blocks.3.qkv.weight: 4768
+    elements have no owner left"), ValueError if a name stands for tensors of different sizes.
     """
     return _plan(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same plan
+@lru_cache(maxsize=8)  # all simulated ranks ask for the same plan
 def _plan(was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tuple[str, int], ...]) -> Plan:
     widths = dict(each)
     between: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -101,13 +100,13 @@ def _plan(was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tup
 
 
 def levelled(loads: Sequence[int], amount: int) -> list[int]:
-    """How `amount` is shared out so that the highest load is as low as can be, and the others as even as that leaves.
+    """Shares out `amount` so that the highest load is as low as possible, and loads are as even as possible.
 
     >>> levelled([5, 0, 9], 7)  # to loads of 6, 6 and 9
     [1, 6, 0]
     """
     order = sorted(range(len(loads)), key=loads.__getitem__)
-    filled = len(order)  # so many of the emptiest come to one level
+    filled = len(order)  # the lowest loads, which end at one level
     while (level := (amount + sum(loads[i] for i in order[:filled])) // filled) < loads[order[filled - 1]]:
         filled -= 1
     over = amount + sum(loads[i] for i in order[:filled]) - level * filled
@@ -118,10 +117,10 @@ def levelled(loads: Sequence[int], amount: int) -> list[int]:
 
 
 def _wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple[int, ...], list[Wanted]]:
-    """What is missing where, by the ranks that have it."""
+    """Returns the elements that ranks lack, by the ranks that have them."""
     found: dict[tuple[int, ...], list[Wanted]] = defaultdict(list)
     lost: dict[str, int] = {}
-    known: dict[_Sets, list[_Missing]] = {}  # parameters and their moments mostly lie alike
+    known: dict[_Sets, list[_Missing]] = {}  # parameters and their moments mostly have the same slices
     for name in sorted(to.sizes):
         if was.sizes.get(name, to.sizes[name]) != to.sizes[name]:
             raise ValueError(f"{name} has {was.sizes[name]} elements where it lies and {to.sizes[name]} where it is to "
@@ -139,12 +138,12 @@ def _wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple
     return found
 
 
-_Sets = tuple[tuple[tuple[Slice, ...], tuple[int, ...], tuple[int, ...]], ...]  # (slices, who has them, who is to)
-_Missing = tuple[Slice, tuple[int, ...], tuple[int, ...]]  # (elements, who has them, who needs them)
+_Sets = tuple[tuple[tuple[Slice, ...], tuple[int, ...], tuple[int, ...]], ...]  # (slices, ranks before, ranks after)
+_Missing = tuple[Slice, tuple[int, ...], tuple[int, ...]]  # (elements, owners, ranks that need them)
 
 
 def _sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _Sets:
-    """The different sets of slices of one tensor; replicas count once."""
+    """Returns the different sets of slices of one tensor. Replicas count once."""
     has: dict[tuple[Slice, ...], tuple[list[int], list[int]]] = {}
     for rank in alive:
         if slices := was.at(rank).get(name):
@@ -156,7 +155,7 @@ def _sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _
 
 
 def _missing(sets: _Sets) -> Iterator[_Missing]:
-    """The parts that somebody needs, each with all who have it and all who need it."""
+    """Yields the parts that a rank lacks, with the ranks that have them and the ranks that need them."""
     for piece, members in refine([slices for slices, _, _ in sets]):
         here = [sets[i][1:] for i in _ones(members)]
         owners = {rank for before, _ in here for rank in before}
@@ -165,7 +164,7 @@ def _missing(sets: _Sets) -> Iterator[_Missing]:
 
 
 def _ones(bits: int) -> Iterator[int]:
-    """Which bits are set, from the lowest: few of thousands."""
+    """Yields the numbers of the set bits, from the lowest: few of thousands."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

@@ -1,4 +1,4 @@
-"""What must be the same of every rank's model before they train together, and how it is said that it is not."""
+"""A model's description and hash, which ranks compare before they train together."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 
 
 def signature(model: nn.Module) -> int:
-    """A 63-bit hash of the model's parameter names, shapes and dtypes: equal on all ranks or they cannot agree."""
+    """Returns a 63-bit hash of the model's parameter names, shapes and dtypes."""
     text = ";".join(f"{n}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for n, p in model.named_parameters())
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def description(model: nn.Module) -> list[list[Any]]:
-    """[name, shape, dtype, whether it is trained] of every parameter: what `signature` is the hash of."""
+    """Returns [name, shape, dtype, whether it is trained] of every parameter."""
     return [[n, list(p.shape), str(p.dtype)[6:], p.requires_grad] for n, p in model.named_parameters()]
 
 
 def difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
-    """In what the model described by `other`, of `rank`, is first unlike rank 0's, described by `first`."""
+    """Describes the first difference between rank 0's model, `first`, and the model of `rank`, `other`."""
     for one, two in zip(first, other, strict=False):
         if one != two:
             what = f"parameter {one[0]!r} is {_in_words(one)} on rank 0, "

@@ -1,4 +1,4 @@
-"""A parameter of which a rank has one slice: its data is that slice, and it knows the shape of the whole."""
+"""A parameter cut to this rank's slice, with the whole shape as an attribute."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-_WHOLE = "_workbench_whole"  # the attribute of a parameter in slices that says its whole shape
+_WHOLE = "_workbench_whole"  # a sliced parameter's attribute for its whole shape
 
 
 def shape_of(param: Tensor) -> tuple[int, ...]:
-    """The shape of all of it, wherever that is."""
+    """Returns the shape of the whole parameter, even if this rank has a slice."""
     return tuple(getattr(param, _WHOLE, None) or param.shape)
 
 
 def numel_of(param: Tensor) -> int:
-    """The elements of all of it."""
+    """Returns the number of elements of the whole parameter."""
     return prod(shape_of(param))
 
 
 def lay(param: nn.Parameter, data: Tensor, shape: tuple[int, ...]) -> None:
-    """`param` is `data` from now on, all of it or one slice of what has that shape."""
+    """Sets `param` to `data`: the whole tensor, or one slice of a tensor of that shape."""
     param.grad = None
-    if param.shape != data.shape:  # of another dtype for once, so that torch forgets what a graph of before says of it
+    if param.shape != data.shape:  # another dtype first, so that torch drops an earlier graph's metadata
         other = torch.float32 if data.dtype == torch.float64 else torch.float64
         param.data = data.new_empty(0, dtype=other)
     param.data = data

@@ -1,7 +1,7 @@
-"""Strided runs of a flat tensor's elements, and their arithmetic. No tensor lives here, and nothing is done by element.
+"""Strided runs of a flat tensor's elements, and their arithmetic, without a tensor or a loop over elements.
 
-A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one Slice; cutting a 4096 x 4096
-matrix into columns takes as many steps as there are ranks.
+A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one Slice. A 4096 x 4096 matrix
+is cut into columns in one step per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Slice(NamedTuple):
     """Elements start + k * stride + j of a flat tensor, for k < times and j < length, in that order; j runs first.
 
-    stride: at least `length`; 0 where there is one stretch only
+    stride: at least `length`; 0 if there is only one stretch
 
     >>> Slice(2, 2, 6, 3).numel  # columns 2 and 3 of a matrix of 3 rows and 6 columns
     6
@@ -38,26 +38,26 @@ class Slice(NamedTuple):
         return self.start + (self.times - 1) * self.stride + self.length
 
     def normal(self) -> Slice:
-        """The same elements, as one stretch where they are one."""
+        """Returns the same elements, as one stretch if they are contiguous."""
         if self.times == 1:
             return Slice(self.start, self.length)
         return Slice(self.start, self.numel) if self.length == self.stride else self
 
     def holds(self, element: int) -> bool:
-        """Is this element of the tensor among them?"""
+        """Whether this element of the tensor is among them."""
         return self.start <= element < self.stop and (
             self.times == 1 or (element - self.start) % self.stride < self.length
         )
 
     def cut(self, n: int) -> tuple[list[Slice], list[Slice]]:
-        """The first n elements and the others, for 0 < n < numel.
+        """Returns the first n elements and the remaining ones, for 0 < n < numel.
 
         >>> Slice(2, 2, 6, 3).cut(3)
         ([Slice(start=2, length=2, stride=0, times=1), Slice(start=8, length=1, stride=0, times=1)],
          [Slice(start=9, length=1, stride=0, times=1), Slice(start=14, length=2, stride=0, times=1)])
         """
         rows, rest = divmod(n, self.length)
-        broken = self.start + rows * self.stride  # where the stretch begins in which the cut lies
+        broken = self.start + rows * self.stride  # start of the stretch with the cut
         after = rows + (rest > 0)
         head = [self._replace(times=rows), Slice(broken, rest)]
         tail = [
@@ -67,7 +67,7 @@ class Slice(NamedTuple):
         return [s.normal() for s in head if s.numel], [s.normal() for s in tail if s.numel]
 
     def inside(self, whole: Slice) -> Slice:
-        """Where these elements lie in the flat tensor of `whole`'s elements: of a part that `refine` made of it.
+        """Returns the place of these elements in the flat tensor of `whole`'s. They are a part that `refine` made.
 
         >>> Slice(9, 1, 6, 2).inside(Slice(2, 2, 6, 3))  # column 3 of rows 1 and 2
         Slice(start=3, length=1, stride=2, times=2)
@@ -80,7 +80,7 @@ class Slice(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Elements e of one set in [start, stop) with low <= e % period < high: what a Slice is made of."""
+    """Elements e of one set in [start, stop) with low <= e % period < high: the building block of a Slice."""
 
     start: int
     stop: int
@@ -90,11 +90,11 @@ class _Block(NamedTuple):
 
 
 def refine(sets: Sequence[Iterable[Slice]]) -> list[tuple[Slice, int]]:
-    """The parts into which several sets of slices of one tensor cut each other: (part, which of them hold it).
+    """Cuts several sets of slices of one tensor by each other, into (part, the sets that hold it).
 
-    Bit i of the second number says whether sets[i] holds the part. Parts are disjoint; each lies in one slice of every
-    set that holds it. Sets of one stride, or of none, take as many steps as they have slices; where strides differ
-    all but that of the most stretches are taken stretch by stretch.
+    Bit i of the second number says whether sets[i] holds the part. Parts are disjoint, each inside one slice of every
+    set that holds it. Slices of the most frequent stride take one step each, slices of another stride one step per
+    stretch.
 
     >>> refine([[Slice(0, 12)], [Slice(2, 1, 3, 4)]])  # all of a 4 x 3 matrix, and its last column
     [(Slice(start=0, length=2, stride=3, times=4), 1), (Slice(start=2, length=1, stride=3, times=4), 3)]
@@ -117,7 +117,7 @@ def refine(sets: Sequence[Iterable[Slice]]) -> list[tuple[Slice, int]]:
 
 
 def _period(slices: Iterable[Slice]) -> int:
-    """The stride of the most stretches; 0 where there is none."""
+    """Returns the stride of the most stretches; 0 if no slice has a stride."""
     counts: Counter[int] = Counter()
     for s in slices:
         if s.times > 1:
@@ -126,7 +126,7 @@ def _period(slices: Iterable[Slice]) -> int:
 
 
 def _blocks(s: Slice, period: int, member: int) -> Iterator[_Block]:
-    """One or two blocks that begin and end with a period; or one for each stretch."""
+    """Yields one or two blocks that begin and end with a period, or one block per stretch."""
     if s.times == 1 or s.stride != period:
         for k in range(s.times):
             yield _Block(s.start + k * s.stride, s.start + k * s.stride + s.length, 0, period, member)
@@ -139,11 +139,11 @@ def _blocks(s: Slice, period: int, member: int) -> Iterator[_Block]:
 
 
 def _parts(low: int, high: int, period: int, present: set[_Block]) -> Iterator[tuple[Slice, int]]:
-    """The parts between two elements where the same blocks are present all along."""
+    """Yields the parts between two elements, with the same blocks present in between."""
     if all(b.high - b.low == period for b in present):
         yield Slice(low, high - low), _members(present)
         return
-    first, last = -(-low // period) * period, high // period * period  # between them lie whole periods
+    first, last = -(-low // period) * period, high // period * period  # between them are whole periods
     stretches = [(low, first), (first, last), (last, high)] if first <= last else [(low, high)]
     for begin, end in stretches:
         rows = (end - begin) // period or 1
@@ -154,7 +154,7 @@ def _parts(low: int, high: int, period: int, present: set[_Block]) -> Iterator[t
 
 
 def _borders(low: int, high: int, present: set[_Block]) -> list[int]:
-    """Where in a period the present blocks begin and end, from `low` to `high`; nothing if that is nothing."""
+    """Returns where the present blocks begin and end in a period, from `low` to `high`, if that range is not empty."""
     inner = {x for b in present for x in (b.low, b.high) if low < x < high}
     return sorted({low, high} | inner) if low < high else []
 
@@ -167,10 +167,10 @@ def _members(blocks: Iterable[_Block]) -> int:
 
 
 def deal(line: Iterable[tuple[Slice, int, T]], ends: Sequence[int]) -> list[list[tuple[Slice, T]]]:
-    """Lays slices end to end and cuts the line in pieces; the last piece takes what is left.
+    """Lays slices end to end and cuts the line into pieces. The last piece takes the remainder.
 
-    line: (slice, the length of one of its elements on the line, anything that goes with it)
-    ends: where on the line each piece is to end; a cut is made at the nearest border of two elements
+    line: (slice, length of one element on the line, any value)
+    ends: the end of each piece on the line; the cut is at the nearest border of two elements
 
     >>> deal([(Slice(0, 4), 1, "a"), (Slice(0, 8), 1, "b")], [6, 12])
     [[(Slice(start=0, length=4, stride=0, times=1), 'a'), (Slice(start=0, length=2, stride=0, times=1), 'b')],

@@ -1,7 +1,7 @@
-"""What an optimizer remembers, by name; and its step of a rank's shard alone, where that lies or apart from the model.
+"""Optimizer state by name, and the optimizer's step of a single shard.
 
-A slot of a parameter is "exp_avg/NAME". Where one element's step depends on no other's, a slot may be cut as its
-parameter is (see `workbench.optimizers.elementwise`); step counters and the like are whole wherever any of it lies.
+A slot of a parameter is called "exp_avg/NAME". It may be cut like its parameter if the optimizer steps each element by
+itself (see `workbench.optimizers.elementwise`). Step counters are whole on every rank with part of the parameter.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from workbench.host.placement.layout import Layout, Place
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
 
-Settings = list[dict[str, Any]]  # what an optimizer's groups say but for their parameters
+Settings = list[dict[str, Any]]  # an optimizer's groups without their parameters
 
 
 def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
-    """What the optimizer remembers of each parameter; writing into it changes the optimizer."""
+    """Returns the optimizer state of each parameter. Writing into it changes the optimizer."""
     return {f"{slot}/{place.name}": x for place in layout.order
             for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
 
 def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
-    """Tensors like those that `slots` has once it has stepped, but of no elements where they are cut as the parameter.
+    """Returns tensors like those of `slots` after a first step, empty if they are cut like the parameter.
 
-    For ranks that are to receive what they hold none of. The optimizer steps a parameter of two elements for it.
+    Receiving ranks need their dtypes. The optimizer steps a parameter of 2 elements to find them.
     """
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     found: dict[str, Tensor] = {}
     for place in places:
-        if id(place.param) not in group_of:  # the optimizer does not own it
+        if id(place.param) not in group_of:
             continue
         key = group_of[id(place.param)], place.param.dtype
         if key not in known:
@@ -59,9 +59,7 @@ def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
 
 def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor],
         places: Iterable[Place] | None = None) -> None:  # fmt: skip
-    """The optimizer remembers these slots of all parameters, or of `places`, from now on, flat where one is cut, and
-    nothing else of them.
-    """
+    """Replaces the optimizer state of all parameters, or of `places`, by these slots; a shard's slots are flat."""
     mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, x in given.items():
         slot, _, parameter = name.partition("/")
@@ -76,8 +74,8 @@ def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str
 
 
 def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experiment) -> None:
-    """Refuses in words to step a bucket, or a shard of one, by itself where that would not be what was asked for."""
-    if e.clip and not e.strategy.shards:  # those that share out shorten what they have added up
+    """Raises StrategyError if this optimizer or `clip` forbids an update of a single bucket or shard."""
+    if e.clip and not e.strategy.shards:  # strategies with shards clip the summed gradients
         raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
     if shard.data.numel() < layout.buckets[shard.index].data.numel() and not elementwise(optimizer):
         raise StrategyError(
@@ -87,7 +85,7 @@ def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experime
 
 
 def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
-    """One step of the optimizer on these elements alone; the gradients of their whole bucket are used up."""
+    """Makes one optimizer step of these elements alone, and uses up the gradients of their whole bucket."""
     with _seen(layout, optimizer, shard):
         optimizer.step()
     layout.let_go(shard.index)
@@ -95,9 +93,9 @@ def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
 
 @contextmanager
 def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
-    """Within it the optimizer has no parameters but those of `shard`, and these are only its elements.
+    """Inside, the optimizer has only the parameters of `shard`, cut to its elements.
 
-    Their gradients are where they lie: in the bucket's vector, or what was kept of it when that was given back.
+    Their gradients are views of the bucket's vector, or of what was kept when it was released.
     """
     whole, bucket = layout.lies(shard.index), layout.buckets[shard.index]
     held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
@@ -132,7 +130,7 @@ def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
 
 
 def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """By (parameter, slot), what the optimizer remembers of a bucket, and then no longer; or is `given`, of any."""
+    """Takes a bucket's state out of the optimizer, or puts `given` back. Returns it by (parameter name, slot)."""
     named = {place.name: place.param for place in (layout.groups[index] if given is None else layout.order)}
     if given is not None:
         for (name, slot), x in given.items():
@@ -143,19 +141,19 @@ def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any]
 
 
 def settings(optimizer: Any) -> Settings:
-    """Rates and the like as they are now."""
+    """Returns the present settings of the optimizer's groups."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, grads: Tensor, state: dict[Any, Any],
                by: Settings, unused: Collection[str] = ()) -> dict[Any, Any]:  # fmt: skip
-    """One step of `values`, (n,), the parameters of `shard` where they lie apart from the model, and no other's.
+    """Makes one step of `values`, (n,): the parameters of `shard`, stored apart from the model.
 
-    state:  by (parameter, slot), what the optimizer remembers of them; returned as it is after the step
+    state:  by (parameter name, slot), their optimizer state; returned as it is after the step
     by:     the optimizer's settings
-    unused: names of parameters that no rank used: they are not stepped
+    unused: names of parameters that no rank used, which are not stepped
 
-    The optimizer itself is not touched, so that another thread may use the model meanwhile.
+    Another thread may use the model and the optimizer at the same time.
     """
     places = {place.name: place for place in layout.groups[shard.index]}
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -180,10 +178,8 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
 
 
 def twin(optimizer: Any) -> Any:
-    """An optimizer of the same class that remembers nothing; a copy by torch's own rules leaves out what a class of
-    one's own adds.
-    """
+    """Returns an optimizer of the same class without state. torch's own copy loses attributes of a user's class."""
     other = object.__new__(type(optimizer))
-    other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # a schedule's own
+    other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it
     other.state = defaultdict(dict)
     return other

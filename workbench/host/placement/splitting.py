@@ -1,4 +1,4 @@
-"""How a model's matrices are dealt out over ranks that compute together: after a plan by the names of its modules."""
+"""Cuts a model's matrices over the ranks that compute together, after a plan by module names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Sliced:
-    """A parameter in slices: seen in the shape `view` it is cut along dimension `dim`, in its own along `axis`."""
+    """A parameter in slices: cut along dimension `dim` of the shape `view`, and along `axis` of its own shape."""
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
@@ -43,19 +43,19 @@ class Sliced:
     axis: int
 
     def local(self, ways: int) -> tuple[int, ...]:
-        """The shape of one of so many equal slices."""
+        """Returns the shape of one of `ways` equal slices."""
         return tuple(n // ways if k == self.axis else n for k, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A model's matrices in `ways` equal slices each; what is whole is on every rank, and one looks after it.
+    """A model's matrices in `ways` equal slices. A whole parameter is on every rank, and one rank owns it.
 
-    modules: by name, how each is dealt out
-    sliced:  by name, the parameters that are
-    owners:  by name, which of the ranks keeps what belongs to a parameter that is whole
-    share:   of the whole model's compute, what one rank does, as far as numbers of parameters tell
-    partial: parameters that are whole and see only a rank's own heads, or positions of a sequence
+    modules: by name, how each module is cut
+    sliced:  by name, the parameters that are cut
+    owners:  by name of a whole parameter, the rank that keeps its state
+    share:   one rank's share of the compute, estimated from numbers of parameters
+    partial: whole parameters that see only a rank's own heads or sequence positions
     """
 
     ways: int
@@ -67,25 +67,25 @@ class Split:
 
     @property
     def sequences(self) -> bool:
-        """Does each rank have its own positions of what lies between two layers?"""
+        """Whether ranks have their own sequence positions between two layers."""
         return any(isinstance(way, Scatter) for _, way in self.modules)
 
     @cached_property
     def names(self) -> tuple[frozenset[str], ...]:
-        """By rank the parameters that it trains: its slices, and what it looks after."""
+        """By rank, the parameters that it trains: slices, and whole ones that it owns."""
         return tuple(
             frozenset(self.sliced) | {name for name, rank in self.owners.items() if rank == k} for k in range(self.ways)
         )
 
     def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What one rank has of a parameter of this shape."""
+        """Returns the shape of one rank's part of a parameter of this shape."""
         return self.sliced[name].local(self.ways) if name in self.sliced else shape
 
 
 def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> Split:
-    """`model` in so many slices, as it is or as it was before it came to lie in others. Raises KnobError in words.
+    """Cuts `model` into `ways` slices, even if it is in slices already. Raises KnobError if that is impossible.
 
-    sequence: does each rank have its own positions of what lies between two layers?
+    sequence: whether ranks have their own sequence positions between two layers
     """
     every = dict(planned(model, _plan(model, learner)))
     if sequence and not any(isinstance(way, Scatter) for way in every.values()):
@@ -141,7 +141,7 @@ def _plan(model: nn.Module, learner: Learner) -> Plan:
 
 
 def _pairs(model: nn.Sequential) -> dict[str, Way]:
-    """Of a Sequential: pairs of Linears with nothing between but what works element by element."""
+    """Pairs Linears of a Sequential (Colwise, then Rowwise) with only elementwise modules between them."""
     layers = [(name, module) for name, module in leaves(model) if not isinstance(module, ELEMENTWISE)]
     found: dict[str, Way] = {}
     for (one, first), (other, second) in pairwise(layers):
@@ -151,7 +151,7 @@ def _pairs(model: nn.Sequential) -> dict[str, Way]:
 
 
 def leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a Sequential, also of one in another, with their names."""
+    """Yields the names and layers of a Sequential, and of those nested in it."""
     for name, module in model.named_children():
         if isinstance(module, nn.Sequential):
             yield from leaves(module, f"{before}{name}.")
@@ -160,7 +160,7 @@ def leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def planned(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
-    """By the name of a module how it is dealt out. A pattern that fits none is refused: it is a slip of the pen."""
+    """Yields the name of each planned module, and how it is cut. Raises KnobError if a pattern matches none."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, said in plan.items():
         way = way_of(said)
@@ -181,7 +181,7 @@ def planned(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> It
 
 
 def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, Sliced]]:
-    """The module's own parameters that are cut, by their short names, and how."""
+    """Yields the short names of the module's own parameters that are cut, and how."""
     if isinstance(way, Sequence) and (odd := [m for m in module.modules() if hasattr(m, "running_mean")]):
         raise _refusal(
             f"{name}: a {type(odd[0]).__name__} takes statistics of a whole batch, of which a rank has some positions; "
@@ -220,7 +220,7 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
 
 
 def _partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Parameter]:
-    """Of the module those that are whole and see a rank's own heads or positions only."""
+    """Yields the module's whole parameters that see only a rank's own heads or positions."""
     if isinstance(way, Sequence | Partial):
         yield from module.parameters()
     elif sequence and isinstance(way, Rowwise) and isinstance(module, nn.Linear) and module.bias is not None:
@@ -238,7 +238,7 @@ def _require(name: str, what: str, count: int, together: int, ways: int) -> None
 
 
 class _Uneven(KnobError):
-    """So many units (rows, heads) of a module cannot be dealt out evenly."""
+    """Raised if the units (rows, heads) of a module cannot be cut evenly."""
 
     def __init__(self, said: str, units: int) -> None:
         super().__init__(said)
@@ -246,7 +246,7 @@ class _Uneven(KnobError):
 
 
 def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], ways: int) -> None:
-    """Refuses so many ranks with a number that suits every module of the plan, if there is one."""
+    """Raises KnobError if `ways` does not fit, and proposes numbers that fit every module."""
     def uneven(n: int) -> list[_Uneven]:
         found = []
         for name, way in plan.items():
@@ -264,7 +264,7 @@ def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], way
 
 
 def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[str, Sliced]) -> None:
-    """Refuses a parameter in slices that a module also has which is computed whole."""
+    """Raises KnobError if a parameter in slices is tied to a module that needs it whole."""
     named, cut = dict(model.named_parameters()), {id(p) for n, p in model.named_parameters() if n in sliced}
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None and id(p) in cut]
@@ -281,7 +281,7 @@ def _refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
 
 
 def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
-    """Who looks after each parameter that every rank has: the large ones first, to who has the least."""
+    """Returns the owner of each whole parameter: from the largest on, the rank with the fewest elements so far."""
     load = [0] * ways
     found: dict[str, int] = {}
     for name, numel in sorted(whole.items(), key=lambda one: -one[1]):
@@ -291,7 +291,7 @@ def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
 
 
 def _share(model: nn.Module, sliced: Mapping[str, Sliced], ways: int) -> float:
-    """What one rank computes of the model: of parameters that are only looked up nothing."""
+    """Returns one rank's share of the model's compute, without embedding tables."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     counts = {n: numel_of(p) for n, p in model.named_parameters() if id(p) not in looked_up}
     total = sum(counts.values())

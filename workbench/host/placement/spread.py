@@ -1,4 +1,4 @@
-"""How one replica of a model lies on several ranks: its layers in stages, its matrices in slices, or both."""
+"""One replica of a model on several ranks: its layers in stages, its matrices in slices, or both."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from workbench.host.placement.slices import Slice
 from workbench.host.placement.splitting import Split, split
 from workbench.partitions import Partition
 
-_SPLITS = "workbench splits"  # the attribute of a model that keeps how it was split, and goes with it
+_SPLITS = "workbench splits"  # the model's attribute that caches its splits
 
 
 @dataclass(frozen=True)
 class Spread:
-    """stages: where its layers are cut; None: every rank has of all of them
-    split:  how matrices are dealt out over the ranks of a stage, who are neighbours; None: each has all of them
+    """How a replica is spread over ranks.
+
+    stages: its pipeline stages; None: every rank has all layers
+    split:  how matrices are cut over a stage's ranks, which are neighbours; None: they are whole
     """
 
     stages: Stages | None = None
     split: Split | None = None
 
     def __len__(self) -> int:
-        """How many ranks a replica takes."""
+        """Returns the number of ranks of a replica."""
         return (len(self.stages) if self.stages else 1) * (self.split.ways if self.split else 1)
 
     def __str__(self) -> str:
@@ -37,28 +39,28 @@ class Spread:
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Which stage rank `rank` of the run computes, and which of its slices it has."""
+        """Returns the stage that rank `rank` of the run computes, and the number of its slice."""
         return divmod(rank % len(self), self.split.ways if self.split else 1)
 
     def trained(self, rank: int, names: set[str]) -> set[str]:
-        """Of these parameters those that this rank trains."""
+        """Returns those of these parameters that this rank trains."""
         stage, index = self.place(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here & self.split.names[index] if self.split else here
 
     def followed(self, rank: int, names: set[str]) -> set[str]:
-        """Of these parameters those that lie here and that another rank looks after."""
+        """Returns those of these parameters that this rank holds and another rank trains."""
         stage, index = self.place(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here - self.split.names[index] if self.split else set()
 
     def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a rank that trains it has of a parameter of this shape."""
+        """Returns the shape of a rank's part of a parameter of this shape."""
         return self.split.local(name, shape) if self.split else shape
 
 
 def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
-    """How `e` lays `model` out; None where a replica is whole. Raises KnobError where it cannot be laid out so."""
+    """Returns how `e` spreads `model`, or None if a replica is whole. Raises KnobError if it cannot be spread so."""
     way = e.partition
     if way.size == 1:
         return None
@@ -67,19 +69,20 @@ def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
 
 
 def _split(way: Partition, model: nn.Module, learner: Any) -> Split:
-    made: dict[Any, Split] = model.__dict__.setdefault(_SPLITS, {})  # with sizes only thousands of ranks have one model
+    made: dict[Any, Split] = model.__dict__.setdefault(_SPLITS, {})  # without values thousands of ranks share a model
     key = way.slices, way.sequences
     if key not in made:
         made[key] = split(way.slices, model, learner, way.sequences)
     return made[key]
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+@lru_cache(maxsize=8)  # all simulated ranks ask for the same one
 def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int) -> Placement:
-    """Where everything lies, tensors by name and number of elements: what belongs to a parameter lies with it.
+    """Returns the placement of tensors (name, number of elements) under `spread`.
 
-    A parameter in slices, and what has as many elements, lies in slices; a counter that belongs to it on all who have
-    one; buffers and what is of no stage lie on every rank of a stage, or of all.
+    A parameter that is cut is in slices, and so is its state with as many elements. A step counter is on every rank
+    with part of its parameter. A parameter that a split leaves whole is on its owner. Buffers, and tensors of no stage,
+    are on every rank of a stage, or of the replica.
     """
     sizes = dict(named)
     if spread is None:
@@ -96,7 +99,7 @@ def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int)
 
 
 def _slices(split: Split) -> dict[str, list[tuple[Slice, ...]]]:
-    """By parameter that is cut, each rank's slices of it."""
+    """Returns each rank's slices of every parameter that is cut, by name."""
     found: dict[str, list[tuple[Slice, ...]]] = {}
     for dim in {made.dim for made in split.sliced.values()}:
         views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
@@ -106,7 +109,7 @@ def _slices(split: Split) -> dict[str, list[tuple[Slice, ...]]]:
 
 
 def _ranks(spread: Spread, of: str, places: list[tuple[int, int]]) -> list[int]:
-    """Who has anything of the parameter or buffer `of`, given each rank's stage and slice."""
+    """Returns the ranks with part of the parameter or buffer `of`, given each rank's stage and slice."""
     stages, split = spread.stages, spread.split
     stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None
     owner = split.owners.get(of) if split else None
