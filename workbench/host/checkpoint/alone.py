@@ -1,6 +1,6 @@
-"""A model alone, of which no run goes on: what a loop of its own has trained, for whoever wants it back.
+"""A checkpoint of the model alone, for a user's own training loop. No run resumes from it.
 
-Of replicas that drifted apart it is the mean, as when a strategy is left; of those that are alike to the bit, one.
+If replicas have drifted apart, the model is their mean, as when a strategy ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KIND = "model"  # of a checkpoint
 
 
 async def alone(run: Any) -> Image:
-    """What `run`'s model would save, the same on all ranks. Raises Unkept for what is no tensor."""
+    """Returns the image of `run`'s model, equal on all ranks. Raises Unkept for state other than tensors."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
         raise Unkept(f"{other} of the model's state is no tensor")
@@ -33,23 +33,23 @@ async def alone(run: Any) -> Image:
 
 
 async def mean_taken(run: Any) -> None:
-    """`run`'s own model becomes that."""
+    """Sets `run`'s own model to the mean that `alone` would save."""
     state = {name: x.detach() for name, x in run.model.state_dict().items() if isinstance(x, Tensor)}
     with torch.no_grad():
         await _agreed(run, state)
 
 
 async def _agreed(run: Any, state: dict[str, Tensor]) -> None:
-    """What ranks have of these under the same name is the same from now on."""
+    """Averages tensors over ranks if their bits differ."""
     learned = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
-    for here in (learned, state.keys() - learned):  # each rank may have statistics of its own
+    for here in (learned, state.keys() - learned):  # compared apart: ranks may have their own statistics
         mine = [x for name, x in state.items() if name in here and x.numel()]
         if len(set(await run.gather(_digest(mine)))) > 1:
             await averaged(run.rank, mine, "model")
 
 
 def _digest(every: list[Tensor]) -> int:
-    """The same for the same bits."""
+    """Returns a CRC of the tensors' bits."""
     digest = 0
     for x in every:
         bytes_of = x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
@@ -58,6 +58,6 @@ def _digest(every: list[Tensor]) -> int:
 
 
 def state_of(image: Regained) -> dict[str, Tensor]:
-    """The state dict that `alone` has kept. Raises KnobError where it is none."""
+    """Returns the state dict that `alone` kept. Raises KnobError if the image has none."""
     with image.refusing():
         return {str(name): image.tensor(int(number)).clone() for name, number in image.said["parameters"].items()}

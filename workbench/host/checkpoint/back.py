@@ -1,7 +1,7 @@
-"""A run that goes back to a checkpoint in its midst, after a loss that is no number or has run away.
+"""Takes a run back to a checkpoint while it runs, after a loss that is not finite or has diverged.
 
-What the ranks held then, they hold again: model, optimizer, what strategy and compressor remember. The numbers of the
-steps go on, and so do the data: the same steps on the same examples would in lockstep meet the same number to the bit.
+Ranks restore the model and the state of optimizer, strategy and compressor. Step numbers and data continue: in lockstep
+the same steps on the same examples would meet the same loss again.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from workbench.host.passes.pipelining import drained
 from workbench.rank import Op
 from workbench.settings import KnobError
 
-TIMES = 3  # so often it goes back to one and the same checkpoint
-LOOKED_AT = 4  # the newest checkpoints, of which the newest that will do is taken
-SAME = ("strategy", "partition", "compressor", "optimizer", "bucket_mb", "ranks")  # else what was held does not fit
+TIMES = 3  # times that it goes back to the same checkpoint
+LOOKED_AT = 4  # how many of the newest checkpoints to try
+SAME = ("strategy", "partition", "compressor", "optimizer", "bucket_mb", "ranks")  # settings that must be unchanged
 
 
 class Kept(Protocol):
     """The checkpoints of a run, as one rank sees them."""
 
     def there(self) -> list[int]:
-        """The steps of those that are whole, the newest first."""
+        """Returns the steps of complete checkpoints, the newest first."""
 
     def open(self, step: int, rank: int) -> tuple[dict[str, Any], Regained]:
-        """The settings of one, and what a rank held then. Raises KnobError where it cannot be read."""
+        """Returns a checkpoint's settings and a rank's image. Raises KnobError if it cannot be read."""
 
 
 class Back:
-    """One rank's way back."""
+    """One rank's part in going back."""
 
     def __init__(self, run: Any, kept: Kept) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # the step before which it went back last: what was met before that is settled
-        self._to, self._times = -1, 0  # the step of the checkpoint that it went back to, and how often it did
+        self._since = -1  # the step before which it last went back; earlier losses are settled
+        self._to, self._times = -1, 0  # the last checkpoint's step; how often it went back to it
 
     async def go(self, met: int) -> bool:
-        """All ranks go back for what one of them met in step `met`; or a Mark says why they cannot. Did they?"""
+        """Takes all ranks back because of a loss in step `met`. Returns False, with a Mark, if they cannot go back."""
         run = self.run
         if met < self._since:
             return True
-        await Op("do", run.saving.end)  # one that is being written counts
+        await Op("do", run.saving.end)  # a checkpoint that is being written counts
         listed = json.loads(await run.told(json.dumps(self.kept.there()[:LOOKED_AT]) if run.rank.id == 0 else ""))
         reason = "there is no checkpoint yet; set save_every, or make one with lab.checkpoint()"
         for step in listed:
@@ -64,7 +64,7 @@ class Back:
         return False
 
     def _opened(self, step: int) -> tuple[Regained | None, str]:
-        """What this rank held then; or why it cannot go on from that."""
+        """Returns this rank's image, or the reason why it cannot go back to it."""
         run, saved, which = self.run, None, f"the checkpoint before step {step}"
         try:
             then, saved = self.kept.open(step, run.rank.id)

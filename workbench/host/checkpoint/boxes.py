@@ -1,4 +1,4 @@
-"""Slices of a tensor's elements as boxes of its shape, as torch.distributed.checkpoint names pieces of a tensor."""
+"""Converts slices of a tensor into boxes of its shape, which torch.distributed.checkpoint uses to name pieces."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from workbench.host.placement.slices import Slice
 
-MOST = 4096  # boxes of one tensor on one rank: what lies in more is written as a tensor of its own
+MOST = 4096  # boxes of one tensor on one rank; with more, its part is written as a separate tensor
 
 
 class Box(NamedTuple):
-    """Where a box begins along each dimension, and how far it goes."""
+    """Where a box begins along each dimension, and its size."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def boxes(shape: Sequence[int], slices: Iterable[Slice]) -> list[Box] | None:
-    """Boxes whose elements, one box after the other, are those of the slices in their order; None: more than MOST.
+    """Returns boxes with the elements of the slices in the same order; None if there are more than MOST.
 
     >>> boxes((4, 6), [Slice(2, 2, 6, 4)])
     [Box(offsets=(0, 2), sizes=(4, 2))]
@@ -49,7 +49,7 @@ def _strided(shape: tuple[int, ...], s: Slice) -> list[Box]:
 
 
 def _run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements that lie side by side."""
+    """Yields the boxes of a contiguous run of elements."""
     if start >= stop:
         return
     if len(shape) < 2:

@@ -1,9 +1,8 @@
-"""How the images of all ranks become files: every tensor once, whoever has it, in bytes that torch.save would write.
+"""Writes the images of all ranks into files, each tensor once, in torch.save's format.
 
-A piece is known by a hash of its values. Ranks tell each other which they have; all find alike who writes which; each
-tells rank 0 where in its file they lie, and rank 0 writes the manifest. How they tell is the hosts'. The bytes are
-those that torch.distributed.checkpoint keeps of a tensor; where in them the values lie is found once, here, so that
-whoever reads them opens nothing but a file.
+A hash of its values identifies a piece. Ranks exchange their tables through the host, and each computes which rank
+writes which piece. Each reports the places of its pieces to rank 0, which writes the manifest. The bytes are those of
+torch.distributed.checkpoint. The manifest has the offsets of values, so a reader needs no zip or pickle.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch import Tensor
 
 from workbench.host.checkpoint.image import Image
 
-Table = dict[str, int]  # the bytes of each piece, by its hash
-VALUES = "/data/0"  # where in what torch.save writes the values of a tensor are
-LOCAL = 30  # bytes of a zip's header before a name
+Table = dict[str, int]  # bytes of each piece by hash
+VALUES = "/data/0"  # torch.save's zip entry with a tensor's values
+LOCAL = 30  # bytes of a zip's header before the name
 
 
 def pieces(image: Image) -> list[list[tuple[str, Tensor]]]:
-    """By item, the hash and the values of each of its boxes."""
+    """Returns the hash and values of each item's boxes."""
     return [[(_hash(x), x) for x in _cut(item.values, [box.sizes for box in item.boxes])] for item in image.items]
 
 
@@ -42,12 +41,12 @@ def _hash(x: Tensor) -> str:
 
 
 def table(found: list[list[tuple[str, Tensor]]]) -> Table:
-    """The bytes of each of a rank's pieces."""
+    """Returns the bytes of each of a rank's pieces."""
     return {name: x.numel() * x.element_size() for item in found for name, x in item}
 
 
 def dealt(tables: Sequence[Table]) -> list[set[str]]:
-    """By rank which pieces it writes: each by one that has it, the one with the fewest bytes so far."""
+    """Returns the pieces that each rank writes: of a piece's owners, the one with the fewest bytes so far."""
     mine: list[set[str]] = [set() for _ in tables]
     load = Counter[int]()
     have: dict[str, list[int]] = {}
@@ -62,9 +61,9 @@ def dealt(tables: Sequence[Table]) -> list[set[str]]:
 
 
 def filed(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> dict[str, list[Any]]:
-    """Writes these pieces. By hash [where it begins, its bytes, where its values do, their bytes, dtype, sizes].
+    """Writes the pieces in `mine`. Returns by hash [start, bytes, start of the values, their bytes, dtype, sizes].
 
-    file: has `write` and says in `nbytes` how much was written; called for the first one, for who has none makes none
+    file: opens a file with `write` and with `nbytes`, the bytes written; called for the first piece
     """
     todo, places, opened = set(mine), dict[str, list[Any]](), None
     for piece, x in (one for item in found for one in item):
@@ -73,7 +72,7 @@ def filed(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> d
         todo.remove(piece)
         opened = opened or file()
         buffer = io.BytesIO()
-        torch.save(x.clone(), buffer)  # without the rest of what it is a view of
+        torch.save(x.clone(), buffer)  # a clone, so that torch does not save the storage behind the view
         begins, raw = opened.nbytes, buffer.getbuffer()
         nbytes = x.numel() * x.element_size()
         places[piece] = [begins, len(raw), begins + _values(buffer), nbytes, str(x.dtype)[6:], list(x.shape)]
@@ -82,7 +81,7 @@ def filed(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> d
 
 
 def _values(buffer: io.BytesIO) -> int:
-    """Where in it a tensor's values begin."""
+    """Returns the offset of a tensor's values in it."""
     with zipfile.ZipFile(buffer) as archive:
         at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES))
     header = buffer.getbuffer()[at : at + LOCAL]
@@ -91,14 +90,14 @@ def _values(buffer: io.BytesIO) -> int:
 
 def report(image: Image, found: list[list[tuple[str, Tensor]]], places: dict[str, list[Any]],
            file: dict[str, Any] | None) -> dict[str, Any]:  # fmt: skip
-    """What a rank tells rank 0."""
+    """Returns a rank's report to rank 0."""
     items = [[item.name, list(item.shape), [[*map(list, box)] for box in item.boxes], [piece for piece, _ in each]]
              for item, each in zip(image.items, found, strict=True)]  # fmt: skip
     return {"items": items, "said": image.said, "places": places, "file": file}
 
 
 def manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0 writes beside the files: about, and what all have told."""
+    """Returns the manifest: `about`, and the reports of all ranks."""
     files, blobs, number = {}, list[list[Any]](), dict[str, int]()
     for rank, told in enumerate(reports):
         if told["file"] is not None:
@@ -117,14 +116,14 @@ def manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[s
 
 
 def file_of(rank: int) -> str:
-    """What rank `rank`'s file is called."""
+    """Returns the name of rank `rank`'s file."""
     return f"__{rank}_0.distcp"
 
 
 def catalogue(reports: Sequence[dict[str, Any]]) -> list[tuple[str, tuple[int, ...], list[list[int]], list[Any]]]:
-    """(name, shape of all of it, offsets, [rank, where it begins, its bytes, ..., dtype, sizes]) of every box.
+    """Returns (name, whole shape, offsets, [rank, start, bytes, ..., dtype, sizes]) of every box.
 
-    For who puts a model together. What ranks have unlike values of, or is a rank's own, is called after the rank.
+    It serves to assemble a model. The name includes the rank if ranks have different values, or if it is a rank's own.
     """
     where = {piece: [rank, *place] for rank, told in enumerate(reports) for piece, place in told["places"].items()}
     seen: dict[str, dict[Any, set[str]]] = {}

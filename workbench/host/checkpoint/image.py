@@ -1,8 +1,7 @@
-"""What one rank holds between two steps: every tensor copied into the host's memory, and all else as JSON.
+"""A copy of a rank's state between two steps: tensors in the host's memory, everything else as JSON.
 
-Taken of the rank as it is, nothing is left or made whole for it: so a rank that goes on from it has the same bits. What
-it is part of is said by name and box (`Item`), so that what several ranks hold alike is written once, and others can
-put a model together.
+The rank neither leaves its strategy nor gathers anything, so a resumed rank is bit-identical. An Item names the tensor
+that it belongs to. So a piece that several ranks hold is written once, and a whole model can be assembled.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from workbench.host.transfer.handover import cut, in_shards
 class Item(NamedTuple):
     """A dense tensor of one rank, (n,) in the host's memory.
 
-    name:  what it is, or is part of: "model.NAME", "optimizer.exp_avg/NAME"; "" where it is this rank's own
-    shape: of all of that; boxes: where in it the elements lie, in their order
+    name:  the tensor that it belongs to, "model.NAME" or "optimizer.exp_avg/NAME"; empty: this rank's own
+    shape: the shape of that whole tensor
+    boxes: the places of the elements in it, in order
     """
 
     name: str
@@ -39,7 +39,12 @@ class Item(NamedTuple):
 
 @dataclass
 class Image:
-    """step: the next one that the rank makes; items: its tensors; said: all else, with their numbers where they are."""
+    """One rank's image.
+
+    step:  the next step that the rank makes
+    items: its tensors
+    said:  everything else, with a number in place of each tensor
+    """
 
     step: int
     items: list[Item] = field(default_factory=list)
@@ -50,7 +55,7 @@ class Image:
         return sum(item.values.numel() * item.values.element_size() for item in self.items)
 
     def add(self, name: str, x: Tensor, shape: tuple[int, ...], slices: tuple[Slice, ...] = ()) -> int:
-        """Copies a tensor, whole or in these slices of that shape; answers with its number."""
+        """Copies a tensor, whole or in slices of that shape, and returns its number."""
         flat = x.detach().reshape(-1).to("cpu", copy=True, memory_format=torch.contiguous_format)
         lies = boxes(shape, slices or (Slice(0, flat.numel()),)) if flat.numel() else [Box((0,) * len(shape), shape)]
         if lies is None:
@@ -59,13 +64,13 @@ class Image:
         return len(self.items) - 1
 
     def own(self, x: Tensor) -> int:
-        """Copies a tensor that is this rank's alone."""
+        """Copies a tensor that belongs to this rank alone."""
         with absent.unasked():
             return self.add("", x, tuple(x.shape))
 
 
 def taken(run: Any) -> Image:
-    """All that `run`'s rank holds, whose strategy has nothing under way. Raises Unkept for what cannot be written."""
+    """Copies the state of `run`'s rank, with no operation in flight. Raises Unkept for a value that it cannot write."""
     image = Image(run.rank.step)
     said = image.said
     said["step"] = image.step
@@ -91,7 +96,7 @@ def taken(run: Any) -> Image:
 
 
 def parameters(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
-    """(name, its elements here, (its shape, the slices of it that they are))"""
+    """Yields (name, this rank's elements, (whole shape, their slices)) of each parameter."""
     layout = run.layout
     for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
         for place, part in zip(layout.groups[bucket.index], bucket.parts, strict=True):
@@ -102,14 +107,14 @@ def parameters(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
 
 
 def _lies(run: Any, name: str, param: Any, slices: tuple[Slice, ...]) -> tuple[Any, ...]:
-    """Where elements of what this rank has of a parameter lie in all of it."""
+    """Returns (shape, slices) of this rank's elements of a parameter."""
     shape, local = shape_of(param), tuple(param.shape)
     if shape == local:
         return shape, slices
     whole = placed(((name, _numel(shape)),), run.spread, run.rank.size).at(run.rank.id)[name]
     if slices == (Slice(0, _numel(local)),):
         return shape, whole
-    return local, slices  # shards of slices: of a tensor that only this rank and those like it have
+    return local, slices  # a shard of a slice: boxes within the slice
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -117,7 +122,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def beside(run: Any) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and parameters that are not trained."""
+    """Yields buffers and frozen parameters."""
     yield from run.model.named_buffers()
     for name, p in run.model.named_parameters():
         if not p.requires_grad and not isinstance(p, absent.Absent) and shape_of(p) == tuple(p.shape):
@@ -125,7 +130,7 @@ def beside(run: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _slots(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
-    """What the optimizer remembers of each parameter, as `parameters`."""
+    """Yields the optimizer state of each parameter, as `parameters` does."""
     here, params = slots(run.layout, run.optimizer), {place.name: place.param for place in run.layout.order}
     shards = cut(run, run.experiment.strategy)
     lies: Any = {}
@@ -144,7 +149,7 @@ def _slots(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
 
 
 def _data(reads: Any, image: Image) -> Any:
-    """Where this rank stands in its data."""
+    """Returns this rank's position in its data."""
     if reads is None:
         return None
     chance = reads.chance.numbers if reads.chance is not None else None
@@ -155,7 +160,7 @@ def _data(reads: Any, image: Image) -> Any:
 
 
 def numbers(states: Any) -> Any:
-    """Random numbers' states without numpy's arrays and Python's hundreds of numbers in a tuple."""
+    """Converts states of random numbers into tensors and plain numbers."""
     if states is None:
         return None
     torchs, numpys, pythons = states

@@ -1,4 +1,4 @@
-"""Puts a model together from the pieces that a manifest names, without running or tracing the model.
+"""Assembles a model from the pieces in a manifest, without running or tracing the model.
 
 This works if all ranks agree on every element, so it depends neither on the strategy's steps nor on the task's loss.
 """
@@ -20,9 +20,9 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
     """Returns every parameter and buffer of the model by name, each of its whole shape.
 
     Returns None if ranks hold different values of an element, if an element is missing, or if an older version wrote
-    the manifest, which does not say where pieces lie. Raises RunError if a file is damaged.
+    the manifest without places. Raises RunError if a file is damaged.
 
-    checkpoint, files: a Checkpoint of workbench.record.checkpoints, and its Bytes
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its Bytes
     """
     shapes, places = dict[str, tuple[int, ...]](), dict[str, Places]()
     for name, item in _model_items(checkpoint):
@@ -37,7 +37,7 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
 
 
 def _model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
-    """Each rank's (name, item) of a tensor of the model; the item is None if it does not say where it lies."""
+    """Yields each rank's (name, item) of the model's tensors; the item is None if it has no place."""
     for each in checkpoint.each:
         numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
         for name, number in numbers.items():
@@ -46,7 +46,7 @@ def _model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
-    """The tensor of these boxes; None if they overlap or leave something out."""
+    """Returns the tensor of these boxes; None if they overlap or leave a gap."""
     blobs = [checkpoint.blobs[number] for number in places.values()]
     whole = torch.zeros(shape, dtype=getattr(torch, blobs[0].dtype))
     times = torch.zeros(shape, dtype=torch.uint8)

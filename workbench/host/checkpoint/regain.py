@@ -1,7 +1,6 @@
-"""A rank goes on from an image: of itself, to the bit, or of a whole model that ranks of another number had together.
+"""Restores a rank from its own image, bit-identical, or from the whole image of another number of ranks.
 
-What is read comes from a disk, so nothing of it is believed: names, sizes and kinds must be those of the run that the
-settings make, else it is refused in words.
+Data from a disk is not trusted: names, sizes and kinds must match the run, else KnobError.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from workbench.host.sharding.trial import Trial
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate
 
-FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # what comes of that
-OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; what compression owes, by rank that it is for
+FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # of a misfit
+OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; residuals by heir
 
 
 class Regained:
-    """A rank's image as it was written.
+    """A rank's image, read back.
 
-    whole:  is it of a whole model, which ranks of another number had together?
-    made:   the changes that had been made before, as JSON
+    whole:  whether it is of a whole model, gathered from another number of ranks
+    made:   the earlier changes, as JSON
     reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
-    tensor: the tensor of a number, flat where it was written in several pieces
-    close:  nothing more is read
+    tensor: returns the tensor of a number, flat if it is in several pieces
+    close:  ends reading
     """
 
     def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
@@ -45,7 +44,7 @@ class Regained:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """What does not fit is refused in a sentence that names the checkpoint."""
+        """Inside, an image that does not fit raises KnobError with the checkpoint's name."""
         try:
             yield
         except FITS_NOT as error:
@@ -64,13 +63,13 @@ class Regained:
         members = (e.strategy, e.optimizer, e.policy, *inside(e.compressor), *inside(run.rank.compressor))
         return Reader(self.tensor, {type(one).__module__ for one in members})
 
-    # -- before anything is shared out --
+    # -- before shards are cut --
 
     def begin(self, run: Any) -> None:
-        """Before the first strategy takes over: the step, and of a whole image all that every rank is to hold.
+        """Before the strategy starts: restores the step, and all state that a whole image has.
 
-        Shards are cut by the order in which a step reads parameters. It is taken from the checkpoint, because a loss
-        that reads a tensor's value cannot be traced before the first step.
+        Shards are cut by the order in which a step reads parameters. It comes from the checkpoint, because a loss that
+        reads a tensor's value cannot be traced before the first step.
         """
         with self.refusing():
             run.rank.step = int(self.said["step"])
@@ -85,7 +84,7 @@ class Regained:
                 run.mark("data", may_come_again(NO_INDEX))
 
     async def order(self, run: Any) -> None:
-        """Before shards are cut: buckets are cut in the order in which they were."""
+        """Before shards are cut: restores the order of buckets."""
         if self.whole:
             return
         with self.refusing():
@@ -97,12 +96,12 @@ class Regained:
         if any(await run.gather(int(names != here))):
             await run.relay_in(names)
 
-    # -- and before the first step --
+    # -- before the first step --
 
     async def take(self, run: Any, anew: bool = True) -> None:
-        """All that the rank held is put where it belongs; random numbers come last, by `settle`.
+        """Before the first step: restores all state except random numbers, which `settle` restores.
 
-        anew: does the run begin with it? Else what belongs to steps goes on: the rate, and where the data stand.
+        anew: the run begins with it; else the learning rate and the position in the data stay
         """
         e, reader = run.experiment, self.reader(run)
         await e.strategy.recall(run.rank.replicas, run.state)
@@ -124,10 +123,10 @@ class Regained:
         if e.strategy.opaque:
             run.enter_opaque()
         run.choose_lane()
-        await run.gather(0)  # nobody reads another's memory before all is there
+        await run.gather(0)  # no rank may read another's memory before it is restored
 
     def _stand(self, run: Any, reader: Reader) -> None:
-        """The rank stands where it stood, in its steps and in its data."""
+        """Restores the rank's position in its steps and its data."""
         vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
         run.finite.know(reader.read(self.said.get("first")))
         vars(run.measuring).update(_named(reader.read(self.said["measuring"]), vars(run.measuring)))
@@ -141,7 +140,7 @@ class Regained:
             run.mark("data", may_come_again(why))
 
     def _take_over(self, run: Any, reader: Reader) -> None:
-        """What goes on of what ranks of another number remembered: an outer momentum, and what compression owes."""
+        """Restores what another number of ranks hands on: an outer momentum, and compression residuals."""
         rank, more = run.rank, reader.read(self.said["more"])
         if more[OUTER] is not None:
             run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])
@@ -152,20 +151,20 @@ class Regained:
         run.finite.know(reader.read(self.said.get("first")))
 
     def settle(self, run: Any) -> None:
-        """The last thing before the first step: the policy and random numbers go on."""
+        """Last of all before the first step: restores the policy and random numbers."""
         if self.whole:
             return
         with self.refusing():
             reader = self.reader(run)
             kept = reader.read(self.said["policy"])
-            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # as each rank said them before
+            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # as older versions wrote them
             run.steering.regain(kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own])
             run.join_crowd(reader.read(self.said["crowd"]))
             run.draw_on(_states(reader.read(self.said["draws"])))
 
 
 def _order_of_reading(said: Any, model: Any) -> Trial:
-    """The order in which a step reads the parameters of `model`. Raises ValueError if it is another model's."""
+    """Returns the order in which a step reads the parameters. Raises ValueError if `model` lacks one of them."""
     trial = Trial.read(said)
     if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
         raise ValueError(f"it reads {_few(other)}, and this model has no such parameters")
@@ -177,12 +176,12 @@ def _few(names: list[str]) -> str:
 
 
 def _named(said: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of attributes that there are."""
+    """Returns the written values of attributes that still exist."""
     return {name: value for name, value in said.items() if name in known}
 
 
 def _values(run: Any, saved: Regained) -> None:
-    """Parameters, buffers, and what is not trained."""
+    """Restores parameters, buffers and frozen parameters."""
     for what, here in (("parameters", ((n, x) for n, x, _ in parameters(run))), ("beside", beside(run))):
         numbers = dict(saved.said[what])
         for name, x in here:
@@ -196,7 +195,7 @@ def _values(run: Any, saved: Regained) -> None:
 
 
 def _remembered(run: Any, saved: Regained) -> None:
-    """What the optimizer remembers, and its settings."""
+    """Restores the optimizer's state and settings."""
     optimizer, places = run.optimizer, {place.name: place.param for place in run.layout.order}
     reader = saved.reader(run)
     groups = reader.read(saved.said["groups"])
@@ -214,7 +213,7 @@ def _remembered(run: Any, saved: Regained) -> None:
 
 
 def _stood(run: Any, said: Any) -> bool:
-    """The rank stands in its data where it stood; are they the same?"""
+    """Restores the rank's position in its data. Returns whether the last batch is the same as then."""
     if said is None or run.reads is None:
         return True
     stands = {tuple(client): Stand(total, drawn, early, _states(opened), _states(began), last)
@@ -227,7 +226,7 @@ def _stood(run: Any, said: Any) -> bool:
 
 
 def _states(said: Any) -> Numbers | None:
-    """States of random numbers, as `image` writes them."""
+    """Converts states of random numbers back from `image.numbers`."""
     if said is None:
         return None
     torchs, (name, keys, *rest), (version, numbers, gauss) = said
@@ -237,9 +236,9 @@ def _states(said: Any) -> Numbers | None:
 
 
 def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Regained:
-    """What rank `rank` goes on from.
+    """Returns the image that rank `rank` resumes from.
 
-    checkpoint, files: a Checkpoint of workbench.record.checkpoints, and its Bytes, which the rank closes if `alone`
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its Bytes, which the rank closes if `alone`
     """
     mine = checkpoint.each[0 if checkpoint.kind == "whole" else rank]
     items: list[Any] = mine["items"]
@@ -254,7 +253,7 @@ def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Reg
 
 
 def blob_tensor(blob: Any, files: Any) -> Tensor:
-    """The tensor whose bytes a Blob names. Raises RunError if its file is damaged."""
+    """Returns the tensor of a Blob's bytes. Raises RunError if its file is damaged."""
     dtype = getattr(torch, blob.dtype)
     if not blob.nbytes:
         return torch.zeros(blob.sizes, dtype=dtype)

@@ -1,8 +1,7 @@
-"""A whole model from a checkpoint of ranks that each held a part, read piece by piece; for ranks that lost another.
+"""Reads a whole model from a checkpoint of ranks that each held a part, after the loss of a rank.
 
-Each rank that goes on reads everything. Where replicas had drifted apart their mean is taken, as at a switch. What
-compression owed goes to heirs, by its owner's rule. An outer momentum begins anew; so does what the optimizer
-remembers, if it is another one now.
+Each remaining rank reads everything. Drifted replicas become their mean, as at a switch. Heirs inherit compression
+residuals by their owner's rule. An outer momentum is reset, and so is optimizer state of another optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from workbench.rank import Memory, can_average
 
 
 class _Source(NamedTuple):
-    """One rank of the checkpoint: what it held, by name the numbers of its tensors, and by name where they lie."""
+    """One rank of the checkpoint: its image, and by name the numbers of its tensors and their slices."""
 
     image: Regained
     numbers: dict[str, int]
@@ -40,7 +39,7 @@ class _Source(NamedTuple):
 
 
 class Former(NamedTuple):
-    """A checkpoint to which all go back: its settings, plain, and what each of its ranks held."""
+    """A checkpoint that all ranks go back to: its plain settings, and each rank's image."""
 
     settings: Mapping[str, Any]
     images: Sequence[Regained]
@@ -52,15 +51,15 @@ class Former(NamedTuple):
 
 
 def formerly(checkpoint: Any, files: Any) -> Former:
-    """All that its ranks held. Raises RunError where it cannot be read. files: its bytes"""
+    """Returns the images of all ranks in `files`, the checkpoint's bytes. Raises RunError if they cannot be read."""
     images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
     return Former(checkpoint.settings, images)
 
 
 def reread(run: Any, former: Former) -> None:
-    """`run`'s rank, which has memory for the whole model, has what the checkpoint's ranks had.
+    """Fills `run`'s rank, which has memory for the whole model, with the checkpoint's state.
 
-    Raises RunError where it cannot be read, and KnobError where it is of another model.
+    Raises RunError if the checkpoint cannot be read, and KnobError if it is of another model.
     """
     try:
         with former.images[0].refusing():
@@ -91,7 +90,7 @@ def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
 
 
 def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
-    """This rank goes on with its part of what the checkpoint's ranks owed, where that still means the same."""
+    """Gives this rank its part of the former residuals, if these still mean the same."""
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
              if rule in MOVED and name in kept}  # fmt: skip
@@ -103,7 +102,7 @@ def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
     shares: list[Shares] = []
     for number in range(count := len(replicas) // ways):
         if "mean" not in rules.values() and heir(number, count, size) != me:
-            shares.append({})  # another's, which need not be read
+            shares.append({})  # inherited by another rank: no need to read it
             continue
         share: Shares = {}
         for place in replicas[number * ways : (number + 1) * ways]:
@@ -119,18 +118,18 @@ def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
 
 
 def _pieces(run: Any, image: Regained) -> Shares:
-    """By buffer and parameter, what the compressor of one rank remembered."""
+    """Returns the state of one rank's compressor, by buffer and parameter."""
     return image.reader(run).into(Memory(), image.said["memory"]).buffers
 
 
 def _beside(run: Any) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are saved, and parameters that are not trained."""
+    """Yields buffers and frozen parameters."""
     yield from run.model.named_buffers()
     yield from ((name, p.data) for name, p in run.model.named_parameters() if not p.requires_grad)
 
 
 def _sources(run: Any, was: Experiment, images: Sequence[Regained], like: Mapping[str, Tensor]) -> Iterator[_Source]:
-    """Of the checkpoint's ranks those whose model is the run's."""
+    """Yields those of the checkpoint's ranks whose model is the run's."""
     numel = {place.name: place.numel for place in run.layout.order}
     sizes = numel | {name: x.numel() for name, x in _beside(run)}
     for name, x in like.items():
@@ -155,7 +154,7 @@ def _sources(run: Any, was: Experiment, images: Sequence[Regained], like: Mappin
 
 
 def _cut(run: Any, was: Experiment, first: Regained) -> Cut | None:
-    """How shards lay: buckets in their order then."""
+    """Returns how shards were cut: buckets in their former order."""
     strategy = was.strategy
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
@@ -167,7 +166,7 @@ def _cut(run: Any, was: Experiment, first: Regained) -> Cut | None:
 
 
 def _whole(sources: Sequence[_Source], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:
-    """(n,): the tensor of this name; of replicas that drifted apart the mean, of whole numbers the first one's."""
+    """Returns (n,): the tensor of this name. Drifted replicas become their mean if `dtype` has one."""
     mean = was.strategy.periodic and can_average(dtype)
     total, times = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.int32)
     for source in sources:

@@ -1,8 +1,7 @@
-"""When checkpoints are made, the same on both hosts: every so many steps, and when a person asks for one.
+"""When checkpoints are made, on both hosts: every `save_every` steps, and on request.
 
-One to come stands among the planned changes, as a policy's look does: all ranks come to it before the same step, or
-together where they keep none. There nothing is under way, each rank copies what it holds, and training goes on; whoever
-keeps images (each host has a Keeper) writes them meanwhile.
+The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it if they keep no common
+step. With nothing in flight, each rank copies its state. The host's Keeper writes the image while training goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from workbench.settings import Change
 
 @dataclass(frozen=True)
 class Save(Change):
-    """What stands among the planned changes where a checkpoint is to be made."""
+    """The planned change that makes a checkpoint."""
 
     path: str = field(default="")
     value: Any = field(default=None)
@@ -33,11 +32,11 @@ class Save(Change):
 
 @dataclass(frozen=True)
 class Together(Save):
-    """The same where the ranks are to bring together what they hold, for ranks of another number."""
+    """The planned change that gathers the state, to resume on another number of ranks."""
 
 
 class Holding(ABC):
-    """The part of a Life of which checkpoints are made.
+    """The part of a Life that checkpoints read and restore.
 
     held_out: the last held-out loss that this rank knows
     """
@@ -48,29 +47,29 @@ class Holding(ABC):
     @property
     @abstractmethod
     def reads(self) -> Any:
-        """The Batches that this rank learns from; None where there are sizes only."""
+        """The Batches that this rank learns from; None without values."""
 
     @property
     @abstractmethod
     def draws(self) -> Numbers | None:
-        """How random numbers of this rank's forwards go on."""
+        """The states of the random numbers of this rank's forwards."""
 
     @abstractmethod
     def draw_on(self, states: Numbers | None) -> None:
-        """They go on so."""
+        """Restores those states."""
 
     @property
     @abstractmethod
     def crowd(self) -> tuple[int, int] | None:
-        """`at` of its Together, where it has slices of the model."""
+        """`at` of its passes' Together, if it has slices of the model."""
 
     @abstractmethod
     def join_crowd(self, at: tuple[int, int] | None) -> None:
-        """It is there."""
+        """Restores that."""
 
 
 class Keeper(Protocol):
-    """Writes images. busy: is one being written here?"""
+    """Writes images. busy: whether it is writing one"""
 
     @property
     def busy(self) -> bool: ...
@@ -79,43 +78,44 @@ class Keeper(Protocol):
 
 
 class Saving:
-    """One rank's part in making checkpoints, and in going on from one.
+    """One rank's part in making checkpoints and in resuming from one.
 
-    keeper: None where there is no place for them; saved: what the rank goes on from, until it has
+    keeper: None if there is no directory for checkpoints
+    saved:  the image that the rank resumes from, until it has
     """
 
     def __init__(self, run: Any, keeper: Keeper | None = None, saved: Regained | None = None) -> None:
         self.run, self.keeper, self.saved = run, keeper, saved
-        self._every = 0  # steps, as was planned last
+        self._every = 0  # the last `save_every`
         self._next: Save | None = None
-        self._last, self._stays = -1, False  # the step of the last one, and whether it was asked for
+        self._last, self._stays = -1, False  # the last one's step; whether it was requested
 
-    # -- a run that goes on from one --
+    # -- resuming --
 
     async def order(self) -> None:
-        """Before shards are cut."""
+        """Before shards are cut: restores the order of buckets."""
         if self.saved is not None:
             await self.saved.order(self.run)
 
     async def regain(self) -> None:
-        """Once all has come to lie where it belongs."""
+        """Once all state is placed: restores its values."""
         if self.saved is not None:
             await self.saved.take(self.run)
 
     def begin(self) -> None:
-        """The last thing before the first step."""
+        """Last of all before the first step: restores the policy and random numbers, and plans a checkpoint."""
         if self.saved is not None:
             self.saved.settle(self.run)
             self.saved.close()
         self.saved = None
         self.plan()
 
-    # -- and one that makes some --
+    # -- saving --
 
     def plan(self, step: int | None = None) -> None:
-        """The next one stands among the planned changes, behind all that are due by then. Asked after every change.
+        """Plans the next checkpoint, behind the changes that are due by then. Called after every change.
 
-        step: rank 0's, where ranks keep none in common, so that all plan the same; None: this rank's
+        step: rank 0's, if ranks keep no common step, so that all ranks plan the same; None: this rank's
         """
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
@@ -131,12 +131,12 @@ class Saving:
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
     def end(self, patience: float | None = None) -> None:
-        """Waits until what is being written is there. patience: seconds"""
+        """Waits until the present checkpoint is written, at most `patience` seconds."""
         if self.keeper is not None:
             self.keeper.close(patience)
 
     async def due(self, save: Save) -> None:
-        """All ranks are here: makes the one that was planned."""
+        """Makes the planned checkpoint, once all ranks have reached it."""
         if isinstance(save, Together):
             await save.value(self.run)
         elif save is self._next:
@@ -145,18 +145,19 @@ class Saving:
             self.plan((await self.run.gather(self.run.rank.step))[0] if self.run.apart else None)
 
     async def make(self, asked: bool, last: bool = False) -> None:
-        """Makes a checkpoint of this moment, or says why not.
+        """Makes a checkpoint now, or records why not.
 
-        asked: by a person, so that it is never pruned; last: the run is over, so that one under way is waited for
+        asked: a person requested it, so it is never pruned
+        last:  the run is over, so wait for an earlier one that is still being written
         """
         run = self.run
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
         step = (await run.gather(run.rank.step))[0]
-        if step == self._last and (self._stays or not asked):  # else it is made again, so that it is not pruned
+        if step == self._last and (self._stays or not asked):  # a request makes it again, so that it is not pruned
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.busy)
-        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # it is worth waiting for
+        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # wait for the earlier one
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:
@@ -174,7 +175,7 @@ class Saving:
         self.keeper.keep(image, self._about(asked, step))
 
     async def _image(self) -> tuple[Image | None, str]:
-        """What this rank holds, with nothing under way; or why that cannot be written."""
+        """Copies this rank's state once nothing is in flight. Returns (None, reason) if it cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
         if run.experiment.task.leads:
@@ -200,7 +201,7 @@ class Saving:
                 run.enter_opaque()
 
     def _about(self, asked: bool, step: int) -> dict[str, Any]:
-        """What its manifest says of the run."""
+        """Returns the manifest's description of the run."""
         run = self.run
         planned, made = ([change.plain() | {"at_step": change.at_step} for change in changes if type(change) is Change]
                          for changes in (run.planned, run.steering.made))  # fmt: skip

@@ -1,8 +1,8 @@
-"""What a strategy, a compressor, an optimizer or a policy remembers, as JSON and a list of tensors; and back.
+"""Converts the state of strategies, compressors, optimizers and policies to JSON and tensors, and back.
 
-Objects become their attributes under the name of their class. On the way back only classes are made that lie in the
-families' own modules, or in that of a member that the run has anyway, by `object.__new__` and without any of their
-code: so what a checkpoint holds chooses values, and never what is run.
+An object is written as its class name and attributes. The Reader makes only classes of workbench's families, or of the
+modules of the run's own members. It runs none of their code, only `object.__new__`. So a checkpoint chooses values, and
+never runs code.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ Keep = Callable[[Tensor], int]
 
 
 class Unkept(TypeError):
-    """Something that is remembered cannot be written down; says what and where."""
+    """Raised for a value that cannot be written; names the value and its place."""
 
 
 def written(x: Any, keep: Keep, where: str) -> Any:
-    """`x` as JSON; keep: takes a tensor and answers with its number; where: what `x` is called. Raises Unkept."""
+    """Returns `x` as JSON. Raises Unkept.
+
+    keep:  stores a tensor and returns its number
+    where: the name of `x`
+    """
     if type(x) in PLAIN:
         return x
     if isinstance(x, Tensor):
@@ -61,7 +65,7 @@ def written(x: Any, keep: Keep, where: str) -> Any:
 
 
 def _memory(x: Memory, keep: Keep, where: str) -> Any:
-    """What it holds; how it joins buffers is found again."""
+    """Writes a Memory without the joined buffers, which it rebuilds."""
     said = {"buffers": x.buffers, "parts": x.parts, "seed": x.seed, "_generator": x._generator}
     return {"memory": {name: written(value, keep, f"{where}.{name}") for name, value in said.items()}}
 
@@ -71,7 +75,7 @@ def _object(x: Any, keep: Keep, where: str) -> Any:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if not _plain_class(kind) or "<locals>" in name or callable(x):
         raise Unkept(f"{where} is a {kind.__qualname__}, which no checkpoint can hold")
-    if isinstance(x, tuple):  # with names
+    if isinstance(x, tuple):  # a named tuple
         fields: tuple[str, ...] = x._fields  # type: ignore[attr-defined]
         return {"named": name, "values": [written(one, keep, f"{where}.{n}") for n, one in zip(fields, x, strict=True)]}
     values = {n: written(value, keep, f"{where}.{n}") for n, value in attributes(x).items()}
@@ -80,7 +84,7 @@ def _object(x: Any, keep: Keep, where: str) -> Any:
 
 
 def attributes(x: Any) -> dict[str, Any]:
-    """All that an object holds, by name, whether in slots or not."""
+    """Returns all attributes of an object by name, also those in slots."""
     slots = [n for kind in type(x).__mro__ for n in _slots(kind) if n not in ("__dict__", "__weakref__")]
     return {**getattr(x, "__dict__", {}), **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
 
@@ -91,7 +95,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _plain_class(kind: type) -> bool:
-    """Is it one of whose values nothing is hidden, and none of whose code runs when it is made or goes?"""
+    """Whether values of this class hide no state, and none of its code runs on creation or deletion."""
     named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
     others = [base for base in kind.__mro__ if base.__module__ != "builtins"]
@@ -102,13 +106,17 @@ def _plain_class(kind: type) -> bool:
 
 
 class Reader:
-    """The way back. tensor: by its number; modules: where else than in workbench's families classes may be found."""
+    """Reads what `written` wrote.
+
+    tensor:  returns the tensor of a number
+    modules: where to find classes outside workbench's families
+    """
 
     def __init__(self, tensor: Callable[[int], Tensor], modules: set[str]) -> None:
         self._tensor, self._modules = tensor, modules
 
     def read(self, said: Any) -> Any:
-        """What was written down as `said`. Raises ValueError where nobody here wrote that."""
+        """Returns the value written as `said`. Raises ValueError if `written` cannot have written that."""
         if type(said) in PLAIN:
             return said
         if not isinstance(said, dict) or not said:
@@ -163,7 +171,7 @@ class Reader:
         return self.into(Memory(), said)
 
     def into(self, memory: Memory, said: dict[str, Any]) -> Memory:
-        """`memory` holds what is said of one, and nothing else."""
+        """Replaces the content of `memory` by the written one."""
         values = {name: self.read(value) for name, value in said["memory"].items()}
         memory.buffers, memory.parts = values["buffers"], values["parts"]
         memory.seed, memory._generator, memory._joined = values["seed"], values["_generator"], {}

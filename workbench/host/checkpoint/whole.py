@@ -1,8 +1,8 @@
-"""What ranks of one number have together, for ranks of another: the run's state as a switch of strategy hands it on.
+"""Makes one image of the whole run, to resume it on another number of ranks.
 
-All ranks leave their strategy and come to hold the whole model, by the same steps as in a live switch. The first one's
-image has that; what compression owes is each rank's own, and goes to heirs by its owner's rule: of p ranks' shares
-the j-th is for rank j q // p of q, as when replicas come and go (see "The hand-over" in workbench/DESIGN.md).
+All ranks leave their strategy and gather the whole model, as in a live switch. The first rank's image has it. Heirs
+inherit the ranks' compression residuals by their owner's rule. Of p ranks, rank j's share goes to rank j q // p of q
+(see "The hand-over" in workbench/DESIGN.md).
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from workbench.host.transfer.lying import WHOLE, Lying
 from workbench.host.transfer.repartition import repartition
 from workbench.partitions import Whole
 
-Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter, what a rank's compressor remembers
+Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter, the state of a rank's compressor
 
 
 async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
-    """All ranks hold the whole model, their strategy begins anew; an outer momentum, and by buffer rule and share."""
+    """Gathers the whole model on all ranks, and resets the strategy.
+
+    Returns an outer momentum; the rule of each compressor buffer; and this rank's share of each.
+    """
     was, replicas = run.experiment, run.rank.replicas
     wanted = replace(was, partition=Whole())
     await drained(run.flow)
@@ -53,9 +56,10 @@ async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
 
 
 def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int, used: int) -> Image:
-    """For `size` ranks: the image of one that holds the whole model. shares: of each rank that there was
+    """Returns the image of a rank that holds the whole model, for `size` ranks to resume from.
 
-    used: how many examples of the data's order were used up
+    shares: of each former rank
+    used:   how many examples of the data's order were used up
     """
     image = Image(run.rank.step)
     said, optimizer = image.said, run.optimizer
@@ -73,12 +77,16 @@ def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Sh
 
 
 def heir(number: int, count: int, size: int) -> int:
-    """Whose is the share of replica `number` of `count`, of `size` that there will be."""
+    """Returns the new rank, of `size`, that inherits the share of replica `number` of `count`."""
     return number * size // count
 
 
 def heirs(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
-    """What rank `rank` of `size` goes on with. rules: by buffer; shares: of each replica that there was"""
+    """Returns the shares that rank `rank` of `size` inherits.
+
+    rules:  by buffer
+    shares: of each former replica
+    """
     found: Shares = {}
     for number, share in enumerate(shares):
         for name, pieces in share.items():
