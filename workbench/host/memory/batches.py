@@ -1,4 +1,4 @@
-"""Batches for one rank: drawn from the task's data and moved to the device."""
+"""Draws batches for one rank from the task's data, and moves them to the device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from workbench.tasks._chance import Chance as Chance
 from workbench.tasks._chance import Numbers as Numbers
 from workbench.tasks._chance import numbers as numbers
 
-BOUNDARIES = 64  # at so many the count of examples is remembered
+BOUNDARIES = 64  # boundaries to remember
 
 
 class Stand(NamedTuple):
-    """Where one who reads stands: batches drawn since it began, and in this pass of the data; how many of them early.
+    """A reader's position in the data.
 
-    opened, began: random numbers when it began, and when this pass did; last: a hash of some of the last batch
+    total:         batches drawn since it began
+    drawn:         those of this pass of the data
+    early:         those drawn ahead
+    opened, began: random numbers when it began, and when this pass did
+    last:          a hash of part of the last batch
     """
 
     total: int
@@ -38,12 +42,12 @@ class Stand(NamedTuple):
 
 
 def nbytes_of(batch: Any) -> int:
-    """Bytes of a batch's tensors, wherever they are views of."""
+    """Returns the bytes of a batch's tensors, not of the storages behind them."""
     return sum(x.numel() * x.element_size() for x in tensors(batch))
 
 
 class Batches:
-    """What one rank learns from: read again from its beginning when it ends; running out is said in words."""
+    """The data of one rank. Reading starts over when they end, and raises TaskError if that is impossible."""
 
     def __init__(self, data: Callable[..., Iterable[Any]], rank: int, size: int, device: str,
                  indexed: bool = False) -> None:  # fmt: skip
@@ -52,31 +56,31 @@ class Batches:
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
-        self._total = 0  # with those of passes that are over
-        self._last = 0  # a hash of some of the last batch
-        self._opened: Numbers | None = None  # random numbers when the data was opened, and when this pass began
+        self._total = 0  # including earlier passes
+        self._last = 0  # a hash of part of the last batch
+        self._opened: Numbers | None = None  # random numbers at the start of the data and of this pass
         self._pass_began: Numbers | None = None
-        self.taken = 0  # by `next`, so far
-        self.nbytes = 0  # of the last one's tensors
+        self.taken = 0  # batches returned by `next`
+        self.nbytes = 0  # of the last batch
         self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
         self._began = 0, 0, 0, 0  # the last restart's arguments
-        self._used: dict[int, int] = {}  # by step, how many examples were used up before it
+        self._used: dict[int, int] = {}  # by step, examples used up before it
         self._client = 0, 1
-        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # by client: where those stand who do not read now
+        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # positions of clients that do not read now
 
     def share(self, rank: int, size: int, seed: int | None = None) -> None:
-        """What is drawn from the next restart on is the data of `rank` of `size`.
+        """From the next restart on, draws the data of `rank` of `size`.
 
-        seed: of random numbers of its own, so that all who read the same data draw alike; None: the process's
+        seed: of separate random numbers, so that all readers of the same data draw alike; None: use the process's
         """
         self._rank, self._size = rank, size
         self._chance = None if seed is None else Chance(seed)
 
     def restart(self, batch: int, seed: int, step: int, used: int = 0) -> None:
-        """Draws from now on batches of `batch` examples, of data with an index those behind the `used` first.
+        """Draws batches of `batch` examples from now on. With an index, it skips the first `used` examples.
 
-        A later restart takes other examples than the first, where there is none.
+        Without an index, a later restart draws other examples than the first.
         """
         self._began = batch, seed, step, used
         self._used = {at: n for at, n in self._used.items() if at < step}
@@ -84,7 +88,7 @@ class Batches:
         self._open()
 
     def client(self, index: int, count: int) -> None:
-        """Draws from now on for client `index` of `count` on this rank, from where that one was; (0, 1) is the rank."""
+        """Draws for client `index` of `count` on this rank, from its last position. (0, 1) is the rank itself."""
         if not 0 <= index < count:
             raise StrategyError(f"client {index} of {count}: there are 0 to {count - 1}")
         if (index, count) == self._client:
@@ -98,7 +102,7 @@ class Batches:
             self._open()
 
     def _set_aside(self) -> None:
-        """Who reads now goes on from here when it reads again."""
+        """Saves the present reader's position."""
         self._clients[self._client] = (self._source, self._iterator, self._drawn, self._early, self._total, self._last,
                                        self._opened, self._pass_began)  # fmt: skip
 
@@ -119,7 +123,7 @@ class Batches:
         return batch
 
     def coming(self, after: int) -> Any:
-        """The batch that `next` gives after so many others."""
+        """Returns the batch that `next` returns after `after` more batches."""
         while len(self._early) <= after:
             self._early.append(self._draw())
         return self._early[after]
@@ -147,31 +151,31 @@ class Batches:
             f"can be iterated again (a list, a DataLoader), or a generator that does not end"
         )
 
-    # -- how much of the data's order is used up --
+    # -- examples used up --
 
     @property
     def used(self) -> int:
-        """How many examples, of all who read, as far as this rank knows: all have drawn as often as it has."""
+        """Examples used up by all ranks. This rank assumes that each has drawn as often as itself."""
         batch, _, _, used = self._began
         here = [(self._client, self._total, self._early)]
         here += [(client, kept[4], kept[3]) for client, kept in self._clients.items()]
         return used + batch * self._size * max((total - len(early)) * count for (_, count), total, early in here)
 
     def at_boundary(self, step: int) -> None:
-        """This rank is about to make the step, whose examples do not count before it has."""
+        """Notes the examples used up before the step that this rank is about to make."""
         self._used[step] = self.used
         if len(self._used) > BOUNDARIES:
             del self._used[min(self._used)]
 
     def used_before(self, step: int) -> list[tuple[int, int]]:
-        """At the last boundaries, of which `step` is the newest: (the step that came next, how many were used up)."""
+        """Returns (step, examples used up before it) of the last boundaries, up to `step`."""
         self._used.setdefault(step, self.used)
         return [(at, n) for at, n in self._used.items() if at <= step]
 
-    # -- where it stands, and to stand there again --
+    # -- positions --
 
     def stands(self) -> dict[tuple[int, int], Stand]:
-        """Where each client stands; the last one is who reads now."""
+        """Returns the position of each client. The present reader is the last one."""
         mine, found = self._client, dict[tuple[int, int], Stand]()
         for client in (*self._clients, mine):
             self.client(*client)
@@ -182,19 +186,19 @@ class Batches:
 
     @property
     def began(self) -> tuple[int, int, int, int]:
-        """The batch, the seed and the step of the last restart, and how many examples were used up then."""
+        """The last restart's batch, seed and step, and the examples used up by then."""
         return self._began
 
     @property
     def chance(self) -> Chance | None:
-        """Random numbers of its own."""
+        """Its separate random numbers, if it has any."""
         return self._chance
 
     def stand(self, began: tuple[int, int, int, int], chance: Numbers | None,
               stands: dict[tuple[int, int], Stand]) -> bool:  # fmt: skip
-        """Everyone stands there, having read the same again; no random number of the process is used up.
+        """Takes all clients to these positions by reading again. The process's random numbers stay unused.
 
-        Is the last batch of each the one that it was? Else the data yields others when it is read again.
+        Returns False if a last batch differs: the data then yield other batches when read again.
         """
         self._began, self._chance, same, last = began, None, True, list(stands)[-1]
         self._clients.clear()
@@ -222,7 +226,7 @@ class Batches:
 
 
 def marked(batch: Any) -> int:
-    """A hash of a few bytes of a batch's first tensors, by which it is told from another; 0 where none is here."""
+    """Returns a hash of a few bytes of a batch's first tensors, to tell batches apart; 0 without tensors on a CPU."""
     found = 0
     for x in islice(tensors(batch), 2):
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
@@ -232,9 +236,9 @@ def marked(batch: Any) -> int:
 
 
 def example(learner: Learner, e: Experiment, device: str) -> Any:
-    """A batch, the same on all ranks; no random number that training would draw is used up.
+    """Returns a batch, the same on all ranks, without using random numbers of training.
 
-    Training does not miss it, unless `data` hands out what is there once for all that ask.
+    Training still gets this batch, unless `data` gives each batch only once to all callers.
     """
     with Chance(e.seed):
         batches = Batches(learner.data, 0, e.ranks, device)
@@ -243,7 +247,7 @@ def example(learner: Learner, e: Experiment, device: str) -> Any:
 
 
 def to_device(batch: Any, device: str) -> Any:
-    """Tensors, and tensors in tuples, lists and dicts, on `device`; anything else as it is."""
+    """Moves tensors to `device`, also inside tuples, lists and dicts. Other values stay as they are."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""The memory that a rank's device has, where the experiment says so; who needs more is told how much, and for what."""
+"""The memory budget of a rank's device, and the error that says what needs more."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ STEP, BETWEEN, EVALUATED = "in a step", "between two steps", "while the model is
 
 
 class OutOfMemory(RuntimeError):
-    """A rank needs more memory on its device than `memory_mb` says that there is."""
+    """Raised if a rank needs more memory on its device than `memory_mb`."""
 
     lack: Lack | None = None
 
 
 @dataclass(frozen=True)
 class Lack:
-    """What is lacking. wanted: for what; needed: bytes; said: the same, in words; enough: what would do; when: at
-    which moment
+    """Missing memory.
+
+    wanted: the experiment that needs it
+    needed: bytes
+    said:   the same as text
+    enough: a budget that suffices
+    when:   the moment of the peak
     """
 
     wanted: Experiment
@@ -32,15 +37,19 @@ class Lack:
     when: str
 
     def text(self, now: Experiment | None = None, fits: Callable[[str, object], bool] | None = None) -> str:
-        """In words, with what may be set instead where `now` is in force. fits: if it can be tried, what does"""
+        """Returns the message, with settings that need less.
+
+        now:  the experiment in force
+        fits: whether a setting fits, if that can be tried
+        """
         ways = ", ".join(roomier(self.wanted, self.when != STEP, now, fits))
         return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
 
 
 def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> None:
-    """Raises OutOfMemory if a rank's `needed` bytes are more than there are; of: bytes by category.
+    """Raises OutOfMemory if a rank's `needed` bytes exceed its budget; of: bytes by category.
 
-    Before its first step is over it is not known what that takes, so no number is said to do.
+    Before the first step has ended, its memory is unknown. So the message then names no sufficient budget.
     """
     rank, e = run.rank.number(), run.experiment
     limit_mb = e.memory_mb
@@ -58,7 +67,7 @@ def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> Non
 
 
 def in_mb(nbytes: float) -> str:
-    """Bytes as a number of MB that people read: three digits or more, and no power of ten.
+    """Returns bytes as MB with 3 significant digits or more, and no exponent.
 
     >>> in_mb(44_710_000), in_mb(1_234_900_000)
     ('44.7', '1235')

@@ -1,4 +1,4 @@
-"""What travels and is nobody's for good: bytes that a rank holds for children and messages, while they are there."""
+"""Counts buffers in flight: bytes that a rank holds for children and messages until they end."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor
 from workbench.host.core.changing import Changing
 from workbench.rank import Bucket, Op
 
-_MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes, of those given and the ranks
+_MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes of (bytes, ranks)
     "all_gather": lambda nbytes, size: size * nbytes,
     "all_to_all": lambda nbytes, size: nbytes,
-    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # all pieces of a shard, and their sum
+    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # every rank's piece of a shard, and their sum
 }
 
 
 class Buffers:
-    """What children of a rank hold that is nobody's for good: what they send if it was made for that, and what comes.
+    """Bytes that a rank's children hold only in flight: tensors made for sending, and received ones.
 
-    Counted by what their collectives need, from the asking to the end of the child; a message from its sending to the
-    end of the step. Lanes call from threads of their own.
+    A collective counts from the request to the end of the child, a message from sending to the end of the step. Lanes
+    call from their own threads.
     """
 
     def __init__(self, run: Changing) -> None:
         self._run = run
         self._lock = threading.Lock()
         self._held: dict[Any, int] = {}
-        self.known: dict[int, Callable[[], Any]] = {}  # storages that are counted elsewhere, weakly
-        self.rooms: dict[int, Any] = {}  # tensors of buckets that are the same in every step, weakly, by their ids
-        self.buckets: list[Bucket] = []  # where gradients lie, some of them elsewhere in every backward
+        self.known: dict[int, Callable[[], Any]] = {}  # weak references to storages of other categories
+        self.rooms: dict[int, Any] = {}  # weak references by id to bucket vectors that stay from step to step
+        self.buckets: list[Bucket] = []  # gradient buckets; some move in every backward
         self.now = self.most = 0
         self.stepping = False
-        self.measured = False  # does what is merely measured count, too, as shards that an evaluation gathers?
+        self.measured = False  # also count measuring ops, such as an evaluation's gathered shards
 
     def take(self, who: Any, op: Op) -> None:
-        """`who`, a child, asks for a collective."""
+        """Notes that the child `who` requests a collective."""
         if op.measures and not self.measured:
             return
-        room = self.rooms.get(id(op.args[0]))  # an id is soon another tensor's, once a room is given back
+        room = self.rooms.get(id(op.args[0]))  # ids are reused after a vector is released
         if room is not None and room() is op.args[0] and op.verb == "all_reduce":  # nearly always
             return
         if nbytes := self._needs(op):
@@ -53,7 +53,7 @@ class Buffers:
             self.most = max(self.most, self.now)
 
     def give(self, who: Any, value: Any = None) -> None:
-        """`who` is over; what it returned is kept until that is taken, by `give` once more."""
+        """Notes that `who` has ended. Its result counts until it is taken, by a second `give`."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
             with self._lock:
@@ -62,12 +62,12 @@ class Buffers:
                     self._held[who] = kept
 
     def post(self, x: Tensor) -> None:
-        """A message is a copy. Those that a server posts belong to no step of its own and are not counted."""
+        """Counts the copy that a message is. A server's messages belong to no step and do not count."""
         if self.stepping:
             self._hold("messages", x.numel() * x.element_size())
 
     def turn(self, stepping: bool) -> int:
-        """The most since this was last called; does a step begin here, or has it ended?"""
+        """Returns the peak since the last call. stepping: whether a step begins here, or has ended"""
         self.give("messages")
         self.stepping = stepping
         with self._lock:
@@ -75,10 +75,10 @@ class Buffers:
         return most
 
     def _needs(self, op: Op) -> int:
-        """Bytes of what `op` is given, unless they are counted elsewhere, and of what it makes."""
+        """Returns the bytes of an op's inputs, unless another category counts them, and of its results."""
         x, rank, group = op.args[0], self._run.rank, op.group
         me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
-        if op.verb == "all_to_allv":  # rows become one vector, and another comes
+        if op.verb == "all_to_allv":  # one vector of rows is sent, another received
             width = x[0].element_size()
             rows = sum(row.numel() for row in x)
             return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
@@ -88,7 +88,7 @@ class Buffers:
 
     def _owned(self, x: Tensor) -> bool:
         where = x.untyped_storage()._cdata
-        if where in self.known and self.known[where]() is not None:  # else another storage took its place
+        if where in self.known and self.known[where]() is not None:  # still the same storage
             return True
         if where in self._run.layout.lying:
             return True

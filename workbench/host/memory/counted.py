@@ -1,4 +1,4 @@
-"""Where a Ledger's numbers come from: by looking at the real tensors of a rank, or whatever else can say as much."""
+"""The source of a Ledger's numbers: a rank's real tensors, or a host's other knowledge of sizes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from workbench.host.memory.passing import Hooks, Passing
 
 
 class Counts(Protocol):
-    """Where a host's numbers of one replica come from: its tensors, or what is known of their sizes.
+    """A host's source of memory figures for one replica.
 
-    alike: what was found for ranks that hold the same tensors, kept by them together; nothing where each has its own
+    alike: results shared by ranks that hold the same tensors; empty if each rank has its own
     """
 
     @property
     def alike(self) -> dict[Any, Any]: ...
     @property
-    def roomy(self) -> bool: ...  # do buckets keep room for gradients?
-    def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (the rooms), "optimizer state"
-    def forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: nobody knows
-    def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
+    def roomy(self) -> bool: ...  # whether buckets keep memory for gradients
+    def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (vectors), "optimizer state"
+    def forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: unknown
+    def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # yields its peak
     def gradients(self) -> int: ...
-    def activations(self) -> int: ...  # bytes kept for the backwards that are still to come
-    def batch(self) -> int: ...  # bytes of the batch that a forward is of
+    def activations(self) -> int: ...  # bytes kept for backwards to come
+    def batch(self) -> int: ...  # bytes of the forward's batch
 
 
 class Counted:
-    """Numbers by looking at real tensors.
+    """Numbers from real tensors.
 
-    opened: the losses whose backward is still to come; batch: bytes of the batch that was drawn last
-    fully:  what torch's fully_shard trains, while it does
-    part:   the parameters of a sub-model that are not the whole model's, while one is trained
+    opened: the losses with a backward to come
+    batch:  bytes of the last batch
+    fully:  torch's fully_shard, while it trains
+    part:   the parameters of a sub-model, while it trains, that are not the whole model's
     """
 
     def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
@@ -62,7 +63,7 @@ class Counted:
         }
 
     def forward(self, inputs: Any) -> int:
-        """What hangs on the open losses, without parameters and what was put in."""
+        """Returns the bytes that the open losses keep, without parameters and inputs."""
         run, fully = self._run, self._fully()
         others = memory.parameters(run.model, run.layout) | memory.storages([inputs, run.flow.versions.kept])
         others |= memory.storages(fully.whole()) if fully else memory.storages(self._part())

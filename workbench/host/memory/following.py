@@ -1,6 +1,6 @@
-"""What torch's calls make, for as long as anybody has it: bytes of an evaluation, of which autograd keeps nothing.
+"""Counts the bytes that torch's calls make while they exist: the memory of an evaluation.
 
-Nothing here knows a wire, a clock or a strategy. What lives inside one call (a convolution's own buffers) is not seen.
+It works without autograd's graph. It does not see temporaries inside one call, such as a convolution's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _READ = torch.ops.aten._local_scalar_dense.default  # reads a number out of a te
 
 
 class Following(TorchDispatchMode):
-    """Inside, each storage that a call of torch makes on this thread counts until it is let go.
+    """Inside, each storage that a torch call on this thread makes counts until it is freed.
 
-    ranks: so many have one model in turn, as where one process computes the stages of a pipeline
-    sizes: may tensors have no values? A number that is read out of one is zero, then
-    at:    whose calls these are; None: each rank makes them, and has the result
-    aside: does nothing count that is made now?
-    read:  where they have none: has a call been made whose answer, or its size, is decided by values?
-    most:  by rank, bytes at the worst moment
-    rises: called whenever one of these has grown
+    ranks: how many ranks share one model, if one process computes all stages of a pipeline
+    sizes: whether tensors may have no values; a number read out of one is then zero
+    at:    the rank that makes the calls; None: every rank makes them and has the result
+    aside: whether new storages are ignored
+    read:  without values: whether the values would have decided a call's result or its size
+    most:  peak bytes by rank
+    rises: called whenever a peak grows
     """
 
     def __init__(self, ranks: int = 1, sizes: bool = False, rises: Callable[[], None] | None = None) -> None:
@@ -42,12 +42,12 @@ class Following(TorchDispatchMode):
         self.aside = self.read = False
         self.most, self._now = [0] * ranks, [0] * ranks
         self._sizes = sizes
-        self._there: dict[tuple[int, int], Any] = {}  # weakly, by rank and by what tells storages apart
-        self._gone: list[tuple[int, int]] = []  # ranks and bytes that were let go since the last look
+        self._there: dict[tuple[int, int], Any] = {}  # weak references by rank and storage
+        self._gone: list[tuple[int, int]] = []  # (rank, bytes) freed since the last look
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch loads its compiler, to keep it out, which costs seconds."""
+        """Returns False. Otherwise torch spends seconds to load its compiler, only to exclude it."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,7 @@ class Following(TorchDispatchMode):
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """Within it nothing counts that is made."""
+        """Inside, new storages do not count."""
         was, self.aside = self.aside, True
         try:
             yield
@@ -73,7 +73,7 @@ class Following(TorchDispatchMode):
             self.aside = was
 
     def take(self, x: Tensor, rank: int | None = None) -> None:
-        """It counts until it is let go, for `rank` or for those who compute now."""
+        """Counts a tensor until it is freed, for `rank` or for the ranks that compute now."""
         storage, rank = storage_of(x), self.at if rank is None else rank
         if storage is None:
             return
@@ -95,7 +95,7 @@ class Following(TorchDispatchMode):
 
     @contextmanager
     def apart(self) -> Iterator[list[int]]:
-        """Answers, once it is left, by rank the most bytes that counted within beyond those that did before."""
+        """Yields a list. Afterwards it has, by rank, the peak bytes inside beyond those from before."""
         self._settle()
         before, most, beyond = list(self._now), self.most, list[int]()
         self.most = list(before)
@@ -104,12 +104,12 @@ class Following(TorchDispatchMode):
         self.most = [max(both) for both in zip(most, self.most, strict=True)]
 
     def again(self, beyond: list[int]) -> None:
-        """What took so much is done once more, and leaves nothing behind."""
+        """Counts a repetition of a computation with these peaks that leaves nothing behind."""
         self._settle()
         self.most = [max(n, now + more) for n, now, more in zip(self.most, self._now, beyond, strict=True)]
 
     def counts(self, x: Tensor) -> bool:
-        """Has a call made it?"""
+        """Whether a call has made this tensor."""
         where = _where(x)
         return any(key[1] == where for key in self._there)
 
@@ -119,7 +119,7 @@ class Following(TorchDispatchMode):
 
 
 def arrived(x: Any) -> None:
-    """Another rank has sent `x`, or what is in it: it counts with those that follow, for who computes now."""
+    """Counts tensors from another rank in `x`, for the ranks that compute now."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, Following):
             for one in _tensors(x):
@@ -127,12 +127,12 @@ def arrived(x: Any) -> None:
 
 
 def _makes(func: Any) -> bool:
-    """Does a call make a tensor that shows no other's memory?"""
+    """Whether a call makes a tensor that is not a view of another."""
     return any(made.alias_info is None for made in func._schema.returns)
 
 
 def _reads(func: Any) -> bool:
-    """Do values decide what a call answers, or how large that is?"""
+    """Whether values decide a call's result or its size."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
@@ -141,14 +141,14 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
 
 
 def _where(x: Tensor) -> int:
-    """What tells the storages of what lives apart; 0 for what has none."""
+    """Returns an identifier of a tensor's storage; 0 if it has none."""
     storage = storage_of(x)
     return 0 if storage is None else int(storage._cdata)
 
 
 @cache
 def _fake() -> type[Tensor]:
-    """The class of tensors without values that say that they lie somewhere; torch is slow to bring it."""
+    """Returns the class of tensors without values but with a device. It is slow to import."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor

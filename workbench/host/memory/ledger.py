@@ -1,14 +1,14 @@
-"""The Ledger of one rank: how many bytes of its memory hold what, written into the record whenever that changes.
+"""The Ledger of one rank: its bytes by category, recorded whenever they change, on both hosts.
 
-Both hosts run it. The Samples are called "memory " and a category, in bytes: the most that the category held in a step.
-"memory peak" is the most of all together on the device; "memory on host" and "memory on disk" are what a strategy
-keeps there. What stays from step to step is counted where something may have changed it; activations and gradients in
-the first steps, after a change and then in one step of EVERY, for looking costs time.
+Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the peak of the device.
+"memory on host" and "memory on disk" are state that a strategy keeps there. What stays from step to step is recounted
+when something may have changed it. Looking at activations and gradients costs time. So the ledger looks in the first
+steps, after a change, and then every EVERY steps.
 
-A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
-A batch is the last one drawn. Gradients between two nodes of the graph count; what lives inside one node or call of
-torch (a layer's temporaries, an optimizer's, gloo's) is not seen. Of an evaluation all that torch's calls make counts,
-in the first one after a change and then in one in EVERY steps; the peak has it where others are to come.
+A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
+moment. A batch is the last one drawn. Gradients between two nodes of the graph count. Temporaries inside a node or call
+(of a layer, an optimizer, gloo) do not. An evaluation counts every tensor that torch's calls make, in the first one
+after a change and then every EVERY steps. The peak includes it if more evaluations follow.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
               "compressor state", "buffers in flight", "evaluation")  # fmt: skip
-PASSING = ("gradients", "activations")  # which are there in a step only
-ALONE = "evaluation"  # which is there between two steps only
-EVERY = 32  # steps between two in which activations are looked at
-FRESH = 3  # steps that are looked at in any case, at the start and after a change
-NOTICED = 0.01  # of a category: a smaller change is not written down
+PASSING = ("gradients", "activations")  # only within a step
+ALONE = "evaluation"  # only between two steps
+EVERY = 32  # steps between two looks at activations
+FRESH = 3  # steps to look at after the start and after a change
+NOTICED = 0.01  # share of a category: a smaller change is not recorded
 
 
 class Ledger:
     """One rank's bytes by category.
 
-    away:   what it keeps away from its device, which no category of the device counts
-    beside: what a chip's allocator says itself, by name, where there is one
+    away:   the state that it keeps away from its device
+    beside: gets a chip allocator's own figures, by name
     """
 
     def __init__(self, run: Changing, counts: Counts, away: Offloaded,
                  beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
         self._run, self._counts, self.away, self._beside = run, counts, away, beside
         self.buffers = Buffers(run)
-        self.due = True  # is the present step looked at?
+        self.due = True  # look at the present step
         self._fresh, self._last = FRESH, 0
         self._inputs: list[Any] = []
         self._standing: dict[str, int] = {}
-        self._memories: list[Memory] = []  # where strategy and compressor keep what they remember
-        self._seen: Any = None  # what the standing categories were counted for
-        self._most: dict[str, int] = {}  # of activations and gradients, in this step or the last that was looked at
-        self._together = 0  # the most of these two at once
+        self._memories: list[Memory] = []  # of strategy and compressor
+        self._seen: Any = None  # the key of the last count of what stays
+        self._most: dict[str, int] = {}  # peaks in this step or the last one looked at
+        self._together = 0  # peak of activations and gradients together
         self._written: dict[str, int] = {}
-        self._holds: int | None = None  # bytes of parameters where a strategy says what it holds: now,
-        self._held: int | None = None  # and most in the step
-        self._counted = 0  # and those that were counted with what stays
-        self._surge = 0  # bytes that a hand-over takes besides what stays after it
-        self._told: tuple[Any, dict[str, int]] | None = None  # what was written last, and of what that was made
-        self._following: Following | None = None  # of the evaluation under way
-        self._evaluated = 0  # the peak of the last evaluation that was looked at, if others like it are to come
-        self._evaluated_at = -1  # and the step before which that was; -1: nobody has looked since a change
-        self._step = 0, 0  # bytes of parameters that the last step held beyond what stays, and of buffers in flight
+        self._holds: int | None = None  # bytes of parameters, if a strategy says so: now,
+        self._held: int | None = None  # and at most in the step
+        self._counted = 0  # bytes of parameters that were counted with what stays
+        self._surge = 0  # bytes that a hand-over takes in addition
+        self._told: tuple[Any, dict[str, int]] | None = None  # the last record and its key
+        self._following: Following | None = None  # of the present evaluation
+        self._evaluated = 0  # its last peak, if more follow
+        self._evaluated_at = -1  # its step; -1: no look since a change
+        self._step = 0, 0  # the last step's extra bytes of parameters, and of buffers in flight
 
     # -- between steps --
 
     def stir(self) -> None:
-        """Something was changed, or the run begins: what stays is counted at once, the next steps are looked at.
+        """After a change, or when the run begins: recounts what stays, and looks at the next steps.
 
-        Raises OutOfMemory where that, or what the change took besides, is more than `memory_mb`.
+        Raises OutOfMemory if what stays exceeds `memory_mb`, or the change itself did.
         """
         self._fresh, self._seen = FRESH, None
         self._evaluated, self._evaluated_at = 0, -1
@@ -83,24 +83,24 @@ class Ledger:
         self._surge = 0
 
     def surge(self, nbytes: int) -> None:
-        """A hand-over takes so many bytes besides what stays before and after it."""
+        """Notes bytes that a hand-over takes in addition to what stays before and after it."""
         self._surge = max(self._surge, nbytes)
 
     @property
     def remembers(self) -> bool:
-        """Does the optimizer remember anything on this device?"""
+        """Whether the optimizer has state on this device."""
         return bool(self._counts.standing()["optimizer state"])
 
     def built(self) -> None:
-        """Between two steps: of the model no more is here than this rank keeps; it was made in the host's memory."""
+        """Between two steps: this rank holds only its own part of the model, which was built in the host's memory."""
         self._held = self._holds
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._stands()
         self.buffers.turn(stepping=True)
         self._held = self._holds
-        if not self._run.experiment.eval_every:  # no other is to come
+        if not self._run.experiment.eval_every:  # no more evaluations
             self._evaluated = 0
             self._write_down(dict.fromkeys([ALONE] if self._written.get(ALONE) else [], 0))
         self.due = self._fresh > 0 or self._run.rank.step - self._last >= EVERY
@@ -108,7 +108,7 @@ class Ledger:
             self._most, self._together, self._inputs, self._told = {}, 0, [], None
 
     def close(self) -> None:
-        """A step is over."""
+        """Ends a step. Raises OutOfMemory if it took more than `memory_mb`."""
         if self.due:
             self._note("gradients", self._counts.gradients())
             self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
@@ -126,16 +126,19 @@ class Ledger:
                 of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
             require_fits(run, told["peak"], of | {"what moves": self._surge}, when)
 
-    # -- while the model is evaluated --
+    # -- evaluation --
 
     @property
     def looks(self) -> bool:
-        """Is the next evaluation looked at? Nearly all are like the one before."""
+        """Whether the next evaluation is looked at. Nearly all are like the one before."""
         return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= EVERY
 
     @contextmanager
     def evaluating(self, kept: int = 0) -> Iterator[None]:
-        """Within it, on this thread, the model is evaluated, or refused. kept: bytes that are there for that alone"""
+        """Inside, the model is evaluated on this thread. kept: bytes held for the evaluation alone
+
+        Raises OutOfMemory if it exceeds `memory_mb`.
+        """
         if not self.looks:
             yield
             return
@@ -152,7 +155,7 @@ class Ledger:
         self.evaluated(kept + following.most[0], self.buffers.turn(stepping=False))
 
     def _require_now(self, kept: int) -> None:
-        """Raises OutOfMemory where an evaluation is under way that has outgrown `memory_mb` already."""
+        """Raises OutOfMemory if the present evaluation has already outgrown `memory_mb`."""
         limit = self._run.experiment.memory_mb * MB
         if self._following is not None and limit:
             made, moved = kept + self._following.most[0], self.buffers.most
@@ -160,13 +163,15 @@ class Ledger:
                 self.evaluated(made, moved, "or more ")
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Within it nothing is made that an evaluation computes: it brings parameters, which count as such."""
+        """Inside, new tensors are fetched parameters, which do not count as the evaluation's."""
         return self._following.standing_aside() if self._following is not None else nullcontext()
 
     def evaluated(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
-        """An evaluation has made so many bytes, and `moved` were in flight for it; None: as in a step, shards too.
+        """Notes the peak bytes of an evaluation.
 
-        Raises OutOfMemory where that is more than `memory_mb`.
+        moved: bytes in flight for it; None: as in a step, and shards as well
+
+        Raises OutOfMemory if the sum exceeds `memory_mb`.
         """
         if moved is None:
             beyond, moved = self._step
@@ -182,7 +187,7 @@ class Ledger:
     # -- in a step --
 
     def forward(self, inputs: Any = None) -> None:
-        """A forward is over; `inputs` went in."""
+        """Notes the end of a forward with these `inputs`."""
         if self.due:
             self._inputs.append(inputs)
             self._note("batches", self._counts.batch())
@@ -192,7 +197,7 @@ class Ledger:
             self._join(self._counts.gradients() + (kept or 0))
 
     def backward(self, exchanged: bool) -> AbstractContextManager[Any]:
-        """Within it one backward runs."""
+        """Inside, one backward runs."""
         return self._looked(exchanged) if self.due else nullcontext()
 
     @contextmanager
@@ -204,14 +209,14 @@ class Ledger:
         self._join(max(most(), gradients + self._counts.activations()))
 
     def hold(self, nbytes: int | None) -> None:
-        """So many bytes of parameters are held from now on, by a strategy that shards them; None: by none."""
+        """Notes the bytes of parameters that a sharding strategy holds from now on; None: no strategy shards them."""
         self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
         self._require_now(0)
 
     def part(self, params: Iterable[Tensor], state: Any = None) -> None:
-        """A sub-model is trained in this step, with such parameters of its own beside the whole model's.
+        """Notes a sub-model that is trained in this step, with parameters of its own.
 
-        state: what its optimizer remembers, or in bytes
+        state: its optimizer state, or the bytes of it
         """
         self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
         if self.due and state:
@@ -227,7 +232,7 @@ class Ledger:
     # -- what stays --
 
     def _stands(self) -> None:
-        """Counts what stays from step to step, where something may have changed it."""
+        """Recounts what stays from step to step, if something may have changed it."""
         run = self._run
         stashed = sum(x.nbytes for x in run.flow.stashed)
         seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state),
@@ -244,11 +249,11 @@ class Ledger:
             alike[key] = self._sorted(standing | own)
         nbytes, *places = alike[key]
         self._standing, self._counted, self._told = dict(nbytes), run.layout.held, None
-        self._standing["parameters"] += stashed  # what a backward is still to read, or a drain may put back
+        self._standing["parameters"] += stashed  # for a later backward or drain
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
 
     def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
-        """Bytes by category, each storage in the first that has it; and what `Buffers` goes by."""
+        """Returns the bytes by category, each storage in the first that has it, and what `Buffers` needs."""
         nbytes, known = dict[str, int](), memory.Storages()
         for category, found in every.items():
             nbytes[category] = memory.nbytes({where: s for where, s in found.items() if where not in known})
@@ -259,19 +264,19 @@ class Ledger:
         return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
 
     def _there(self, moved: int) -> dict[str, int]:
-        """By category what is there between two steps; `moved`: in flight."""
+        """Returns the bytes by category between two steps, with `moved` in flight."""
         now = self._standing | {"buffers in flight": moved}
         if self._held is not None:
             now["parameters"] += self._held - self._counted
         return now
 
     def _write(self, between: bool = False) -> dict[str, int]:
-        """Writes down what has changed; returns all of it. between: two steps, so that nothing is computed"""
+        """Records changed categories, and returns all. between: nothing is computed, as between two steps"""
         self._stands()
         moved, away = self.buffers.turn(stepping=False), self.away.turn()
         made_of = between, self._held, self._surge, moved, away
         if not self.due and self._told is not None and self._told[0] == made_of:
-            return self._told[1]  # a step like the one before it, as nearly all are
+            return self._told[1]  # nearly all steps are like the one before
         room = self._standing["gradients"]
         now = self._there(moved) | self._most
         now["gradients"] = max(room, now["gradients"])
@@ -287,7 +292,7 @@ class Ledger:
         return told
 
     def _write_down(self, told: dict[str, int]) -> None:
-        """Into the record, what is new."""
+        """Records the values that have changed."""
         for name, value in told.items():
             before = self._written.get(name)
             if before is None or abs(value - before) > NOTICED * before:
@@ -296,5 +301,5 @@ class Ledger:
 
 
 def _filled(memory: Memory) -> tuple[int, ...]:
-    """Changes with what a Memory holds."""
+    """Returns a value that changes with the content of a Memory."""
     return tuple(map(len, (*memory.buffers.values(), *memory.parts.values())))

@@ -1,7 +1,7 @@
-"""What a rank's tensors take, found by looking at them: bytes of storages, each counted once, whoever points there.
+"""The memory of a rank's tensors: bytes of storages, each counted once, however many tensors share it.
 
-What autograd keeps for a backward is read off the graph that a loss hangs on: no hook runs in the forward, so a step
-that is measured computes what every other does.
+The tensors that autograd saves for a backward are read off the loss's graph. No forward hook runs, so a measured step
+computes the same as any other.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from workbench.host.placement import absent
 from workbench.host.placement.layout import Layout, Place
 from workbench.rank import Handle, Memory
 
-Storages = dict[int, Any]  # storages by what tells them apart while they live
+Storages = dict[int, Any]  # storages by address
 Alive = list[tuple[Callable[[], Any], int]]  # weak references to storages, and their bytes
-LOOKS = 8  # at most so often in a backward gradients are counted anew, where buckets give theirs back
-_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # hold nothing
-_NUMBERS = {int, float, bool, str, type(None)}  # most of what holds nothing
+LOOKS = 8  # most recounts of gradients in a backward, if buckets release them
+_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # without content
+_NUMBERS = {int, float, bool, str, type(None)}  # the most frequent of these
 _SAVED = "_raw_saved_"
-_slots: dict[type, list[str]] = {}  # the names under which a kind of node keeps tensors
+_slots: dict[type, list[str]] = {}  # by type of node, its attributes for saved tensors
 
 
 def packed(x: Tensor) -> Tensor:
-    """What a hook is to give autograd back in place of `x`, to be kept as it is.
+    """Returns what a saved-tensor hook gives autograd to keep `x` unchanged.
 
-    An operation that keeps its own result would keep itself by it, for as long as no backward comes: torch takes the
-    result apart from what made it only where there are no hooks.
+    An operation that saves its own result would keep itself alive until the backward. Only without hooks does torch
+    detach the result from the operation.
     """
     return x if x.grad_fn is None else x.detach()
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
-    """The tensors in `thing`: in lists, tuples, sets, dicts and the attributes of plain objects, however deep."""
+    """Yields the tensors in `thing`, at any depth of lists, tuples, sets, dicts and plain objects."""
     return (x for x in _within(thing) if isinstance(x, Tensor))
 
 
 def memories(thing: Any) -> list[Memory]:
-    """The Memory objects in `thing`; what is in them comes when it is first asked for."""
+    """Returns the Memory objects in `thing`, which may still be empty."""
     return [x for x in _within(thing) if isinstance(x, Memory)]
 
 
 def _within(thing: Any) -> Iterator[Any]:
-    """All that can be reached from `thing`, once."""
+    """Yields every object reachable from `thing`, once."""
     todo, seen = deque([thing]), set()
     while todo:
         x = todo.popleft()
@@ -58,7 +58,7 @@ def _within(thing: Any) -> Iterator[Any]:
         seen.add(id(x))
         yield x
         if not is_tensor:
-            todo += [y for y in _inside(x) if type(y) not in _NUMBERS]  # a rank may keep thousands, one per other rank
+            todo += [y for y in _inside(x) if type(y) not in _NUMBERS]  # a rank may have thousands, one per rank
 
 
 def _inside(x: Any) -> Iterable[Any]:
@@ -66,7 +66,7 @@ def _inside(x: Any) -> Iterable[Any]:
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
         return x
-    if isinstance(x, Handle):  # a child under way reaches all of its host; what it holds is a buffer in flight
+    if isinstance(x, Handle):  # a running child reaches its whole host; its tensors are buffers in flight
         return ()
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
@@ -75,31 +75,31 @@ def _inside(x: Any) -> Iterable[Any]:
 
 
 def storages(thing: Any) -> Storages:
-    """Every storage that a tensor in `thing` lies in."""
+    """Returns every storage of the tensors in `thing`."""
     every = map(storage_of, tensors(thing))
     return {storage._cdata: storage for storage in every if storage is not None}
 
 
 def storage_of(x: Tensor) -> Any:
-    """Where it lies; None for one that lies nowhere, as what is sparse."""
-    x = getattr(x, "_local_tensor", x)  # torch's DTensor: what of it is here
+    """Returns a tensor's storage; None if it has none, as a sparse tensor."""
+    x = getattr(x, "_local_tensor", x)  # the local part of torch's DTensor
     return x.untyped_storage() if x.layout == torch.strided else None
 
 
 def nbytes(found: Storages) -> int:
-    """Bytes of them all."""
+    """Returns the bytes of these storages."""
     return sum(storage.nbytes() for storage in found.values())
 
 
 def watched(found: Storages) -> Alive:
-    """The same, without keeping them alive."""
+    """Returns weak references to these storages, with their bytes."""
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
 def parameters(model: nn.Module, layout: Layout, followed: Iterable[Tensor] | None = None) -> Storages:
-    """A model's parameters, also those that are frozen, and its running statistics.
+    """Returns a model's parameters, frozen ones too, and its running statistics.
 
-    followed: those that are here and another rank's to train; None: all that are not absent
+    followed: parameters that are here and another rank trains; None: every parameter that is not absent
     """
     mine = {id(place.param) for place in layout.order}
     others: list[Tensor] = [p for p in model.parameters() if id(p) not in mine and not isinstance(p, absent.Absent)]
@@ -109,23 +109,23 @@ def parameters(model: nn.Module, layout: Layout, followed: Iterable[Tensor] | No
 
 
 def gradients(layout: Layout) -> Storages:
-    """All gradients that are there, and the room that buckets keep for those to come."""
+    """Returns the gradients, and the memory that buckets keep for them."""
     kept = [bucket.kept for bucket in layout.buckets]
     return storages([[place.param.grad for place in layout.order], rooms(layout), kept])
 
 
 def rooms(layout: Layout) -> list[Tensor]:
-    """The vectors of the buckets, if they have any, but those of one parameter, which take its gradient as it comes."""
+    """Returns the vectors of buckets with several parameters; a lone parameter's gradient needs none."""
     return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1] if layout.roomy else []
 
 
 def optimizer_state(optimizer: Any) -> Storages:
-    """What an optimizer remembers, step counters included."""
+    """Returns an optimizer's state, step counters included."""
     return storages(dict(optimizer.state))
 
 
 def nodes(losses: Iterable[Tensor]) -> Iterator[Any]:
-    """The graph that `losses` hang on, each node once."""
+    """Yields each node of the losses' graph once."""
     todo, seen = [loss.grad_fn for loss in losses], set()
     while todo:
         node = todo.pop()
@@ -137,7 +137,7 @@ def nodes(losses: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def saved(losses: Iterable[Tensor]) -> Storages:
-    """What autograd keeps for the backward of `losses`."""
+    """Returns the storages that autograd keeps for the backward of `losses`."""
     found: Storages = {}
     for node in nodes(losses):
         for kept in _kept(node):
@@ -147,7 +147,7 @@ def saved(losses: Iterable[Tensor]) -> Storages:
 
 
 def _kept(node: Any) -> Iterator[Any]:
-    """What one node of the graph keeps: a tensor, or what somebody's hook has made of it; never unpacked."""
+    """Yields the tensors that a node saves, or the values that a hook packed them into; it unpacks nothing."""
     kind = type(node)
     if kind not in _slots:
         _slots[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
@@ -156,26 +156,26 @@ def _kept(node: Any) -> Iterator[Any]:
             held = getattr(node, name)
             for one in held if isinstance(held, list | tuple) else (held,):
                 yield one.data
-        except RuntimeError:  # its backward has run already
+        except RuntimeError:  # its backward has already run
             continue
 
 
 def every(layout: Layout) -> int:
-    """After how many gradients a backward is looked at."""
+    """Returns the number of gradients between two looks in a backward."""
     return -(-len(layout.order) // LOOKS)
 
 
 def alive(kept: Alive) -> int:
-    """Bytes of the storages that are still there."""
+    """Returns the bytes of the storages that still exist."""
     return sum(nbytes for storage, nbytes in kept if storage() is not None)
 
 
 def coming(layout: Layout, exchanged: bool) -> Callable[[Place], int]:
-    """What a Place's gradient takes when it comes: nothing where one is already, or its bucket has room for it."""
+    """Returns a function: the bytes that a Place's gradient adds, 0 if it has one or its bucket has memory."""
     there = {place.name for place in layout.order if place.param.grad is not None}
     return lambda place: 0 if place.name in there else came(place, exchanged)
 
 
 def came(place: Place, exchanged: bool) -> int:
-    """Bytes of a gradient beyond the room of its bucket; autograd's own copy is gone once that has taken it."""
+    """Returns a gradient's bytes beyond its bucket's memory. Autograd's own copy is freed once the bucket has it."""
     return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

@@ -1,8 +1,8 @@
-"""What a rank keeps away from its device: in its host's memory, or on disk; by what it is and the bucket that it is of.
+"""State that a rank keeps away from its device, in its host's memory or on disk, by kind and bucket.
 
-Of a bucket a rank keeps its own shard. Parameters kept away are a copy, of which the model may hold its own besides;
-gradients and the optimizer's state are there and nowhere else. The optimizer steps a shard where it is kept, on the
-host's processor, from what lies in the host's memory. On a CPU device and host are one memory, told apart by name.
+A rank keeps its own shard of a bucket. Parameters kept away are a copy, and the model may have its own. Gradients and
+optimizer state exist only there. The host's processor steps a shard in the host's memory. On a CPU, device and host are
+one memory with two names.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from workbench.host.placement.layout import Layout
 from workbench.host.placement.slots import Settings, remembered, step_apart
 from workbench.rank import Bucket, Op, StrategyError
 
-LANES = ("offload", "fetch")  # on which nothing crosses the network
-Hops = list[tuple[str, int]]  # the ways that bytes went, in their order: to or from "host" or "disk", how many
+LANES = ("offload", "fetch")  # lanes that do not use the network
+Hops = list[tuple[str, int]]  # ("host" or "disk", bytes) of each hop, to or from there
 
 
 def named(op: Op) -> str:
-    """The name of the Span of an `offload` or a `fetch`; both hosts write it."""
+    """Returns the name of the Span of an `offload` or a `fetch`, for both hosts."""
     shard, what, to = op.args[:3]
     return f"{op.verb} {what} {shard.index if shard.index >= 0 else ~shard.index} to {to}"
 
 
 class Item(NamedTuple):
-    """Something kept away: by name tensors and other values.
+    """State kept away: tensors and other values by name.
 
-    devices: where its tensors were; nbytes: how many they have
-    extent:  where they lie on the disk, in the order of `devices`; `values` has none of them then
+    devices: the original devices of its tensors
+    nbytes:  their bytes
+    extent:  their place on the disk, in the order of `devices`; then `values` has no tensors
     """
 
     where: str
@@ -44,9 +45,10 @@ class Item(NamedTuple):
 
 
 class Offloaded:
-    """What one rank keeps away.
+    """The state that one rank keeps away from its device.
 
-    out:  copies a tensor of the device into the host's memory; into: copies one from there to a device
+    out:  copies a tensor of the device into the host's memory
+    into: copies one from there to a device
     """
 
     def __init__(self, out: Callable[[Tensor], Tensor] = clone,
@@ -55,44 +57,44 @@ class Offloaded:
         self._items: dict[tuple[str, int], Item] = {}
         self._scratch = Scratch()
         self._lock = threading.Lock()
-        self._now: Counter[str] = Counter()  # bytes, by where they are
+        self._now: Counter[str] = Counter()  # bytes by place
         self._most: Counter[str] = Counter()
 
-    # -- how much --
+    # -- amounts --
 
     def turn(self) -> dict[str, int]:
-        """By where it is kept, the most bytes since this was last asked."""
+        """Returns the peak bytes since the last call, by place."""
         with self._lock:
-            if not self._most and not self._now:  # as nearly always, and a Counter is slow to make
+            if not self._most and not self._now:  # nearly always; a Counter is slow to make
                 return {}
             most, self._most = self._most, Counter(self._now)
         return dict(most)
 
     @property
     def count(self) -> int:
-        """How many things are kept away; changes with them."""
+        """How many items are kept away."""
         return len(self._items)
 
     def has(self, what: str) -> bool:
-        """Is any of that kept away?"""
+        """Whether state of this kind is kept away."""
         return any(kind == what for kind, _ in self._items)
 
     def remembers(self) -> set[str]:
-        """What of the optimizer's state is kept away: "exp_avg/NAME"."""
+        """Returns the slots that are kept away: "exp_avg/NAME"."""
         found = [{*item.values, *item.devices} for (what, _), item in self._items.items() if what == "optimizer state"]
         return {f"{slot}/{name}" for keys in found for name, slot in keys}
 
     def aside(self) -> None:
-        """Buckets are cut anew: what is kept is of others than those to come, and asked for by ~index from now on."""
+        """Before buckets are cut again: renumbers the items of the old buckets as ~index."""
         self._items = {(what, ~index): item for (what, index), item in self._items.items()}
 
     def forget(self) -> None:
-        """What is left of those: shards of no elements."""
+        """Drops the remaining items of old buckets: shards of no elements."""
         for what, index in [key for key in self._items if key[1] < 0]:
             self._drop(what, index)
 
     def values(self, index: int) -> Tensor | None:
-        """This rank's shard of a bucket's parameters, if they are kept away."""
+        """Returns this rank's shard of a bucket's parameters, if it is kept away."""
         item = self._items.get(("parameters", index))
         if item is None:
             return None
@@ -102,7 +104,7 @@ class Offloaded:
     # -- away and back --
 
     def send(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str) -> Hops:
-        """Keeps `what` of these elements in "host" or "disk" from now on; the ways that it went."""
+        """Stores `what` of this shard on "host" or "disk". Returns the hops of its bytes."""
         item = self._items.get((what, shard.index))
         if item is not None:
             return self._moved(shard.index, what, item, where)
@@ -115,9 +117,9 @@ class Offloaded:
 
     def bring(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str,
               keep: bool) -> tuple[Any, Hops]:  # fmt: skip
-        """Brings `what` of these elements to "host", or to the "device": answers with parameters and gradients, (n,).
+        """Brings `what` of this shard to "host" or "device". Returns (n,) values for the device, and the hops.
 
-        keep: does it stay where it was, besides?
+        keep: leave a copy in the old place
         """
         item = self._item(what, shard)
         hops: Hops = [("disk", item.nbytes)] if item.where == "disk" else []
@@ -133,7 +135,7 @@ class Offloaded:
 
     def step(self, layout: Layout, optimizer: Any, shard: Bucket, settings: Settings,
              unused: Collection[str] = ()) -> None:  # fmt: skip
-        """One step of the optimizer on these elements, which lie in the host's memory; gradients are used up.
+        """Makes one optimizer step of this shard in the host's memory, and uses up its gradients.
 
         unused: names of parameters that no rank used: they are not stepped
         """
@@ -141,13 +143,13 @@ class Offloaded:
         state = self._in_memory("optimizer state", shard)
         stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings, unused)
         home = self._items["parameters", shard.index].devices["values"]
-        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay with the host
+        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay on the host
                    for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
         self._drop("gradients", shard.index)
         self._drop("optimizer state", shard.index)
         self._keep("optimizer state", shard.index, stepped, devices, "host")
 
-    # -- within --
+    # -- internals --
 
     def _item(self, what: str, shard: Bucket) -> Item:
         item = self._items.get((what, shard.index))
@@ -162,7 +164,7 @@ class Offloaded:
         return item.values
 
     def _taken(self, layout: Layout, optimizer: Any, shard: Bucket, what: str) -> dict[Any, Any]:
-        """From the device; what it holds no longer, but parameters."""
+        """Takes state from the device, which loses it, except for parameters."""
         if what == "parameters":
             start = shard.offset - layout.lies(shard.index).offset - layout.begins[shard.index]
             return {"values": layout.weights[shard.index][start : start + shard.data.numel()]}
@@ -183,7 +185,7 @@ class Offloaded:
         return step_apart(*what)
 
     def _moved(self, index: int, what: str, item: Item, where: str) -> Hops:
-        """Between the host's memory and the disk."""
+        """Moves an item between the host's memory and the disk."""
         if item.where == where:
             return []
         values = self._read(item)

@@ -1,4 +1,4 @@
-"""What a rank's activations and gradients take together in one backward, while the first go and the others come."""
+"""Measures the peak memory of activations and gradients together during one backward."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Ends = tuple[Tensor | None, ...]
 
 
 class Hooks:
-    """At the end of each node of the graphs that it follows: told to whoever listens to a backward then.
+    """Hooks at the end of each node of a loss's graph, which call the listener of a backward.
 
-    But not where parameters' gradients are accumulated: with a hook autograd would copy what it else takes over.
+    Nodes that accumulate a parameter's gradient get no hook, because autograd would then copy the gradient.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Hooks:
         self._heard: Callable[[Ends, Ends], None] | None = None
 
     def follow(self, losses: Iterable[Tensor]) -> None:
-        """From now on, in place of those before: the graphs that these hang on, for as long as they live."""
+        """Replaces the hooks by new ones on the graphs of these losses."""
         while self._removers:
             self._removers.pop().remove()
         self._removers = [node.register_hook(self._end) for node in nodes(losses) if not hasattr(node, "variable")]
 
     @contextmanager
     def heard(self, passing: Passing) -> Iterator[Passing]:
-        """Within it a backward runs, to which `passing` listens."""
+        """Inside, a backward runs, and `passing` listens to it."""
         try:
             with passing:
                 self._heard = passing.end
@@ -48,26 +48,25 @@ class Hooks:
 
 
 class Passing:
-    """Every node of the graph is looked at as it ends, when what it was given and what it hands on are both there.
+    """Looks at every node of the graph as it ends, when its input and output gradients both exist.
 
-    activations:  (weak reference, bytes) of what the backward will free
-    comes:        bytes that the gradient of a Place takes when it comes, beyond what is there before the backward
-    looks:        (gradients that have come, most bytes of activations and of gradients between nodes then)
-    most:         bytes that came and are there besides, together, at the worst moment
+    activations: (weak reference, bytes) of the tensors that the backward will free
+    comes:       bytes that a Place's gradient adds when it arrives
+    looks:       (gradients that have arrived, peak bytes of activations and of gradients between nodes)
+    most:        peak bytes of activations and new gradients together
 
-    A gradient between two nodes counts from the end of the first for as long as anybody has it. Parameters' own are
-    what `comes` says once they have come. Where buckets give their memory back during the backward, what gradients
-    take is counted anew up to LOOKS times.
+    A gradient between two nodes counts from the end of the first until it is freed. A parameter's gradient counts as
+    `comes` says. If buckets release gradients during the backward, gradients are recounted up to LOOKS times.
     """
 
     def __init__(self, layout: Layout, activations: Alive, comes: Callable[[Place], int]) -> None:
         self._layout, self._comes = layout, comes
-        self._activations, self._lies = activations, dict[int, Any]()  # what is there before
-        self._there: dict[int, Any] = {}  # what is counted in _now, weakly, by where it lies
-        self._gone: list[int] = []  # bytes that were let go since the last look, by whichever thread
+        self._activations, self._lies = activations, dict[int, Any]()  # storages from before the backward
+        self._there: dict[int, Any] = {}  # weak references to the storages in _now
+        self._gone: list[int] = []  # bytes freed since the last look, by any thread
         self._now = self._came = 0
         self._removers: list[Any] = []
-        self.names: list[str] = []  # whose gradients came, in this order
+        self.names: list[str] = []  # parameters in the order of their gradients
         self.looks: list[tuple[int, int]] = []
         self.most = 0
 
@@ -78,7 +77,7 @@ class Passing:
         for storage, _ in self._activations:
             self._watch(storage())
         for place in self._layout.order:
-            if not place.param.requires_grad:  # frozen meanwhile; torch refuses a hook on it
+            if not place.param.requires_grad:  # frozen since then; torch refuses a hook on it
                 continue
             hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
             self._removers.append(hook)
@@ -90,7 +89,7 @@ class Passing:
         self._there.clear()
 
     def _watch(self, storage: Any) -> None:
-        """It counts until it is let go."""
+        """Counts a storage until it is freed."""
         if storage is None or storage._cdata in self._there:
             return
         where, size = storage._cdata, storage.nbytes()
@@ -104,7 +103,7 @@ class Passing:
             self._gone.append(size)
 
     def end(self, handed: Ends, given: Ends) -> None:
-        """A node has ended; which was given these gradients, and hands those on."""
+        """Counts the gradients that an ended node received (`given`) and passes on (`handed`)."""
         for x in (*handed, *given):
             if x is not None:
                 self._watch(storage_of(x))
@@ -121,7 +120,7 @@ class Passing:
         self.most = max(self.most, self._came + self._now)
 
     def _take(self, place: Place) -> None:
-        """A parameter's gradient has come; it may be the very tensor that a node handed on."""
+        """Counts a parameter's gradient that has arrived. It may be the tensor that a node returned."""
         if place.param.grad is not None and (storage := storage_of(place.param.grad)) is not None:
             self._let_go(storage._cdata, storage.nbytes())
         self.names.append(place.name)

@@ -1,7 +1,7 @@
-"""A file for what a rank keeps on disk, written and read by `pwrite` and `pread`.
+"""A file for the state that a rank keeps on disk, accessed with `pwrite` and `pread`.
 
-A mapped file would stay in memory, and so prove nothing. What was written is brought to the disk at once, and what was
-written or read leaves the system's cache, so that the next read is the disk's again (where the file lies on one).
+A mapped file would stay in memory, and so prove nothing. Writes are synced, and pages leave the system's cache after
+each access. So the next read comes from the disk, if the file is on one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGN = 16  # bytes: each tensor begins at such a place, so that it can be looked at where it was read to
+ALIGN = 16  # bytes: alignment of tensors, for views of the buffer
 
 
 class Extent(NamedTuple):
-    """Where tensors lie in the file, one after the other, and what they are.
+    """Tensors in the file, one after the other.
 
-    pieces: of each its shape, its dtype, and the byte of the extent that it begins with
+    pieces: each tensor's shape, dtype, and first byte in the extent
     """
 
     at: int
@@ -31,20 +31,20 @@ class Extent(NamedTuple):
 
 
 class Scratch:
-    """One rank's file, made when first written to, in the directory for temporary files (TMPDIR).
+    """One rank's file, created at the first write in the directory for temporary files (TMPDIR).
 
-    It has no name, so that it is gone with this object, or with its process.
-    Threads may read and write at once, each an extent of its own. Raises OSError where the disk is full or fails.
+    It has no name, so it disappears with this object or its process. Threads may access different extents at once.
+    Raises OSError if the disk is full or fails.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
-        self._end = self._used = 0  # bytes of the file, and extents in it
-        self._free: dict[int, list[int]] = defaultdict(list)  # by length, where such a hole is
+        self._end = self._used = 0  # bytes of the file; extents in use
+        self._free: dict[int, list[int]] = defaultdict(list)  # free extents by length
 
     def write(self, tensors: list[Tensor]) -> Extent:
-        """Puts tensors that lie in the host's memory where there is room for them, at once."""
+        """Writes tensors from the host's memory into a free extent, and syncs them."""
         pieces, nbytes = list[tuple[torch.Size, torch.dtype, int]](), 0
         for x in tensors:
             pieces.append((x.shape, x.dtype, nbytes))
@@ -71,7 +71,7 @@ class Scratch:
         return Extent(at, nbytes, tuple(pieces))
 
     def read(self, place: Extent) -> list[Tensor]:
-        """The tensors that were written there, in new memory of the host."""
+        """Returns the tensors of an extent, in new memory of the host."""
         joined = torch.empty(place.nbytes, dtype=torch.uint8)
         left, at = _bytes(joined), place.at
         while left:
@@ -84,11 +84,11 @@ class Scratch:
                 for shape, dtype, begin in place.pieces]  # fmt: skip
 
     def free(self, place: Extent) -> None:
-        """Nobody reads that again: its room may be written to."""
+        """Releases an extent, for other tensors."""
         with self._lock:
             self._free[place.nbytes].append(place.at)
             self._used -= 1
-            if not self._used:  # the disk is free again, and what comes next may be of other sizes
+            if not self._used:  # frees the disk, because new extents may have other lengths
                 self._free.clear()
                 self._end = 0
                 os.ftruncate(self._fd, 0)
@@ -99,5 +99,5 @@ class Scratch:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """A tensor's memory, byte by byte; what is written into it is the tensor's."""
+    """Returns a tensor's memory as bytes. Writing into them changes the tensor."""
     return memoryview(x.numpy())  # type: ignore[arg-type]
