@@ -1,7 +1,7 @@
-"""What a step is going to read, and in which order gradients will come: from one that computes nothing, beforehand.
+"""Foresees which parameters a step reads, and the order of gradients, from a step that computes nothing.
 
-The model of that step has shapes and no memory, so that a rank need not hold all of it to know. Where a model does
-not run on such tensors (it looks at values, or calls code that is not torch's) nobody knows before the first step.
+Its model has shapes and no memory, so no rank needs to hold all of it. If a model cannot run on such tensors, the order
+is unknown before the first step. Such a model looks at values, or calls code outside torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from workbench.host.memory.batches import Chance, example
 from workbench.host.passes.checkpointing import checkpointing
 from workbench.host.sharding.trial import Listening, Trial
 
-_SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # by a task's functions
+_SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # by the task's functions
 
 
 def foreseen(learner: Any, e: Experiment, cheaply: bool = False) -> Trial | None:
-    """What one step of `learner`'s model does with its parameters; None where that cannot be told, or not `cheaply`:
-    without building the model itself once more, of functions that are `pure`. Random numbers go on as if nobody had
-    looked.
+    """Returns how one step of `learner`'s model uses its parameters; None if that cannot be found.
 
-    What is not pure may keep a tensor of this step, which has no values: asked without need it is not looked at.
+    cheaply: call only functions that are `pure`, and do not build the model again; a function that is not pure may keep
+    one of these tensors without values
+
+    The process's random numbers stay unused.
     """
     if cheaply and not learner.pure:
         return None

@@ -1,20 +1,20 @@
-"""Passes over a model of which each rank holds only shards: what is read is made whole before, and let go after.
+"""Passes over a model in shards: buckets are gathered before they are read, and released afterwards.
 
 [Note: Reading shards] A pass is a forward, a backward or an evaluation. Before it reads a bucket that is not whole on
-this rank the strategy is asked to `unshard` it, and told which buckets the pass is going to read next. Once the pass
-reads it no more the strategy is asked to `reshard` it: in a forward, when something else is first read after its last
-use, so tied weights stay from their first use to their last; in a backward, when its gradients are there.
+this rank, Reading calls the strategy's `unshard`, with the buckets that the pass reads next. After the last read it
+calls `reshard`. In a forward that is when the pass first reads another bucket, so tied weights stay from their first
+use to their last. In a backward it is when the bucket's gradients have arrived.
 
-Order and last use are known before the first step from one that computes nothing (`foreseen.py`); where a
-model does not let itself be run so, from the first step, in which all is whole and this only listens (`Trial`). An
-absent parameter asks for itself whenever it is read. But to gather is a collective, so all ranks must gather in the
-same order; they compare it in the steps in which the ledger looks at memory.
+A step that computes nothing shows order and last use before the first step (`foreseen.py`). If a model cannot run so,
+the first step shows them: parameters are whole, and Reading listens (`Trial`). An absent parameter asks for itself when
+it is read. But a gather is a collective, so all ranks must gather in the same order. They compare it in the steps in
+which the ledger looks at memory.
 
-[Note: Straying] A model that branches by rank or by step reads other parameters than foreseen. In a forward every rank
-therefore gathers all buckets in one order, the foreseen one, whatever it reads: a rank that needs a bucket early
-gathers those before it first, and at the end of the forward each rank gathers what is left. A rank that strays so lets
-nothing go. At the end of the forward each rank tells whether it has strayed. If one has, all ranks gather the whole
-model, and the backward has nothing to gather.
+[Note: Straying] A model that branches by rank or by step reads other parameters than foreseen. So in a forward every
+rank gathers all buckets in the foreseen order, even those that it does not read. A rank that needs a bucket early
+gathers the buckets before it first, and from then on releases none. After the forward each rank gathers the remaining
+buckets, and all ranks exchange whether they have strayed. If one has, all ranks gather the whole model, and the
+backward has nothing to gather.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workbench.rank import Bucket, StrategyError
 
 
 class Lent(NamedTuple):
-    """A view of a bucket's parameters as autograd keeps it: where to find it again."""
+    """The place of a view in its bucket, which autograd keeps instead of the view."""
 
     bucket: int
     size: torch.Size
@@ -47,7 +47,7 @@ class Lent(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What happens in a pass; by bucket, before which event it is first read, and before which it is over."""
+    """The events of a pass; by bucket, the event before which it is first read, and before which it is over."""
 
     events: list[Event]
     first: dict[int, int]
@@ -58,38 +58,39 @@ NO_PLAN = Plan([], {}, {})
 
 
 class Reading:
-    """What one rank reads, and what its strategy does about it. See [Note: Reading shards].
+    """One rank's reads, and the calls of its strategy for them. See [Note: Reading shards].
 
-    ask:   how this rank's host comes to `need` buckets (and those beside), from inside of torch, after such a share of
-           the pass; None where it goes by `events` instead
-    listens: does it see a real forward and backward?
-    trial: what a step reads, as was foreseen or as the first step has shown; None before that
-    phase: the pass under way, "forward", "backward" or "evaluation"; "" between
-    whole: while parameters lie in shards, the buckets that are whole here all the same
+    ask:     makes the host `need` buckets (and those `beside`) from inside torch, after a share of the pass; None: the
+             host follows `events` instead
+    listens: whether it sees a real forward and backward
+    trial:   the use of parameters in a step, foreseen or from the first step; None before
+    phase:   the present pass, "forward", "backward" or "evaluation"; "" between passes
+    whole:   the buckets that are whole here, while parameters are in shards
     """
 
     def __init__(self, run: Changing, ask: Callable[..., None] | None, listens: bool) -> None:
         self._run, self._ask, self._listens = run, ask, listens
-        self.by: Any = None  # the strategy that shares parameters out
+        self.by: Any = None  # the strategy that shards parameters
         self.trial: Trial | None = None
-        self.learning = False  # is everything whole, to listen to this step?
+        self.learning = False  # everything is whole, to listen to this step
         self.listening: Listening | None = None
         self.phase = ""
-        self.sharded = False  # do parameters lie in shards?
+        self.sharded = False  # parameters are in shards
         self.whole: set[int] = set()
-        self._offered: set[int] = set()  # buckets that may be under way, or whole
-        self._queue: list[int] | None = None  # in a forward, the buckets that all ranks are still to gather, in order
-        self._strays = False  # has this rank read otherwise than foreseen in this forward?
-        self._plans: tuple[Any, dict[str, Plan]] = None, {}  # a layout in buckets, and what its passes do
-        self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout in buckets, its places by their parameters' ids
+        self._offered: set[int] = set()  # buckets that may be whole, or on their way
+        self._queue: list[int] | None = None  # in a forward, the buckets still to gather, in order
+        self._strays = False  # this rank has strayed in this forward
+        self._plans: tuple[Any, dict[str, Plan]] = None, {}  # a layout's buckets, and its plans
+        self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout's buckets, its places by id of their parameters
 
-    # -- from whole to shards, and back --
+    # -- sharding and unsharding --
 
     async def shard(self, given: Mapping[str, Tensor] | None = None) -> None:
-        """Between steps: where the strategy wants that, this rank keeps its shard of every bucket.
+        """Between steps: keeps this rank's shard of every bucket, if the strategy shards parameters.
 
-        While it is not known what a step reads, all of it, for one step more. given: what it has of each parameter, of
-        which nothing is laid yet
+        If the order of reads is unknown, parameters stay whole for one more step.
+
+        given: this rank's part of each parameter, if the layout has no values yet
         """
         run = self._run
         strategy = run.experiment.strategy
@@ -108,45 +109,45 @@ class Reading:
         await self.close()
 
     async def foresee(self, cheaply: bool = False) -> Trial | None:
-        """Between steps: what a step reads, if all ranks can tell before one is made, or can `cheaply`."""
+        """Between steps: finds a step's reads before the first one, if all ranks can; `cheaply` as in `foreseen`."""
         if self.trial is None:
             seen = self._run.foreseen(cheaply)
             self.trial = seen if all(await self._run.gather(int(seen is not None))) else None
         return self.trial
 
     async def unshard(self) -> None:
-        """Between steps: every bucket is whole on every rank."""
+        """Between steps: makes every bucket whole on every rank."""
         if self.sharded:
             await self.need(range(len(self._layout.buckets)))
-            self._offered.clear()  # their numbers may be others' when shards are next
+            self._offered.clear()  # bucket numbers may change before the next shards
         self.sharded = self.learning = False
 
     def recut(self) -> None:
-        """Between steps: buckets were cut anew, and nothing of them is here yet."""
+        """Between steps: buckets have been cut again, and none is whole here yet."""
         self.whole.clear()
-        self._offered.clear()  # their numbers are others' now
+        self._offered.clear()  # bucket numbers have changed
 
     def let_go(self) -> None:
-        """Between steps: what lies in shards comes to lie otherwise, and nothing of these is brought any more."""
+        """Between steps: the shards get another layout, and their old buckets are not gathered again."""
         self.recut()
         self.sharded = self.learning = False
         self._run.ledger.hold(None)
 
     async def forget(self) -> None:
-        """Between steps: a step may read otherwise from now on."""
+        """Between steps: a step may read other parameters from now on."""
         self.trial, self._plans = None, (None, {})
         if self.sharded and await self.foresee() is None:
             await self.unshard()
             await self.shard()
 
     async def learn(self, shown: Trial | None) -> None:
-        """After a step: what it has shown is known from now on. shown: by the host, where nothing listens"""
+        """After a step: keeps the trial that it has shown. shown: the host's trial, if Reading does not listen"""
         if self.learning and (heard := shown or (self.listening and self.listening.heard)):
             self.trial, self.listening = await self._agreed(heard), None
             await self.shard()
 
     async def _agreed(self, heard: Trial) -> Trial:
-        """What ranks have heard, if all have heard the same; else a stack of layers, in the order of registration."""
+        """Returns the trial if all ranks have the same; else that of a stack of layers in the order of registration."""
         if self._ask is None:
             return heard
         digest = hashlib.blake2b(repr(heard).encode(), digest_size=7).digest()
@@ -179,12 +180,12 @@ class Reading:
         return nullcontext()
 
     async def need(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
-        """Before these buckets are read, and those `beside` in the same call: they are whole when this returns."""
+        """Gathers these buckets before they are read, and keeps those in `beside`, which the same call reads."""
         asked = set(buckets)
         plan = self._plan(self.phase) if self.phase else NO_PLAN
         first = min((plan.first[i] for i in asked if i in plan.first), default=len(plan.events))
         left = self.whole - asked - set(beside)
-        if first or self.phase == "backward":  # else the pass begins, and what is here the one before has left
+        if first or self.phase == "backward":  # else the pass begins, and the one before left these
             left = {i for i in left if plan.over.get(i, first + 1) <= first}
         wanted = self._with_those_before(sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)), plan)
         for index in sorted(left) if not self._strays or self.phase != "forward" else ():
@@ -193,7 +194,7 @@ class Reading:
             await self._bring(index, plan)
 
     async def _bring(self, index: int, plan: Plan) -> None:
-        if self.phase and self._ask is not None and self._run.ledger.due:  # another bucket's would be taken for it
+        if self.phase and self._ask is not None and self._run.ledger.due:  # ranks in another order would mix up buckets
             check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
                        [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
         self._offered.add(index)
@@ -202,13 +203,13 @@ class Reading:
         self._open(index)
 
     def _in_order(self) -> list[int]:
-        """All buckets as a forward gathers them: as foreseen, and those behind of which no reading was foreseen."""
+        """Returns all buckets in the order in which a forward gathers them: as foreseen, then the unforeseen ones."""
         first = self._plan("forward").first
         planned = sorted(first, key=lambda i: (first[i], -i))
         return planned + [i for i in range(len(self._layout.buckets)) if i not in first]
 
     def _with_those_before(self, wanted: list[int], plan: Plan) -> list[int]:
-        """In a forward: what other ranks gather before these buckets, and these. See [Note: Straying]."""
+        """Returns these buckets, in a forward behind the ones that precede them. See [Note: Straying]."""
         found = []
         for index in wanted:
             if self._queue is None or index not in self._queue:
@@ -222,7 +223,7 @@ class Reading:
         return list(dict.fromkeys(found))
 
     async def end_forward(self) -> None:
-        """A forward is over: gathers what is left, and all buckets if a rank has strayed. See [Note: Straying]."""
+        """After a forward: gathers the remaining buckets, and all if a rank has strayed. See [Note: Straying]."""
         if self._queue is None:
             return
         plan, left, self._queue = self._plan("forward"), self._queue, None
@@ -236,9 +237,9 @@ class Reading:
             await self._bring(index, NO_PLAN)
 
     async def gather_unforeseen(self, phase: str) -> list[int]:
-        """Gathers the buckets that this pass was not foreseen to read, and returns them: a model that branches may.
+        """Gathers the buckets that this pass was not foreseen to read, because models may branch. Returns them.
 
-        For a host that computes a pass at once, when the foreseen buckets have been gathered.
+        For a host that computes a pass at once, after it has gathered the foreseen buckets.
         """
         plan = self._plan(phase)
         more = [i for i in range(len(self._layout.buckets)) if i not in plan.first and i not in self.whole]
@@ -247,12 +248,12 @@ class Reading:
         return more
 
     async def release(self, buckets: Iterable[int]) -> None:
-        """Lets these buckets go again."""
+        """Reshards these buckets."""
         for index in buckets:
             await self._close(index)
 
     def _following(self, plan: Plan, index: int) -> Iterator[Bucket]:
-        """The buckets that are read after this one and not whole, one by one: who takes one may begin to gather it."""
+        """Yields the buckets that are read next and are not whole. A strategy that takes one may begin to gather it."""
         for event in plan.events[plan.first[index] :]:
             for other in event.buckets if event.kind == "read" else ():
                 if other != index and other not in self.whole:
@@ -260,7 +261,7 @@ class Reading:
                     yield self._layout.lies(other)
 
     def require_sharded(self) -> None:
-        """Refuses in words to hold a part of a bucket where nobody would bring the rest before it is read."""
+        """Raises StrategyError if a strategy holds part of a bucket that nothing would gather before its next read."""
         if not self.sharded:
             raise StrategyError(
                 "hold: parameters are all here; a strategy that keeps parts of them claims 'parameters' in `shards` "
@@ -268,12 +269,12 @@ class Reading:
             )
 
     async def filled(self, index: int) -> None:
-        """The gradients of this bucket are there: its parameters are read no more."""
+        """Reshards a bucket whose gradients have arrived, because the backward does not read it again."""
         if self.sharded and index in self.whole:
             await self._close(index)
 
     async def close(self) -> None:
-        """A backward or an evaluation is over: nothing is whole any more."""
+        """After a backward or an evaluation: reshards every bucket."""
         if not self.sharded:
             return
         for index in sorted(self.whole | self._offered):
@@ -295,7 +296,7 @@ class Reading:
                 absent.come(place.param)
 
     def _asked(self, params: list[Any], others: list[Any]) -> None:
-        """Something is about to read these parameters, and others that are here."""
+        """Called when torch is about to read these absent parameters, together with others that are present."""
         if self._known[0] is not self._layout.buckets:
             self._known = self._layout.buckets, {id(place.param): place for place in self._layout.order}
         buckets = {place.bucket: place.name for place in (self._known[1][id(p)] for p in params)}
@@ -315,7 +316,7 @@ class Reading:
         self._ask(wanted, beside, 0.0 if at is None else plan.events[at].share)
 
     def _pack(self, x: Tensor) -> Tensor | Lent:
-        """What autograd is to keep in place of `x`: of a bucket that will be let go, where it lies in it."""
+        """Returns what autograd keeps in place of `x`: its place, if its bucket will be released."""
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
             return packed(x)
         bucket = self._layout.lying.get(x.untyped_storage()._cdata)
@@ -332,7 +333,7 @@ class Reading:
         whole: Tensor = self._layout.weights[kept.bucket]
         return whole.as_strided(kept.size, kept.stride, int(whole.storage_offset()) + kept.offset)
 
-    # -- what comes when --
+    # -- events --
 
     @property
     def _layout(self) -> Layout:
@@ -340,7 +341,7 @@ class Reading:
         return layout
 
     def events(self, phase: str) -> list[Event]:
-        """What happens in such a pass of the model in its present buckets, in order."""
+        """Returns the events of such a pass, in order."""
         return self._plan(phase).events
 
     def _plan(self, phase: str) -> Plan:

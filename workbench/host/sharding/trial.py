@@ -1,7 +1,7 @@
-"""Which parameters a model reads in a forward and a backward, in which order, and how the gradients come between.
+"""The order in which a pass reads parameters, and in which their gradients arrive.
 
-Learned by listening to one pass. A strategy whose ranks hold only shards then knows what is read next, and what is read
-no more.
+It is learned by listening to one forward and backward. A strategy that shards parameters then knows the next bucket,
+and the last use of each.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ READS = {"read", "grad"}  # the kinds of event in a backward
 
 
 class Trial(NamedTuple):
-    """What a forward and a backward did with parameters, by their names.
+    """How a forward and a backward used the parameters, by name.
 
-    forward:  the parameters that each call read, one call after the other
-    backward: ("read", names) before they were read, ("grad", (name,)) once its gradient was there, in their order
+    forward:  the parameters that each call read, in order
+    backward: in order, ("read", names) before a read, and ("grad", (name,)) once a gradient has arrived
     """
 
     forward: tuple[Names, ...]
@@ -36,16 +36,16 @@ class Trial(NamedTuple):
 
     @property
     def arrival(self) -> list[str]:
-        """Names in the order in which gradients came."""
+        """Names in the order of gradients."""
         return [name for kind, names in self.backward for name in names if kind == "grad"]
 
     def plain(self) -> list[Any]:
-        """The trial as JSON, for a checkpoint's manifest."""
+        """Returns the trial as JSON, for a checkpoint's manifest."""
         return [[list(names) for names in self.forward], [[kind, list(names)] for kind, names in self.backward]]
 
     @classmethod
     def read(cls, said: Any) -> Trial:
-        """The trial that `plain` wrote. Raises ValueError for anything else."""
+        """Returns the trial that `plain` wrote. Raises ValueError for anything else."""
         try:
             forward, backward = said
             found = cls(tuple(map(tuple, forward)), tuple((kind, tuple(names)) for kind, names in backward))
@@ -56,16 +56,16 @@ class Trial(NamedTuple):
         return found
 
     def names(self) -> list[Any]:
-        """Every parameter name in it, once per mention."""
+        """Returns every parameter name in it, once per mention."""
         return [name for names in (*self.forward, *(names for _, names in self.backward)) for name in names]
 
 
 class Event(NamedTuple):
-    """Something that happens in a pass.
+    """An event in a pass.
 
-    share: of the pass, what is computed before
-    kind:  "read", before buckets are first read; "full", when the gradients of one are there
-    over:  the buckets that are read no more
+    share: of the pass, the share of compute before the event
+    kind:  "read", before buckets are first read; "full", when a bucket's gradients have arrived
+    over:  the buckets that are not read again
     """
 
     share: float
@@ -75,28 +75,28 @@ class Event(NamedTuple):
 
 
 def assumed(names: Iterable[str]) -> Trial:
-    """What a stack of layers does whose parameters are registered as `names`."""
+    """Returns the trial of a stack of layers that are registered as `names`."""
     forward = tuple((name,) for name in names)
     return Trial(forward, tuple((kind, one) for one in reversed(forward) for kind in ("read", "grad")))
 
 
 class Listening:
-    """Listens to one forward and one backward of a model whose parameters are all here."""
+    """Listens to one forward and one backward of a model that is whole on this rank."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self._named = named
         self._names = {id(p): name for name, p in named.items()}
-        lies: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by storage, where in it each parameter begins
+        lies: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by storage, each parameter's offset
         for name, p in named.items():
             lies[p.untyped_storage()._cdata].append((int(p.storage_offset()), name))
         self._lies = {where: sorted(begins) for where, begins in lies.items()}
         self._forward: list[Names] = []
         self._backward: list[tuple[str, Names]] = []
-        self._turned = False  # does backward run?
+        self._turned = False  # a backward has begun
 
     @property
     def heard(self) -> Trial | None:
-        """What was heard, once a backward has run."""
+        """The trial, once a backward has begun."""
         return Trial(tuple(self._forward), tuple(self._backward)) if self._turned else None
 
     @contextmanager
@@ -155,7 +155,7 @@ class Listening:
 
 
 def forward_events(layout: Layout, trial: Trial) -> list[Event]:
-    """When buckets are first read in a forward, and which ones are over by then."""
+    """Returns when buckets are first read in a forward, and which are over by then."""
     bucket, numel = _places(layout)
     last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
     found: list[Event] = []
@@ -173,7 +173,7 @@ def forward_events(layout: Layout, trial: Trial) -> list[Event]:
 
 
 def backward_events(layout: Layout, trial: Trial) -> list[Event]:
-    """When buckets are first read in a backward, and when their gradients are there, which is told in their order."""
+    """Returns when buckets are first read in a backward, and when their gradients have arrived, in bucket order."""
     bucket, numel = _places(layout)
     left = [len(b.parts) for b in layout.buckets]
     found: list[Event] = []
@@ -196,11 +196,11 @@ def backward_events(layout: Layout, trial: Trial) -> list[Event]:
                 done += numel[name]
                 left[bucket[name]] -= 1
             tell()
-    left, done = [0] * len(left), layout.numel  # whatever had no gradient
+    left, done = [0] * len(left), layout.numel  # parameters without a gradient
     tell()
     return found
 
 
 def _places(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
-    """By name, the bucket of a parameter and its elements."""
+    """Returns the bucket and the number of elements of each parameter, by name."""
     return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}
