@@ -38,7 +38,7 @@ class Back:
         self._to, self._times = -1, 0  # the last checkpoint's step; how often it went back to it
 
     async def go(self, met: int) -> bool:
-        """Takes all ranks back because of a loss in step `met`. Returns False, with a Mark, if they cannot go back."""
+        """Takes all ranks back after a loss in step `met`. Returns False, with a Mark, if that fails."""
         run = self.run
         if met < self._since:
             return True

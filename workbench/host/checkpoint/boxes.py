@@ -19,7 +19,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], slices: Iterable[Slice]) -> list[Box] | None:
-    """Returns boxes with the elements of the slices in the same order; None if there are more than MOST.
+    """Returns boxes with the slices' elements in the same order; None if there are more than MOST.
 
     >>> boxes((4, 6), [Slice(2, 2, 6, 4)])
     [Box(offsets=(0, 2), sizes=(4, 2))]

@@ -70,7 +70,7 @@ class Image:
 
 
 def taken(run: Any) -> Image:
-    """Copies the state of `run`'s rank, with no operation in flight. Raises Unkept for a value that it cannot write."""
+    """Copies the state of `run`'s rank, with nothing in flight. Raises Unkept for other values."""
     image = Image(run.rank.step)
     said = image.said
     said["step"] = image.step

@@ -66,7 +66,7 @@ class Regained:
     # -- before shards are cut --
 
     def begin(self, run: Any) -> None:
-        """Before the strategy starts: restores the step, and all state that a whole image has.
+        """Before the strategy starts: restores the step, and a whole image's state.
 
         Shards are cut by the order in which a step reads parameters. It comes from the checkpoint, because a loss that
         reads a tensor's value cannot be traced before the first step.
@@ -164,7 +164,7 @@ class Regained:
 
 
 def _order_of_reading(said: Any, model: Any) -> Trial:
-    """Returns the order in which a step reads the parameters. Raises ValueError if `model` lacks one of them."""
+    """Returns a step's order of reading. Raises ValueError if `model` lacks a parameter."""
     trial = Trial.read(said)
     if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
         raise ValueError(f"it reads {_few(other)}, and this model has no such parameters")
@@ -213,7 +213,7 @@ def _remembered(run: Any, saved: Regained) -> None:
 
 
 def _stood(run: Any, said: Any) -> bool:
-    """Restores the rank's position in its data. Returns whether the last batch is the same as then."""
+    """Restores the rank's position in its data. Returns whether the last batches are equal."""
     if said is None or run.reads is None:
         return True
     stands = {tuple(client): Stand(total, drawn, early, _states(opened), _states(began), last)

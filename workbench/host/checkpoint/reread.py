@@ -39,7 +39,7 @@ class _Source(NamedTuple):
 
 
 class Former(NamedTuple):
-    """A checkpoint that all ranks go back to: its plain settings, and each rank's image."""
+    """A checkpoint that all ranks go back to: its settings, and each rank's image."""
 
     settings: Mapping[str, Any]
     images: Sequence[Regained]
@@ -51,7 +51,7 @@ class Former(NamedTuple):
 
 
 def formerly(checkpoint: Any, files: Any) -> Former:
-    """Returns the images of all ranks in `files`, the checkpoint's bytes. Raises RunError if they cannot be read."""
+    """Returns all ranks' images in `files`, the checkpoint's bytes. Raises RunError if it cannot read them."""
     images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
     return Former(checkpoint.settings, images)
 
@@ -90,7 +90,7 @@ def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
 
 
 def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
-    """Gives this rank its part of the former residuals, if these still mean the same."""
+    """Gives this rank its part of the former residuals, if they still mean the same."""
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
              if rule in MOVED and name in kept}  # fmt: skip
@@ -129,7 +129,7 @@ def _beside(run: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sources(run: Any, was: Experiment, images: Sequence[Regained], like: Mapping[str, Tensor]) -> Iterator[_Source]:
-    """Yields those of the checkpoint's ranks whose model is the run's."""
+    """Yields the checkpoint's ranks that trained or owned a table."""
     numel = {place.name: place.numel for place in run.layout.order}
     sizes = numel | {name: x.numel() for name, x in _beside(run)}
     for name, x in like.items():

@@ -103,7 +103,7 @@ class Saving:
             await self.saved.take(self.run)
 
     def begin(self) -> None:
-        """Last of all before the first step: restores the policy and random numbers, and plans a checkpoint."""
+        """Last before the first step: restores the policy and random numbers, and plans a checkpoint."""
         if self.saved is not None:
             self.saved.settle(self.run)
             self.saved.close()

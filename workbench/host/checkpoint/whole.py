@@ -56,7 +56,7 @@ async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
 
 
 def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int, used: int) -> Image:
-    """Returns the image of a rank that holds the whole model, for `size` ranks to resume from.
+    """Returns the image of a rank with the whole model, for `size` ranks to resume from.
 
     shares: of each former rank
     used:   how many examples of the data's order were used up
@@ -77,7 +77,7 @@ def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Sh
 
 
 def heir(number: int, count: int, size: int) -> int:
-    """Returns the new rank, of `size`, that inherits the share of replica `number` of `count`."""
+    """Returns the rank, of `size`, that inherits the share of replica `number` of `count`."""
     return number * size // count
 
 

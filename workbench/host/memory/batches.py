@@ -47,7 +47,7 @@ def nbytes_of(batch: Any) -> int:
 
 
 class Batches:
-    """The data of one rank. Reading starts over when they end, and raises TaskError if that is impossible."""
+    """The data of one rank, read again after the end. Raises TaskError if they cannot be."""
 
     def __init__(self, data: Callable[..., Iterable[Any]], rank: int, size: int, device: str,
                  indexed: bool = False) -> None:  # fmt: skip
@@ -88,7 +88,7 @@ class Batches:
         self._open()
 
     def client(self, index: int, count: int) -> None:
-        """Draws for client `index` of `count` on this rank, from its last position. (0, 1) is the rank itself."""
+        """Draws for client `index` of `count` on this rank, from its last position; (0, 1) is the rank."""
         if not 0 <= index < count:
             raise StrategyError(f"client {index} of {count}: there are 0 to {count - 1}")
         if (index, count) == self._client:
@@ -155,14 +155,14 @@ class Batches:
 
     @property
     def used(self) -> int:
-        """Examples used up by all ranks. This rank assumes that each has drawn as often as itself."""
+        """Examples used up by all ranks, if each has drawn as often as this rank."""
         batch, _, _, used = self._began
         here = [(self._client, self._total, self._early)]
         here += [(client, kept[4], kept[3]) for client, kept in self._clients.items()]
         return used + batch * self._size * max((total - len(early)) * count for (_, count), total, early in here)
 
     def at_boundary(self, step: int) -> None:
-        """Notes the examples used up before the step that this rank is about to make."""
+        """Notes the examples used up before this step."""
         self._used[step] = self.used
         if len(self._used) > BOUNDARIES:
             del self._used[min(self._used)]
@@ -196,7 +196,7 @@ class Batches:
 
     def stand(self, began: tuple[int, int, int, int], chance: Numbers | None,
               stands: dict[tuple[int, int], Stand]) -> bool:  # fmt: skip
-        """Takes all clients to these positions by reading again. The process's random numbers stay unused.
+        """Takes all clients to these positions by reading again, without the process's random numbers.
 
         Returns False if a last batch differs: the data then yield other batches when read again.
         """
@@ -226,7 +226,7 @@ class Batches:
 
 
 def marked(batch: Any) -> int:
-    """Returns a hash of a few bytes of a batch's first tensors, to tell batches apart; 0 without tensors on a CPU."""
+    """Returns a hash of a few bytes of a batch's first tensors; 0 without tensors on a CPU."""
     found = 0
     for x in islice(tensors(batch), 2):
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():

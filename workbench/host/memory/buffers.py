@@ -19,7 +19,7 @@ _MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes
 
 
 class Buffers:
-    """Bytes that a rank's children hold only in flight: tensors made for sending, and received ones.
+    """Bytes that a rank's children hold only in flight: tensors made to send, and received ones.
 
     A collective counts from the request to the end of the child, a message from sending to the end of the step. Lanes
     call from their own threads.
@@ -53,7 +53,7 @@ class Buffers:
             self.most = max(self.most, self.now)
 
     def give(self, who: Any, value: Any = None) -> None:
-        """Notes that `who` has ended. Its result counts until it is taken, by a second `give`."""
+        """Notes the end of `who`. Its result counts until a second `give` takes it."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
             with self._lock:
@@ -62,7 +62,7 @@ class Buffers:
                     self._held[who] = kept
 
     def post(self, x: Tensor) -> None:
-        """Counts the copy that a message is. A server's messages belong to no step and do not count."""
+        """Counts a message's copy, unless a server sends it, outside its steps."""
         if self.stepping:
             self._hold("messages", x.numel() * x.element_size())
 
@@ -75,7 +75,7 @@ class Buffers:
         return most
 
     def _needs(self, op: Op) -> int:
-        """Returns the bytes of an op's inputs, unless another category counts them, and of its results."""
+        """Returns the bytes of an op's inputs, unless counted elsewhere, and of its results."""
         x, rank, group = op.args[0], self._run.rank, op.group
         me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
         if op.verb == "all_to_allv":  # one vector of rows is sent, another received

@@ -95,7 +95,7 @@ class Following(TorchDispatchMode):
 
     @contextmanager
     def apart(self) -> Iterator[list[int]]:
-        """Yields a list. Afterwards it has, by rank, the peak bytes inside beyond those from before."""
+        """Yields a list; on exit it receives, by rank, the peak bytes inside beyond those before."""
         self._settle()
         before, most, beyond = list(self._now), self.most, list[int]()
         self.most = list(before)
@@ -148,7 +148,7 @@ def _where(x: Tensor) -> int:
 
 @cache
 def _fake() -> type[Tensor]:
-    """Returns the class of tensors without values but with a device. It is slow to import."""
+    """Returns the class of tensors with a device but no values; its import is slow."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor

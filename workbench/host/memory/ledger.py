@@ -1,8 +1,8 @@
 """The Ledger of one rank: its bytes by category, recorded whenever they change, on both hosts.
 
-Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the peak of the device.
-"memory on host" and "memory on disk" are state that a strategy keeps there. What stays from step to step is recounted
-when something may have changed it. Looking at activations and gradients costs time. So the ledger looks in the first
+Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
+"memory on host" and "memory on disk" are state that a strategy keeps there. Categories that stay from step to step are
+recounted after a possible change. Looking at activations and gradients costs time, so the ledger looks in the first
 steps, after a change, and then every EVERY steps.
 
 A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
@@ -92,7 +92,7 @@ class Ledger:
         return bool(self._counts.standing()["optimizer state"])
 
     def built(self) -> None:
-        """Between two steps: this rank holds only its own part of the model, which was built in the host's memory."""
+        """Between two steps: this rank keeps only its part of the model, which was built in the host's memory."""
         self._held = self._holds
 
     def begin(self) -> None:
@@ -209,7 +209,7 @@ class Ledger:
         self._join(max(most(), gradients + self._counts.activations()))
 
     def hold(self, nbytes: int | None) -> None:
-        """Notes the bytes of parameters that a sharding strategy holds from now on; None: no strategy shards them."""
+        """Notes the bytes of parameters that a sharding strategy holds now; None: no strategy shards them."""
         self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
         self._require_now(0)
 
@@ -253,7 +253,7 @@ class Ledger:
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
 
     def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
-        """Returns the bytes by category, each storage in the first that has it, and what `Buffers` needs."""
+        """Returns the bytes by category, each storage in its first one, and what `Buffers` needs."""
         nbytes, known = dict[str, int](), memory.Storages()
         for category, found in every.items():
             nbytes[category] = memory.nbytes({where: s for where, s in found.items() if where not in known})

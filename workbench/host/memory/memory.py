@@ -38,7 +38,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
-    """Yields the tensors in `thing`, at any depth of lists, tuples, sets, dicts and plain objects."""
+    """Yields the tensors in `thing`, in lists, tuples, sets, dicts and plain objects at any depth."""
     return (x for x in _within(thing) if isinstance(x, Tensor))
 
 
@@ -147,7 +147,7 @@ def saved(losses: Iterable[Tensor]) -> Storages:
 
 
 def _kept(node: Any) -> Iterator[Any]:
-    """Yields the tensors that a node saves, or the values that a hook packed them into; it unpacks nothing."""
+    """Yields the tensors that a node saves, or what a hook packed instead; it unpacks nothing."""
     kind = type(node)
     if kind not in _slots:
         _slots[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
@@ -171,11 +171,11 @@ def alive(kept: Alive) -> int:
 
 
 def coming(layout: Layout, exchanged: bool) -> Callable[[Place], int]:
-    """Returns a function: the bytes that a Place's gradient adds, 0 if it has one or its bucket has memory."""
+    """Returns a function of a Place: the bytes that its gradient adds, 0 if it has one."""
     there = {place.name for place in layout.order if place.param.grad is not None}
     return lambda place: 0 if place.name in there else came(place, exchanged)
 
 
 def came(place: Place, exchanged: bool) -> int:
-    """Returns a gradient's bytes beyond its bucket's memory. Autograd's own copy is freed once the bucket has it."""
+    """Returns a gradient's bytes beyond its bucket's memory. Autograd frees its own copy."""
     return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

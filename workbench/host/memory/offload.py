@@ -24,7 +24,7 @@ Hops = list[tuple[str, int]]  # ("host" or "disk", bytes) of each hop, to or fro
 
 
 def named(op: Op) -> str:
-    """Returns the name of the Span of an `offload` or a `fetch`, for both hosts."""
+    """Returns the name of an `offload`'s or a `fetch`'s Span, on both hosts."""
     shard, what, to = op.args[:3]
     return f"{op.verb} {what} {shard.index if shard.index >= 0 else ~shard.index} to {to}"
 

@@ -48,7 +48,7 @@ class Hooks:
 
 
 class Passing:
-    """Looks at every node of the graph as it ends, when its input and output gradients both exist.
+    """Looks at every node of the graph as it ends, when the gradients on both sides exist.
 
     activations: (weak reference, bytes) of the tensors that the backward will free
     comes:       bytes that a Place's gradient adds when it arrives
@@ -120,7 +120,7 @@ class Passing:
         self.most = max(self.most, self._came + self._now)
 
     def _take(self, place: Place) -> None:
-        """Counts a parameter's gradient that has arrived. It may be the tensor that a node returned."""
+        """Counts a new gradient of a parameter. It may be the tensor that a node returned."""
         if place.param.grad is not None and (storage := storage_of(place.param.grad)) is not None:
             self._let_go(storage._cdata, storage.nbytes())
         self.names.append(place.name)

@@ -13,7 +13,7 @@ Numbers = tuple[float, ...]
 
 
 class Way(NamedTuple):
-    """A way to cut: the slowest stage's time, the cost of crossings, and the parts at which pieces begin."""
+    """A way to cut: the slowest stage's time, the cost of crossings, and the first parts of pieces."""
 
     slowest: float
     crosses: float
@@ -96,7 +96,7 @@ def front(times: Sequence[Sequence[float]], count: int, together: Collection[int
 
 
 def _undominated(ways: Iterable[_Begun]) -> tuple[list[_Begun], bool]:
-    """Returns at most KEPT cuts that no other cut equals or beats in every cost, and whether none was lost."""
+    """Returns at most KEPT cuts that no other equals or beats in every cost, and whether none was lost."""
     kept: list[_Begun] = []
     for way in sorted(ways, key=lambda w: (max(w.costs[0], *w.costs[2:], 0), w.costs, w.cuts[-1])):
         if not any(all(a <= b for a, b in zip(other.costs, way.costs, strict=True)) for other in kept):

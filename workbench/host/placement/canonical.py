@@ -33,7 +33,7 @@ def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> 
 
 
 def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
-    """Returns the optimizer state that can be averaged, in an order that is the same on all ranks."""
+    """Returns the optimizer state that can be averaged, in the same order on all ranks."""
     found = []
     for place in layout.order:
         slots = optimizer.state.get(place.param, {})
@@ -42,7 +42,7 @@ def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
 
 
 def prime(layout: Layout, optimizer: Any) -> None:
-    """Creates the optimizer state of parameters never stepped here, by a step with zero gradients and zero rate."""
+    """Creates missing optimizer state by a step with zero gradients and a zero rate."""
     new = [place.param for place in layout.order if not optimizer.state.get(place.param)]
     if not new:
         return
@@ -58,7 +58,7 @@ def prime(layout: Layout, optimizer: Any) -> None:
 
 
 def added_up(rows: Tensor) -> Tensor:
-    """Returns the ranks' rows summed in rank order, (p, n) -> (n,), so that all ranks get the same bits.
+    """Sums the ranks' rows (p, n) to (n,) in rank order, so that all ranks get the same bits.
 
     `rows.sum(0)` adds in another order from 8 rows on.
     """

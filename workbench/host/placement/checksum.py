@@ -25,9 +25,9 @@ _WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dt
 
 
 def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
-    """Returns the sum over all elements of these tensors, from 0 to 2 ** 63 - 1; 0 if they have no values.
+    """Returns the sum over all elements, from 0 to 2 ** 63 - 1; 0 without values.
 
-    held: by name, the slices that a tensor consists of, in order; None: each tensor is whole
+    held: by name, the slices of a tensor, in order; None: each tensor is whole
     """
     if any(x.is_meta for x in state.values()):
         return 0

@@ -55,7 +55,7 @@ class Stages:
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
     def dear(self, times: Sequence[float], piece: int) -> float:
-        """Returns how many times longer a piece takes than its share predicts, given the parts' `times`."""
+        """Returns a piece's share of the `times`, divided by its share of the compute."""
         every = [0, *self.cuts, len(times)]
         took = sum(times[every[piece] : every[piece + 1]])
         return took / sum(times) / self.shares[piece]
@@ -127,7 +127,7 @@ def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
 
 
 def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
-    """Returns the parts that a tied parameter keeps with the part before, and the parts without training."""
+    """Returns the parts that tied parameters keep with the part before, and the untrained parts."""
     last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
     first: dict[int, int] = {}
     for number, part in enumerate(parts):

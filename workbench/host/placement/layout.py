@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def sizes_only(self) -> bool:
-        """Whether the parameters have shapes but no values. One model then stands for those of all ranks."""
+        """Whether parameters have shapes but no values. Then all ranks share one model."""
         return self.order[0].param.is_meta
 
     def reorder(self, names: Iterable[str]) -> None:
@@ -85,7 +85,7 @@ class Layout:
         self._place()
 
     def _place(self, held: bool = True) -> None:
-        """Moves the parameters into one vector per bucket; if they are in shards, this rank then holds none of them."""
+        """Moves the parameters into one vector per bucket. If they are in shards, this rank then holds none."""
         pairs = zip(self.weights, self._slices, strict=True)
         shards = not held or any(own.numel() < bucket.data.numel() for own, bucket in pairs)
         shards = shards or any(isinstance(place.param, Absent) for place in self.order)  # one rank's shard is the whole
@@ -115,7 +115,7 @@ class Layout:
         self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
     def hold(self, wanted: Bucket) -> Bucket:
-        """Keeps memory for only these elements of a parameter bucket: a shard, nothing, or the whole bucket again.
+        """Keeps memory for only these elements of a parameter bucket: a shard, nothing, or the whole.
 
         To hold more than before, pass the values in `data`, which becomes the storage. Parameters that are not whole
         are NaN. Returns the bucket with its present data.
@@ -147,7 +147,7 @@ class Layout:
                 place.param.data = view
 
     def _nothing(self, index: int) -> Tensor:
-        """Returns NaN, expanded from one element, as a bucket of absent parameters."""
+        """Returns NaN expanded from one element, as a bucket of absent parameters."""
         if index not in self._absent:
             bucket = self._slices[index]
             one = bucket.data.new_full((), torch.nan)
@@ -173,7 +173,7 @@ class Layout:
             self._lie(index, whole)
 
     def _stand_in(self, group: list[Place]) -> Tensor:
-        """Returns a vector without memory, as a bucket's gradients while it has none or they are elsewhere."""
+        """Returns a vector without memory, for gradients that do not exist or are elsewhere."""
         for place in group:
             nbytes = place.param.element_size() * place.numel
             place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL
@@ -201,7 +201,7 @@ class Layout:
     def _give_back(self, index: int) -> None:
         """Releases the gradients of this bucket. A stream that still reads them has its own reference.
 
-        The storage is not freed by force, because autograd may share it with another gradient.
+        The storage is not freed by force: autograd may share it with another gradient.
         """
         self.gives_back = True
         group = self.groups[index]
@@ -249,7 +249,7 @@ class Layout:
         self.grads()
 
     def drop_unused(self) -> None:
-        """Before an update: removes gradients of parameters that no rank used, so that the optimizer skips them."""
+        """Before an update: removes gradients of unused parameters, which the optimizer then skips."""
         for place in self.order if self.unused else ():
             if place.name in self.unused:
                 place.param.grad = None
@@ -261,7 +261,7 @@ class Layout:
                 place.param.grad = None
 
     def grads(self) -> list[Bucket]:
-        """Returns the gradients in buckets, with zeros for missing ones. Writing into them changes the step."""
+        """Returns the gradients, with zeros for missing ones. Writing into them changes the step."""
         self.make_room()
         for place in self.order:
             if place.param.grad is None:
@@ -271,7 +271,7 @@ class Layout:
         return [self.full(b.index) for b in self.buckets]
 
     def let_go(self, index: int | None = None) -> None:
-        """Releases used gradients, of one bucket or of all, unless they were copied."""
+        """Releases used gradients of one bucket or of all, unless they were copied."""
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.kept = None if index in (None, bucket.index) else bucket.kept
             if len(group) == 1 and bucket.data.stride(0) and index in (None, bucket.index):

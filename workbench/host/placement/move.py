@@ -1,11 +1,11 @@
 """`move`: takes state from one placement to another, the one operation of every hand-over.
 
-A switch of partition, a rank that joins or leaves, and recovery from the remaining ranks are each a `move`. It is a
+A `move` switches the partition, lets a rank join or leave, or recovers state from the remaining ranks. It is a
 coroutine, so both hosts run it. One exchange carries all tensors as bytes, so the result is bit-identical.
 
-A tensor here is anything with a name: a parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a step
-counter, the state of a generator. State that is not elementwise is placed `whole`. "The hand-over" in
-workbench/DESIGN.md explains consolidated state and a rank's own.
+A tensor here is anything with a name: a parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a
+counter, a generator's state. State that is not elementwise is placed `whole`. "The hand-over" in workbench/DESIGN.md
+explains consolidated state and a rank's own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Plac
 
     state:   for each name that `was` has on this rank, a dense tensor of its elements in that order, of any shape
     alive:   the ranks that still have their part of `was`; any other rank in `to` receives its whole part
-    like:    on every rank, for each name in `to`, a tensor of its dtype on this rank's device, of any size
+    like:    for each name in `to` a tensor of its dtype on this rank's device, of any size; needed on every rank
     members: the ranks of the group, by index in the placements; empty: the placements number them as the group does
 
     Returns name -> (n,) in new memory; a tensor with unchanged slices is returned itself. Tensors on meta take part as
     sizes. If no rank lacks anything, nothing is exchanged. Extra memory: twice the sent bytes and once the received.
 
-    Raises LookupError and ValueError as `plan` does, and ValueError if a sender or receiver is not in the group: on all
-    ranks, before anything is sent. Raises ValueError on one rank alone if its `state` does not match `was`.
+    Raises LookupError and ValueError as `plan` does, and ValueError if a sender or receiver is not in the group. All
+    ranks raise these before they send anything. One rank alone raises ValueError if its `state` does not match `was`.
     """
     group = tuple(members) or tuple(range(rank.size))
     me = group[rank.index]
@@ -58,7 +58,7 @@ async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Plac
 
 
 def _begun(held: State, has: Held, name: str, slices: tuple[Slice, ...], like: Tensor) -> Tensor:
-    """Returns (n,): new memory for these slices, with the elements that this rank already has."""
+    """Returns (n,): new memory for these slices, with the elements that this rank has."""
     new = like.new_empty(sum(s.numel for s in slices))
     if name in held and not new.is_meta:
         for piece, members in refine([has[name], slices]):
@@ -105,7 +105,7 @@ def seen(flat: Tensor, slices: tuple[Slice, ...], piece: Slice) -> Tensor:
 
 
 def _device(like: Mapping[str, Tensor]) -> torch.device:
-    """Returns the device of the exchange: the accelerator or meta, even if some state is in the host's memory."""
+    """Returns the device of the exchange: the accelerator or meta, if any tensor is there."""
     return next((t.device for t in like.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 

@@ -59,7 +59,7 @@ class Placement:
 
     @classmethod
     def layers(cls, sizes: Mapping[str, int], ranks: Sequence[int], parts: Sequence[Collection[str]]) -> Placement:
-        """Places the i-th part, a collection of names, on the i-th rank; with more parts than ranks, ranks repeat.
+        """Places the i-th part, a collection of names, on the i-th rank. Ranks repeat if there are more parts.
 
         A tied tensor may be in several parts.
         """
@@ -87,11 +87,11 @@ class Placement:
     # -- combined placements --
 
     def copied(self, groups: Mapping[int, Collection[int]]) -> Placement:
-        """Gives the elements of rank r to each rank of groups[r] instead. A rank without a group keeps its elements."""
+        """Gives the elements of rank r to each rank of groups[r]. Ranks without a group keep theirs."""
         return self._spread(groups, lambda here, count: [here] * count)
 
     def dealt(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
-        """Cuts the elements of rank r among groups[r], in order of use: one contiguous piece for each rank.
+        """Cuts the elements of rank r among groups[r], in order of use, one contiguous piece each.
 
         Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and an all-gather of equal chunks
         need them. With `shares`, one number per rank of a group, pieces are in that proportion, exact to one element.
@@ -186,7 +186,7 @@ def _add(held: dict[str, tuple[Slice, ...]], more: Held) -> None:
 
 
 def _check_slices(who: str, name: str, size: int, slices: tuple[Slice, ...]) -> None:
-    """Raises ValueError unless slices of one tensor on one rank are inside it, fit their stride, and are disjoint."""
+    """Raises ValueError unless a tensor's slices on one rank are inside it, fit their stride, and are disjoint."""
     for s in slices:
         if s.start < 0 or s.stop > size:
             raise ValueError(f"{who} elements {s.start} to {s.stop} of {name}, which has {size}")

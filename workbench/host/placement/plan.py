@@ -30,7 +30,7 @@ Wanted = tuple[int, str, Slice]  # (rank that needs it, name, elements)
 
 
 class Transfer(NamedTuple):
-    """Elements of one tensor that go from one rank to another, inside a single slice of either placement."""
+    """Elements of one tensor for another rank, inside a single slice of either placement."""
 
     source: int
     to: int
@@ -40,7 +40,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All transfers, in the order of sending: the widest elements first, then by name and place."""
+    """All transfers in the order of sending: the widest elements first, then by name and place."""
 
     between: Mapping[tuple[int, int], tuple[Transfer, ...]]  # by (source, receiver), without empty pairs
     nbytes: Mapping[tuple[int, int], int]
@@ -74,8 +74,8 @@ def plan(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[
     alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
     widths: bytes per element of each tensor in `to`
 
-    Raises the same errors on all ranks: LookupError if no rank alive has an element ("blocks.3.qkv.weight: 4768
-    elements have no owner left"), ValueError if a name stands for tensors of different sizes.
+    Errors are the same on all ranks. Raises LookupError if no rank alive has an element: "blocks.3.qkv.weight: 4768
+    elements have no owner left". Raises ValueError if a name stands for tensors of different sizes.
     """
     return _plan(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
 
@@ -100,7 +100,7 @@ def _plan(was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tup
 
 
 def levelled(loads: Sequence[int], amount: int) -> list[int]:
-    """Shares out `amount` so that the highest load is as low as possible, and loads are as even as possible.
+    """Shares out `amount` so that the highest load is lowest and the loads are most even.
 
     >>> levelled([5, 0, 9], 7)  # to loads of 6, 6 and 9
     [1, 6, 0]
@@ -155,7 +155,7 @@ def _sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _
 
 
 def _missing(sets: _Sets) -> Iterator[_Missing]:
-    """Yields the parts that a rank lacks, with the ranks that have them and the ranks that need them."""
+    """Yields the parts that a rank lacks, their owners, and the ranks that need them."""
     for piece, members in refine([slices for slices, _, _ in sets]):
         here = [sets[i][1:] for i in _ones(members)]
         owners = {rank for before, _ in here for rank in before}

@@ -20,7 +20,7 @@ def description(model: nn.Module) -> list[list[Any]]:
 
 
 def difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
-    """Describes the first difference between rank 0's model, `first`, and the model of `rank`, `other`."""
+    """Describes the first difference between rank 0's model `first` and rank `rank`'s model `other`."""
     for one, two in zip(first, other, strict=False):
         if one != two:
             what = f"parameter {one[0]!r} is {_in_words(one)} on rank 0, "

@@ -1,4 +1,4 @@
-"""Strided runs of a flat tensor's elements, and their arithmetic, without a tensor or a loop over elements.
+"""Strided runs of a flat tensor's elements, with arithmetic that needs no tensor and no loop over elements.
 
 A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one Slice. A 4096 x 4096 matrix
 is cut into columns in one step per rank.
@@ -67,7 +67,7 @@ class Slice(NamedTuple):
         return [s.normal() for s in head if s.numel], [s.normal() for s in tail if s.numel]
 
     def inside(self, whole: Slice) -> Slice:
-        """Returns the place of these elements in the flat tensor of `whole`'s. They are a part that `refine` made.
+        """Returns the place of a part that `refine` made, in the flat tensor of `whole`'s elements.
 
         >>> Slice(9, 1, 6, 2).inside(Slice(2, 2, 6, 3))  # column 3 of rows 1 and 2
         Slice(start=3, length=1, stride=2, times=2)
@@ -154,7 +154,7 @@ def _parts(low: int, high: int, period: int, present: set[_Block]) -> Iterator[t
 
 
 def _borders(low: int, high: int, present: set[_Block]) -> list[int]:
-    """Returns where the present blocks begin and end in a period, from `low` to `high`, if that range is not empty."""
+    """Returns the borders of present blocks in a period from `low` to `high`, if that is not empty."""
     inner = {x for b in present for x in (b.low, b.high) if low < x < high}
     return sorted({low, high} | inner) if low < high else []
 

@@ -30,9 +30,9 @@ def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
 
 
 def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
-    """Returns tensors like those of `slots` after a first step, empty if they are cut like the parameter.
+    """Returns tensors like those of `slots` after a step, empty if they are cut like the parameter.
 
-    Receiving ranks need their dtypes. The optimizer steps a parameter of 2 elements to find them.
+    A rank that receives state needs its dtypes. The optimizer steps a parameter of 2 elements to find them.
     """
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
@@ -59,7 +59,7 @@ def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
 
 def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor],
         places: Iterable[Place] | None = None) -> None:  # fmt: skip
-    """Replaces the optimizer state of all parameters, or of `places`, by these slots; a shard's slots are flat."""
+    """Replaces the optimizer state of all parameters, or of `places`. A shard's slots are flat."""
     mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, x in given.items():
         slot, _, parameter = name.partition("/")
@@ -85,7 +85,7 @@ def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experime
 
 
 def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
-    """Makes one optimizer step of these elements alone, and uses up the gradients of their whole bucket."""
+    """Makes one optimizer step of these elements, and uses up the gradients of their whole bucket."""
     with _seen(layout, optimizer, shard):
         optimizer.step()
     layout.let_go(shard.index)
@@ -95,7 +95,7 @@ def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
 def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
     """Inside, the optimizer has only the parameters of `shard`, cut to its elements.
 
-    Their gradients are views of the bucket's vector, or of what was kept when it was released.
+    Their gradients are views of the bucket's vector, or of the part kept when it was released.
     """
     whole, bucket = layout.lies(shard.index), layout.buckets[shard.index]
     held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
@@ -147,9 +147,9 @@ def settings(optimizer: Any) -> Settings:
 
 def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, grads: Tensor, state: dict[Any, Any],
                by: Settings, unused: Collection[str] = ()) -> dict[Any, Any]:  # fmt: skip
-    """Makes one step of `values`, (n,): the parameters of `shard`, stored apart from the model.
+    """Makes one step of `values` (n,), the parameters of `shard` outside the model.
 
-    state:  by (parameter name, slot), their optimizer state; returned as it is after the step
+    state:  their optimizer state by (parameter name, slot); returned as it is after the step
     by:     the optimizer's settings
     unused: names of parameters that no rank used, which are not stepped
 
@@ -178,7 +178,7 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
 
 
 def twin(optimizer: Any) -> Any:
-    """Returns an optimizer of the same class without state. torch's own copy loses attributes of a user's class."""
+    """Returns an optimizer of the same class without state. A copy by torch loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it
     other.state = defaultdict(dict)

@@ -83,7 +83,7 @@ class Split:
 
 
 def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> Split:
-    """Cuts `model` into `ways` slices, even if it is in slices already. Raises KnobError if that is impossible.
+    """Cuts `model`, whole or already in slices, into `ways` slices. Raises KnobError if that is impossible.
 
     sequence: whether ranks have their own sequence positions between two layers
     """
@@ -281,7 +281,7 @@ def _refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
 
 
 def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
-    """Returns the owner of each whole parameter: from the largest on, the rank with the fewest elements so far."""
+    """Returns the owner of each whole parameter: the largest first, to the rank with the least."""
     load = [0] * ways
     found: dict[str, int] = {}
     for name, numel in sorted(whole.items(), key=lambda one: -one[1]):

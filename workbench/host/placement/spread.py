@@ -39,7 +39,7 @@ class Spread:
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Returns the stage that rank `rank` of the run computes, and the number of its slice."""
+        """Returns the stage and the slice of rank `rank` of the run."""
         return divmod(rank % len(self), self.split.ways if self.split else 1)
 
     def trained(self, rank: int, names: set[str]) -> set[str]:
@@ -60,7 +60,7 @@ class Spread:
 
 
 def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
-    """Returns how `e` spreads `model`, or None if a replica is whole. Raises KnobError if it cannot be spread so."""
+    """Returns how `e` spreads `model`; None if a replica is whole. Raises KnobError if it cannot."""
     way = e.partition
     if way.size == 1:
         return None
@@ -81,8 +81,8 @@ def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int)
     """Returns the placement of tensors (name, number of elements) under `spread`.
 
     A parameter that is cut is in slices, and so is its state with as many elements. A step counter is on every rank
-    with part of its parameter. A parameter that a split leaves whole is on its owner. Buffers, and tensors of no stage,
-    are on every rank of a stage, or of the replica.
+    with part of its parameter. A parameter that a split leaves whole is on its owner. Buffers and tensors of no stage
+    are on every rank of a stage or replica.
     """
     sizes = dict(named)
     if spread is None:
@@ -109,7 +109,7 @@ def _slices(split: Split) -> dict[str, list[tuple[Slice, ...]]]:
 
 
 def _ranks(spread: Spread, of: str, places: list[tuple[int, int]]) -> list[int]:
-    """Returns the ranks with part of the parameter or buffer `of`, given each rank's stage and slice."""
+    """Returns the ranks with part of the parameter or buffer `of`, given each rank's (stage, slice)."""
     stages, split = spread.stages, spread.split
     stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None
     owner = split.owners.get(of) if split else None

@@ -1,4 +1,4 @@
-"""Foresees which parameters a step reads, and the order of gradients, from a step that computes nothing.
+"""Foresees a step's reads and its order of gradients, from a step that computes nothing.
 
 Its model has shapes and no memory, so no rank needs to hold all of it. If a model cannot run on such tensors, the order
 is unknown before the first step. Such a model looks at values, or calls code outside torch.
@@ -23,10 +23,9 @@ _SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # 
 def foreseen(learner: Any, e: Experiment, cheaply: bool = False) -> Trial | None:
     """Returns how one step of `learner`'s model uses its parameters; None if that cannot be found.
 
-    cheaply: call only functions that are `pure`, and do not build the model again; a function that is not pure may keep
-    one of these tensors without values
+    cheaply: call only `pure` functions, and do not build the model again
 
-    The process's random numbers stay unused.
+    A function that is not pure may keep one of these tensors without values. The process's random numbers stay unused.
     """
     if cheaply and not learner.pure:
         return None

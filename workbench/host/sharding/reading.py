@@ -47,7 +47,7 @@ class Lent(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The events of a pass; by bucket, the event before which it is first read, and before which it is over."""
+    """The events of a pass. By bucket, the events before its first read and after its last."""
 
     events: list[Event]
     first: dict[int, int]
@@ -78,7 +78,7 @@ class Reading:
         self.sharded = False  # parameters are in shards
         self.whole: set[int] = set()
         self._offered: set[int] = set()  # buckets that may be whole, or on their way
-        self._queue: list[int] | None = None  # in a forward, the buckets still to gather, in order
+        self._queue: list[int] | None = None  # in a forward, the buckets still to gather
         self._strays = False  # this rank has strayed in this forward
         self._plans: tuple[Any, dict[str, Plan]] = None, {}  # a layout's buckets, and its plans
         self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout's buckets, its places by id of their parameters
@@ -109,7 +109,7 @@ class Reading:
         await self.close()
 
     async def foresee(self, cheaply: bool = False) -> Trial | None:
-        """Between steps: finds a step's reads before the first one, if all ranks can; `cheaply` as in `foreseen`."""
+        """Between steps: finds a step's reads in advance, if all ranks can; `cheaply` as in `foreseen`."""
         if self.trial is None:
             seen = self._run.foreseen(cheaply)
             self.trial = seen if all(await self._run.gather(int(seen is not None))) else None
@@ -141,13 +141,13 @@ class Reading:
             await self.shard()
 
     async def learn(self, shown: Trial | None) -> None:
-        """After a step: keeps the trial that it has shown. shown: the host's trial, if Reading does not listen"""
+        """After a step: keeps the trial that it has shown. shown: the host's trial"""
         if self.learning and (heard := shown or (self.listening and self.listening.heard)):
             self.trial, self.listening = await self._agreed(heard), None
             await self.shard()
 
     async def _agreed(self, heard: Trial) -> Trial:
-        """Returns the trial if all ranks have the same; else that of a stack of layers in the order of registration."""
+        """Returns the trial if all ranks have the same; else a stack of layers in the order of registration."""
         if self._ask is None:
             return heard
         digest = hashlib.blake2b(repr(heard).encode(), digest_size=7).digest()
@@ -180,7 +180,7 @@ class Reading:
         return nullcontext()
 
     async def need(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
-        """Gathers these buckets before they are read, and keeps those in `beside`, which the same call reads."""
+        """Gathers these buckets before a read. It keeps those in `beside`, which the same call reads."""
         asked = set(buckets)
         plan = self._plan(self.phase) if self.phase else NO_PLAN
         first = min((plan.first[i] for i in asked if i in plan.first), default=len(plan.events))
@@ -203,7 +203,7 @@ class Reading:
         self._open(index)
 
     def _in_order(self) -> list[int]:
-        """Returns all buckets in the order in which a forward gathers them: as foreseen, then the unforeseen ones."""
+        """Returns all buckets in a forward's gather order: as foreseen, then the unforeseen ones."""
         first = self._plan("forward").first
         planned = sorted(first, key=lambda i: (first[i], -i))
         return planned + [i for i in range(len(self._layout.buckets)) if i not in first]
@@ -237,9 +237,9 @@ class Reading:
             await self._bring(index, NO_PLAN)
 
     async def gather_unforeseen(self, phase: str) -> list[int]:
-        """Gathers the buckets that this pass was not foreseen to read, because models may branch. Returns them.
+        """Gathers the buckets that this pass was not foreseen to read, and returns them.
 
-        For a host that computes a pass at once, after it has gathered the foreseen buckets.
+        Models may branch. For a host that computes a pass at once, after the foreseen buckets.
         """
         plan = self._plan(phase)
         more = [i for i in range(len(self._layout.buckets)) if i not in plan.first and i not in self.whole]
@@ -253,7 +253,7 @@ class Reading:
             await self._close(index)
 
     def _following(self, plan: Plan, index: int) -> Iterator[Bucket]:
-        """Yields the buckets that are read next and are not whole. A strategy that takes one may begin to gather it."""
+        """Yields the buckets to read next that are not whole. `unshard` may begin to gather one."""
         for event in plan.events[plan.first[index] :]:
             for other in event.buckets if event.kind == "read" else ():
                 if other != index and other not in self.whole:
@@ -261,7 +261,7 @@ class Reading:
                     yield self._layout.lies(other)
 
     def require_sharded(self) -> None:
-        """Raises StrategyError if a strategy holds part of a bucket that nothing would gather before its next read."""
+        """Raises StrategyError if a strategy holds a shard that nothing would gather before its next read."""
         if not self.sharded:
             raise StrategyError(
                 "hold: parameters are all here; a strategy that keeps parts of them claims 'parameters' in `shards` "
@@ -269,7 +269,7 @@ class Reading:
             )
 
     async def filled(self, index: int) -> None:
-        """Reshards a bucket whose gradients have arrived, because the backward does not read it again."""
+        """Reshards a bucket whose gradients have arrived: the backward does not read it again."""
         if self.sharded and index in self.whole:
             await self._close(index)
 
@@ -296,7 +296,7 @@ class Reading:
                 absent.come(place.param)
 
     def _asked(self, params: list[Any], others: list[Any]) -> None:
-        """Called when torch is about to read these absent parameters, together with others that are present."""
+        """Fetches absent parameters that torch is about to read, together with present ones."""
         if self._known[0] is not self._layout.buckets:
             self._known = self._layout.buckets, {id(place.param): place for place in self._layout.order}
         buckets = {place.bucket: place.name for place in (self._known[1][id(p)] for p in params)}

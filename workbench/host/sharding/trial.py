@@ -81,7 +81,7 @@ def assumed(names: Iterable[str]) -> Trial:
 
 
 class Listening:
-    """Listens to one forward and one backward of a model that is whole on this rank."""
+    """Listens to one forward and one backward of a whole model."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self._named = named
@@ -173,7 +173,7 @@ def forward_events(layout: Layout, trial: Trial) -> list[Event]:
 
 
 def backward_events(layout: Layout, trial: Trial) -> list[Event]:
-    """Returns when buckets are first read in a backward, and when their gradients have arrived, in bucket order."""
+    """Returns when a backward first reads buckets, and when their gradients arrive, by index."""
     bucket, numel = _places(layout)
     left = [len(b.parts) for b in layout.buckets]
     found: list[Event] = []
