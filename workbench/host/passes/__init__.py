@@ -1,1 +1,1 @@
-"""Forward and backward passes of models that are not whole on one rank."""
+"""Runs forward and backward passes of models that are not whole on one rank."""

@@ -1,8 +1,8 @@
-"""What crosses in the middle of a pass between ranks that have slices of each matrix: Megatron-LM's f and g, and more.
+"""Exchanges between tensor-parallel ranks in the middle of a pass: Megatron-LM's f and g, and more.
 
-Before a layer by columns nothing happens forward and gradients are added up backward; after one by rows outputs are
-added up forward and nothing happens backward. Whoever runs the pass says, as `ask`, how ranks meet: over a wire, on a
-virtual clock, or all in one process. What crosses may be a codec's payload (coded.py).
+Before a Colwise layer f does nothing forward and sums gradients backward. After a Rowwise layer g sums outputs forward
+and does nothing backward. The caller passes `ask`, which performs a meeting: over a process group, on a virtual clock,
+or within one process. A codec may replace the tensors by payloads (coded.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from workbench.host.passes.coded import (
 from workbench.rank import Rank
 
 NOTHING = Combining("", "")
-PARTIAL = "gradient partial"  # what the sum of those is called of which each rank has a part
+PARTIAL = "gradient partial"  # names the sum of gradients that each rank has a part of
 
 
 class _Across(torch.autograd.Function):
-    """A tensor on its way from one module to another, where ranks meet: forward so, and backward so."""
+    """A meeting between two modules: `ahead` in the forward, `back` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
@@ -53,24 +53,24 @@ def _across(x: Tensor, others: Others, ahead: Combining, back: Combining) -> Ten
 
 
 def summed_ahead(x: Tensor, others: Others, name: str) -> Tensor:
-    """g: what all ranks have added up, of which each gets the same gradient."""
+    """g: sums `x` over ranks. Each rank gets the same gradient."""
     return _across(x, others, Combining("sum", f"activation {name}"), NOTHING)
 
 
 def summed_back(x: Tensor, others: Others, name: str) -> Tensor:
-    """f: the same `x` on all ranks, whose gradients are added up."""
+    """f: passes on `x`, which is equal on all ranks, and sums its gradients over ranks."""
     return _across(x, others, NOTHING, Combining("sum", f"gradient {name}"))
 
 
 def gathered(x: Tensor, others: Others, name: str) -> Tensor:
-    """The features of all ranks one after the other, on each; of the gradient every rank takes its own part."""
+    """Concatenates all ranks' features on each rank. In backward each rank keeps its own part of the gradient."""
     return _across(x, others, Combining("gather", f"activation {name}"), Combining("own", f"gradient {name}"))
 
 
 class _Gathering(torch.autograd.Function):
-    """A Linear of the positions of all ranks, which keeps for its backward this rank's own and gathers them again.
+    """A Linear over the positions of all ranks.
 
-    Of what crosses in a payload it keeps that.
+    For backward it keeps only this rank's positions, or their payload, and gathers them again.
     """
 
     @staticmethod
@@ -100,25 +100,25 @@ class _Gathering(torch.autograd.Function):
 
 
 def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
-    """What a Linear makes of the positions of all ranks; their gradients are added up, each rank's own."""
+    """Applies a Linear to the positions of all ranks. Each rank gets the summed gradient of its own positions."""
     made: Tensor = _Gathering.apply(x, module.weight, module.bias, others, name)
     return made
 
 
 def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
-    """What all ranks have added up of this rank's own positions; the gradients of all come together again."""
+    """Sums `x` over ranks and keeps this rank's positions. Backward gathers the gradients of all ranks."""
     return _across(x, others, Combining("scatter", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
 def taken(x: Tensor, others: Others, name: str) -> Tensor:
-    """Of what all ranks have this rank's own positions; the gradients of all come together again."""
+    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers the gradients of all ranks."""
     return _across(x, others, Combining("own", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
 class _OneSum(torch.autograd.Function):
-    """Parameters as they are, of which each rank has a part of the gradient: at the end of a backward all are added up.
+    """Passes parameters on, and sums their gradients over ranks at the end of a backward.
 
-    Autograd goes back through what was made last first, and these are made before anything reads them.
+    Autograd runs nodes in reverse order of creation. This node is made before any module reads the parameters.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class _OneSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        came = [grad for grad in grads if grad is not None]  # of what was read: on all ranks the same
+        came = [grad for grad in grads if grad is not None]  # all ranks have read the same parameters
         for dtype in dict.fromkeys(grad.dtype for grad in came):
             some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
             flat = torch.cat([came[k].reshape(-1) for k in some])
@@ -142,17 +142,17 @@ class _OneSum(torch.autograd.Function):
 
 
 def summed_at_the_end(params: Sequence[Tensor], others: Others) -> tuple[Tensor, ...]:
-    """The same parameters, to be read in their place by one forward; their gradients cross in one sum.
+    """Returns views that one forward reads in place of the parameters. One meeting sums all their gradients.
 
-    They come to the last parameter first, on all ranks and with sizes only alike: of nodes that are ready autograd
-    takes the one that was made last, and would otherwise take any.
+    Each view is also a node of its own. Of the nodes that are ready, autograd runs the newest. So gradients arrive at
+    the last parameter first, on real ranks and with sizes only. Without these nodes their order would be arbitrary.
     """
     made: tuple[Tensor, ...] = _OneSum.apply(others, *(p.view_as(p) for p in params))
     return made
 
 
 async def met(rank: Rank, meeting: Combining, x: Tensor) -> Tensor:
-    """What a meeting of the ranks of a group answers this one."""
+    """Performs a meeting by `rank`'s collectives, and returns this rank's answer."""
     if meeting.what == "own":
         return parts_of(x, rank.size, meeting)[rank.index].clone()
     if meeting.what == "scatter":

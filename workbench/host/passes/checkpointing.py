@@ -1,8 +1,8 @@
-"""Units of a model whose activations are not kept for backward but computed again there: activation checkpointing.
+"""Activation checkpointing: backward computes the activations of units of a model again.
 
-A unit is a part of the model between which it may be cut into stages, if that is a Module of the model itself, or holds
-one that has several: a block of a transformer, a child of a Sequential. torch.utils.checkpoint computes it again, with
-the random numbers that it drew; ranks that meet inside of a unit meet again. Buffers are not written a second time.
+A *unit* is a part between which stages may be cut, such as a transformer's block or a child of a Sequential. It must be
+a Module of the model, or hold only one such Module, which has children. torch.utils.checkpoint computes a unit again
+with the same random numbers. Ranks that meet inside a unit meet again. The second computation does not write buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OFF = "none"
 
 
 def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.Module]:
-    """The units of `model` that are computed again. Raises KnobError where nobody says any."""
+    """Returns the units of `model` that backward computes again. Raises KnobError if the task defines no units."""
     what, every = layers.recompute
     if what == OFF:
         return []
@@ -48,7 +48,7 @@ def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.M
 
 
 def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
-    """A part, or the one Module in it, if that is one of the model's own."""
+    """Returns the part if it is a Module of the model, or the one such Module in it if that has children; else None."""
     if id(part) in own:
         return part
     inner = list(part.children())
@@ -56,15 +56,15 @@ def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
 
 
 class Checkpointed:
-    """Units that are computed again in backward, or the core of attention in them, until it is undone."""
+    """Makes backward compute units again, or only the attention core in them, until `undo`."""
 
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
         for unit, own in self._units:
-            unit.__dict__["forward"] = _Unit(unit, own, what, draws)  # found before the class's own
+            unit.__dict__["forward"] = _Unit(unit, own, what, draws)  # shadows the class's forward
 
     def undo(self) -> None:
-        """They compute as they did before."""
+        """Gives the units their own forwards back."""
         for unit, own in reversed(self._units):
             if own is None:
                 unit.__dict__.pop("forward", None)
@@ -74,7 +74,7 @@ class Checkpointed:
 
 @contextmanager
 def checkpointing(model: nn.Module, learner: Learner, layers: Partition) -> Iterator[None]:
-    """Inside, `model`, which has no values, computes so."""
+    """Checkpoints the units of `model`, which has no values, within the block."""
     made = Checkpointed(units_of(model, learner, layers), layers.recompute[0], draws=False)
     try:
         yield
@@ -83,7 +83,7 @@ def checkpointing(model: nn.Module, learner: Learner, layers: Partition) -> Iter
 
 
 class _Unit:
-    """What a unit computes in place of its own forward; its copy computes with the copy's weights."""
+    """Replaces a unit's forward. In a deep copy it computes with the copy's weights."""
 
     def __init__(self, unit: nn.Module, own: Any, what: str, draws: bool) -> None:
         self._unit, self._own, self._what, self._draws = unit, own, what, draws
@@ -110,7 +110,7 @@ class _Unit:
 
 
 class _Attention(TorchFunctionMode):
-    """Inside, what attention makes of queries, keys and values is computed again in backward, and nothing else."""
+    """Within the block, backward computes only scaled_dot_product_attention again."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Kept(torch.autograd.Function):
-    """A tensor that a checkpoint keeps, noted in the graph, where the ledger looks for what is kept."""
+    """Saves a checkpoint's input in the graph, because the memory ledger looks for saved tensors there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ def _noted(x: Any) -> Any:
 
 
 class _BuffersAside:
-    """Inside, what a unit writes into its buffers is forgotten: running statistics count each batch once.
+    """Discards a unit's writes to its buffers within the block, so that running statistics count each batch once.
 
-    It is entered as often as the unit is computed again: a graph that is kept is gone through several times.
+    Each recomputation enters it. A retained graph recomputes a unit several times.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -167,7 +167,7 @@ class _BuffersAside:
 
 
 def received_twice(name: str) -> StrategyError:
-    """What to say of a parameter whose gradient came twice in one exchanged backward, as torch's DDP refuses it."""
+    """Returns the error for a second gradient of a parameter in one exchanged backward. torch's DDP refuses it, too."""
     return StrategyError(
         f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
         f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"

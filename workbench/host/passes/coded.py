@@ -1,8 +1,8 @@
-"""What crosses in the middle of a pass in a codec's payload, in place of the tensors themselves.
+"""Exchanges a codec's payloads in the middle of a pass, in place of the tensors themselves.
 
-A payload takes as many meetings as it has tensors, each of which gathers or exchanges them as they are: who performs
-meetings knows nothing of codecs. Everybody decodes the same payloads and adds up in rank order, so all have the same
-bits. Where a codec is linear, payloads are added up on the way.
+A payload takes one meeting for each of its tensors. A meeting gathers or exchanges them as they are, so the host that
+performs it knows no codecs. All ranks decode the same payloads and add them in rank order, so their results are
+bit-identical. If a codec is linear, the meeting itself sums the payloads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Payload = tuple[Tensor, ...]
 
 @runtime_checkable
 class Chooses(Coder, Protocol):
-    """What is more than a Coder in a Codec."""
+    """A Coder with the further methods of a Codec."""
 
     @property
     def linear(self) -> bool: ...
@@ -31,12 +31,12 @@ class Chooses(Coder, Protocol):
 
 
 class Combining(NamedTuple):
-    """How the ranks' tensors become one answer for each.
+    """A meeting: how each rank's answer follows from the tensors of all ranks.
 
-    what: "sum", over all of them; "gather", one after the other along a dimension; "own", of a tensor that all have,
-          this rank's part along it; "scatter", this rank's part of the sum; "swap", of each rank its part for this one;
-          "" nothing
-    name: of the module and of what meets: "activation blocks.0.mlp_out"
+    what: "sum", the sum over ranks; "gather", all tensors concatenated along `dim`; "own", this rank's part along `dim`
+          of a tensor that is equal on all ranks; "scatter", this rank's part of the sum; "swap", each rank's part for
+          this rank; "", no meeting
+    name: the tensor and its module, such as "activation blocks.0.mlp_out"
     """
 
     what: str
@@ -45,21 +45,21 @@ class Combining(NamedTuple):
 
 
 Ask = Callable[[Combining, Tensor], Tensor]
-Coded = Callable[[str, Callable[[], Any], int], Any]  # does a codec's own work: its name, itself, on how many bytes
+Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work, given its name, the work and its bytes
 
 
 def plainly(name: str, work: Callable[[], Any], nbytes: int) -> Any:
-    """As it is, and nobody is told."""
+    """Runs a codec's work without a record of it."""
     return work()
 
 
 class Others(NamedTuple):
-    """The ranks of a group, as one of them meets them.
+    """The tensor-parallel group, as one rank sees it.
 
-    ask:    answers a meeting
-    ways:   how many they are
-    coding: what crosses in place of activations and of their gradients
-    coded:  does a codec's own work
+    ask:    performs a meeting and returns its answer
+    ways:   the number of ranks
+    coding: codecs of activations and of their gradients
+    coded:  runs a codec's work
     """
 
     ask: Ask
@@ -68,19 +68,19 @@ class Others(NamedTuple):
     coded: Coded = plainly
 
     def encode(self, x: Tensor, meeting: Combining, coder: Coder) -> Payload:
-        """What crosses in place of `x`. Raises StrategyError if it is complex."""
+        """Returns the payload of `x`. Raises StrategyError if `x` is complex."""
         require_floats(x, meeting.name)
         made: Payload = self.coded(f"encode {meeting.name}", lambda: coder.encode(x), x.nbytes)
         return made
 
     def decode(self, payload: Payload, like: Tensor, meeting: Combining, coder: Coder) -> Tensor:
-        """What has crossed in place of a tensor like this one."""
+        """Returns the tensor of a payload, in the shape and dtype of `like`."""
         made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
         return made
 
 
 def require_floats(x: Tensor, name: str) -> None:
-    """Raises StrategyError for complex numbers, of which codecs would drop the imaginary part."""
+    """Raises StrategyError for complex numbers, because codecs would drop their imaginary part."""
     if x.is_complex():
         kind = str(x.dtype)[6:]
         raise StrategyError(f"{name}: codecs take floats, and this tensor has {kind}; take activations=Dense() and "
@@ -88,7 +88,7 @@ def require_floats(x: Tensor, name: str) -> None:
 
 
 def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) -> tuple[Tensor, Payload]:
-    """The answer of a meeting to which `x` comes in payloads, and these."""
+    """Performs a meeting with payloads of `x`. Returns its answer and this rank's payloads, () without a codec."""
     if not meeting.what:
         return x.view_as(x), ()
     if coder is None or meeting.what == "own":
@@ -103,13 +103,13 @@ def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) 
 
 
 def gathered_payload(payload: Payload, others: Others, meeting: Combining) -> list[Payload]:
-    """Every rank's."""
+    """Returns every rank's payload, by rank."""
     parts = [others.ask(Combining("gather", name, 0), part[None]) for name, part in _named(meeting, payload)]
     return list(zip(*parts, strict=True))
 
 
 def joined(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
-    """Every rank's tensor, each like one, one after the other."""
+    """Decodes every rank's payload, each like `like`, and concatenates the tensors."""
     return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
@@ -126,7 +126,7 @@ def _added(every: list[Payload], like: Tensor, others: Others, meeting: Combinin
 
 
 def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> tuple[Tensor, Payload]:
-    """This rank's part of the sum; the payloads of all parts, one after the other."""
+    """Returns this rank's part of the sum, and the payloads of all parts in one tuple."""
     parts = parts_of(x, others.ways, meeting)
     payloads = [others.encode(part, meeting, coder) for part in parts]
     rows = [torch.stack(same) for same in zip(*payloads, strict=True)]
@@ -139,7 +139,7 @@ def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> t
 
 
 def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
-    """What of the payloads of `count` parts a gradient goes back through; nothing where it goes as it is."""
+    """Returns the choices in the payloads of `count` parts, which mask the gradient; () if nothing masks it."""
     if not (payload and coding.masks and isinstance(coding.there, Chooses)):
         return ()
     each = len(payload) // count
@@ -148,7 +148,7 @@ def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
 
 
 def back_through(grad: Tensor, chosen: Payload, coding: Coding, dim: int) -> Tensor:
-    """What goes back of the gradient of something that has crossed in so many parts along a dimension."""
+    """Masks the gradient of a tensor that crossed in parts along `dim`, one choice for each part."""
     if not chosen:
         return grad
     assert isinstance(coding.there, Chooses)
@@ -167,7 +167,7 @@ def _named(meeting: Combining, payload: Payload) -> list[tuple[str, Tensor]]:
 
 
 def parts_of(x: Tensor, count: int, meeting: Combining) -> list[Tensor]:
-    """`x` in so many equal parts along the dimension of a meeting. Raises StrategyError where it cannot be cut so."""
+    """Cuts `x` into `count` equal parts along a meeting's dimension. Raises StrategyError if it cannot."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(
             f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "

@@ -1,7 +1,8 @@
-"""Several ranks' passes of a model in one process, where each needs what the others compute half way.
+"""Runs the passes of several ranks in one process, with meetings between them.
 
-Each runs in a thread of its own, but only one at a time: until it asks for a meeting, or ends. Once all have asked they
-are answered, with sums added up in rank order. So what comes out does not depend on how threads are scheduled.
+Each pass has its own thread, but only one thread runs at a time: until its pass asks for a meeting or ends. When all
+passes have asked, all get their answers. Sums are added in rank order. So the results do not depend on the order in
+which the system schedules threads.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ Work = Callable[[Callable[[Combining, Tensor], Tensor]], Any]
 
 
 class _Left(BaseException):
-    """Ends a pass that waits for others of which one has failed."""
+    """Ends a waiting pass after the pass of another rank has failed."""
 
 
 class _Member:
-    """One rank's pass. turn: it may run; rest: it has asked, ended or failed"""
+    """One rank's pass and its thread.
+
+    turn: released when the pass may run
+    rest: released when the pass has asked, ended or failed
+    """
 
     def __init__(self, work: Work) -> None:
         self.turn, self.rest = threading.Semaphore(0), threading.Semaphore(0)
@@ -37,7 +42,7 @@ class _Member:
         self._thread = threading.Thread(target=self._live, args=(work,), daemon=True)
 
     def run(self) -> None:
-        """Until it asks, ends or fails."""
+        """Runs the pass until it asks for a meeting, ends or fails."""
         torch.set_rng_state(self._numbers)
         if self._thread.ident is None:
             self._thread.start()
@@ -46,7 +51,7 @@ class _Member:
         self._numbers = torch.get_rng_state()
 
     def leave(self) -> None:
-        """Ends it where it waits."""
+        """Ends a pass that waits for an answer."""
         if self._thread.ident is not None:
             self.error = self.error or _Left()
             self.turn.release()
@@ -68,13 +73,16 @@ class _Member:
         self.turn.acquire()
         if self.error is not None:
             raise self.error
-        answer, self.answer = self.answer, None  # who asked has it alone, and lets it go
+        answer, self.answer = self.answer, None  # only the pass holds the answer now, and can free it
         assert answer is not None
         return answer
 
 
 def together(works: Sequence[Work]) -> list[Any]:
-    """What each of them returns, given how it may ask the others. Raises what the first of them raises."""
+    """Runs all passes and returns their results. Each pass gets a function that performs a meeting.
+
+    Raises the first error of a pass, or RuntimeError if passes ask for different meetings.
+    """
     members = [_Member(work) for work in works]
     try:
         while not all(member.over for member in members):
@@ -104,7 +112,7 @@ def _answer(members: list[_Member]) -> None:
 
 
 def answered(meeting: Combining, xs: list[Tensor]) -> list[Tensor]:
-    """What each rank is answered, given what each brings."""
+    """Returns each rank's answer to a meeting, given each rank's tensor."""
     if meeting.what == "own":
         return [parts_of(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]
     if meeting.what == "gather":

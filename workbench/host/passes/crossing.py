@@ -1,8 +1,8 @@
-"""What crosses between two stages: activations and their gradients, as they are or in a codec's payload.
+"""Messages between two stages: activations and their gradients, as they are or as a codec's payload.
 
-A payload travels as its tensors, behind one of no elements whose shape tells how many there are and of what shape.
-Where a codec has chosen a part of an activation (TopK its entries), the gradient may cross of that only: both ends
-know it, so it need not be said again.
+An empty tensor precedes the tensors of a payload. Its shape holds their number and the shape of the decoded tensor.
+A codec may send only a part of an activation, as TopK sends some entries. Then only that part of the gradient may cross
+back. Both stages know the part, so the gradient's message does not repeat it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from workbench.host.passes.coded import require_floats
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank
 
-Entry = tuple[int, int]  # a micro-batch, and the piece of the model that it goes into
+Entry = tuple[int, int]  # a micro-batch, and the piece that takes it as input
 
 
 class Crossing:
-    """One batch's messages, as one stage sends and receives them."""
+    """Sends and receives one stage's messages of one batch, or of all batches until the pipeline flushes."""
 
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.pieces = rank, partition.pieces
         self._there, self._back, self.masks = partition.between(rank.memory)
-        self._chosen: dict[Entry, Coder] = {}  # what of activations has crossed, until their gradients do
-        self._shapes: dict[Entry, Any] = {}  # of the whole ones, on who sent them
+        self._chosen: dict[Entry, Coder] = {}  # which part of an activation has crossed, until its gradient does
+        self._shapes: dict[Entry, Any] = {}  # on the sender, the shapes of whole activations
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
-        """Sends the activation that goes into this piece of the model."""
+        """Sends the activation that is the input of `entry`'s piece."""
         name = self._named("activation", entry)
         if self._there is None:
             return await self.rank.send(x, to, name)
@@ -38,7 +38,7 @@ class Crossing:
         self._shapes[entry] = x.shape
 
     async def receive_activation(self, source: int, entry: Entry) -> Tensor:
-        """The activation that goes into this piece."""
+        """Receives the activation that is the input of `entry`'s piece."""
         name = self._named("activation", entry)
         if self._there is None:
             return await received(self.rank, source, name)
@@ -47,7 +47,7 @@ class Crossing:
         return x
 
     async def send_gradient(self, grad: Tensor, to: int, entry: Entry) -> None:
-        """Sends the gradient of what went into this piece."""
+        """Sends the gradient of the input of `entry`'s piece."""
         name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
         (x,) = (grad,) if chosen is None else chosen.encode(grad)
         if self._back is None:
@@ -56,7 +56,7 @@ class Crossing:
             await self._send(x, to, name, self._back)
 
     async def receive_gradient(self, source: int, entry: Entry) -> Tensor:
-        """The gradient of what went into this piece."""
+        """Receives the gradient of the input of `entry`'s piece."""
         name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
         shape = self._shapes.pop(entry, None)
         if self._back is None:
@@ -91,7 +91,7 @@ class Crossing:
 
 
 async def received(rank: Rank, source: int, kind: str) -> Tensor:
-    """The next message of a kind. Raises ConnectionError where nothing more can come."""
+    """Receives the next message of a kind. Raises ConnectionError if the source can send no more."""
     got = await rank.recv(None, source, kind)
     if got is None:
         raise ConnectionError(f"Connection closed by peer: stage {source}, of which {kind} was awaited")

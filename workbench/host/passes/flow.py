@@ -1,4 +1,7 @@
-"""What one stage of a pipeline has under way from batch to batch: all of it is nothing where every batch is flushed."""
+"""The micro-batches that one pipeline stage keeps in flight from batch to batch.
+
+A schedule that flushes every batch keeps none.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from workbench.rank import Rank, StrategyError
 
 
 class Flow:
-    """Micro-batches that have gone forward and not yet back, some of them of batches to come.
+    """Micro-batches of this batch and of later batches between their forward and their backward.
 
-    A micro-batch is counted from the first of the batch under way. Its number is what messages and spans call it: the
-    same from its forward to its backward, and no other's that is in flight.
+    The index `micro` counts from the first micro-batch of the current batch. Messages and spans use its number, see
+    `number`. A micro-batch keeps its number from forward to backward. No other micro-batch in flight has it.
 
-    batches:  how many are over since nothing was under way
-    steps:    how many the run makes; 0: no end is known. No forward is made of a batch after the last one
-    inputs:   by number, what went in; nothing with sizes only
-    coming:   the batch to come after so many
-    buffers:  what forwards of this stage change but parameters
-    forget:   drops what is left of these forwards, by number
+    batches:  the number of batches completed since the pipeline was empty
+    steps:    the number of steps of the run; 0: no end is known. No batch after the last one goes forward
+    inputs:   by number, the examples of a micro-batch; empty with sizes only
+    coming:   returns the batch that follows after so many batches
+    buffers:  the buffers that forwards of this stage change
+    forget:   drops the state of these forwards, by number
     """
 
     crossing: Crossing
@@ -39,16 +42,16 @@ class Flow:
         self.coming, self.buffers, self._forget = coming, buffers, forget
         self.versions = Versions(layout)
         self.partition: Partition = Whole()
-        self.batches = self.left = 0  # left: batches to come
+        self.batches = self.left = 0  # left: batches that the run still makes
         self.steps: Callable[[], int] = lambda: 0
         self.inputs: dict[int, Any] = {}
-        self._open: deque[tuple[Any, list[Any]]] = deque()  # the batch under way and those to come, and their parts
-        self._before: dict[int, list[Tensor]] = {}  # buffers as they were before forwards of batches to come
+        self._open: deque[tuple[Any, list[Any]]] = deque()  # the current and later batches, with their micro-batches
+        self._before: dict[int, list[Tensor]] = {}  # buffers before the forwards of later batches
 
-    # -- a batch, as both hosts live it --
+    # -- a batch, on both hosts --
 
     def begin(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
-        """A batch is under way, that of a step of the run; what this rank computes now, in order."""
+        """Begins the batch of step `step`, and returns this rank's actions in order."""
         self.partition, actions = partition, partition.actions(rank.index)
         if not self.batches:
             self.crossing = Crossing(rank, partition)
@@ -62,23 +65,23 @@ class Flow:
         return [action for action in every if action.what != "F" or self.comes(action.micro)]
 
     def comes(self, micro: int) -> bool:
-        """Is a micro-batch one of a batch that the run will get to?"""
+        """Whether the run makes the step of this micro-batch."""
         return micro < self.left * self.partition.micro_batches
 
     @property
     def goes_on(self) -> bool:
-        """Does the pipeline never flush?"""
+        """Whether the pipeline never flushes."""
         return self.partition.ahead(0) > 0
 
     def number(self, micro: int) -> int:
-        """What a micro-batch is called."""
+        """Returns the number of a micro-batch in messages and spans."""
         if not self.goes_on:
             return micro
         each = self.partition.micro_batches
         return (self.batches * each + micro) % max(each, self.partition.depth)
 
     def goes(self, micro: int) -> None:
-        """A micro-batch is about to go forward."""
+        """Notes, before a micro-batch's forward, the version of the weights that it reads."""
         if self.goes_on:
             later = micro >= self.partition.micro_batches
             versions = self.versions
@@ -86,14 +89,14 @@ class Flow:
             versions.reads[self.number(micro)] = version
 
     def back(self, micro: int) -> None:
-        """A micro-batch has gone back."""
+        """Frees what a micro-batch kept, after its backward."""
         number = self.number(micro)
         self.versions.reads.pop(number, None)
         self.inputs.pop(number, None)
         self._before.pop(number, None)
 
     def over(self) -> None:
-        """All of the batch have gone back."""
+        """Ends the current batch, after its last backward."""
         if self._open:
             self._open.popleft()
         if self.goes_on:
@@ -101,7 +104,7 @@ class Flow:
             self.versions.over()
 
     def clear(self) -> None:
-        """Nothing is under way any more; those that went ahead are as if they had not."""
+        """Drops all micro-batches in flight, and undoes what their forwards changed in buffers."""
         flying = list(self.versions.reads)
         if flying and self._before:
             for now, before in zip(self.buffers(), self._before[self.number(0)], strict=True):
@@ -114,15 +117,18 @@ class Flow:
 
     @property
     def stashed(self) -> Iterator[Tensor]:
-        """Copies of weights that a backward is still to read, and of buffers that a drain may put back."""
+        """Yields the copies of weights that a backward will read, and of buffers that `clear` may restore."""
         yield from self.versions.kept
         for held in self._before.values():
             yield from held
 
-    # -- where there are values --
+    # -- with values, not only sizes --
 
     def open(self, batch: Any, partition: Partition) -> None:
-        """The strategy takes `batch` through the stages now."""
+        """Cuts `batch` into micro-batches, because the strategy takes it through the stages now.
+
+        Raises StrategyError if it is not the batch that went forward ahead of its step.
+        """
         if self._open and self._open[0][0] is not batch:
             raise StrategyError(
                 f"backward of a batch that is not the next one: under schedule="
@@ -133,7 +139,7 @@ class Flow:
             self._open.append((batch, micro_batches(batch, partition.micro_batches)))
 
     def part(self, micro: int) -> Any:
-        """The examples of a micro-batch."""
+        """Returns the examples of a micro-batch, and draws later batches as needed."""
         each = self.partition.micro_batches
         while len(self._open) <= micro // each:
             batch = self.coming(len(self._open) - 1)
@@ -144,11 +150,11 @@ class Flow:
         return part
 
     def forward(self, micro: int) -> AbstractContextManager[None]:
-        """Inside it goes forward."""
+        """Encloses a micro-batch's forward, so that it reads its version of the weights."""
         return self._version(micro).forward() if self.goes_on else nullcontext()
 
     def backward(self, micro: int) -> AbstractContextManager[None]:
-        """Inside it goes back."""
+        """Encloses a micro-batch's backward, so that it reads its version of the weights."""
         return self._version(micro).backward() if self.goes_on else nullcontext()
 
     def _version(self, micro: int) -> Any:

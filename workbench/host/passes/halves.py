@@ -1,8 +1,7 @@
-"""A backward in two halves: the gradient of what went in, and later those of the parameters.
+"""A backward in two halves: first the gradient of the input, later those of the parameters.
 
-Autograd computes only what it is asked for, so the first half is a backward to the input alone. On its way it notes the
-gradient that comes to each node from which a parameter hangs; the second half goes on from there, node by node, and
-computes nothing twice.
+The first half is an autograd backward to the input alone. It notes the gradients that reach each node with a branch to
+a parameter. The second half continues from these nodes, one by one, and computes nothing twice.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class Halves:
-    """The backward of `made`, which is to give the gradients of `x` first and of `params` later."""
+    """The backward of `made`: computes the gradient of `x` first, and those of `params` later."""
 
     def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
         self._made, self._x = made, x
@@ -28,7 +27,7 @@ class Halves:
         self._hanging = _hanging(made, x, self._params)
 
     def of_input(self, grad: Tensor) -> Tensor | None:
-        """The gradient of `x`, where that of `made` is `grad`; None where it has none."""
+        """Returns the gradient of `x`, given the gradient `grad` of `made`; None if `made` does not depend on `x`."""
         self._grad = grad
         hooks = [node.register_prehook(partial(self._note, node)) for node in self._hanging or ()]
         try:
@@ -39,8 +38,8 @@ class Halves:
         return found
 
     def of_params(self) -> None:
-        """Adds the gradients of the parameters to what they have."""
-        if self._hanging is None:  # a parameter is used again by what comes of itself
+        """Adds the gradients of the parameters to their `grad`."""
+        if self._hanging is None:  # a parameter branches off from several nodes: an ordinary backward
             if self._params:
                 self._made.backward(self._grad, inputs=self._params)
             return
@@ -50,7 +49,7 @@ class Halves:
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
         beside = [p for p in self._params if not any(p is q for some in self._hanging.values() for q in some)]
-        if beside:  # what the input has no part in
+        if beside:  # parameters that branch off from no node on the way to `x`
             self._made.backward(self._grad, inputs=beside)
 
     def _note(self, node: Node, grads: Sequence[Tensor | None]) -> None:
@@ -58,9 +57,9 @@ class Halves:
 
 
 def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:
-    """By node on the way from `made` to `x` the parameters that hang from it beside that way, the last one first.
+    """Returns, by node on the way from `made` to `x`, the parameters that branch off there, the last node first.
 
-    None where one hangs from two of which one comes of the other: gradients would be counted twice.
+    None if a parameter branches off from several nodes, because its gradients might count twice.
     """
     root, end = made.grad_fn, get_gradient_edge(x).node
     leaf = {get_gradient_edge(p).node: p for p in params}
@@ -91,7 +90,7 @@ def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, 
 
 
 def _sorted(root: Node | None) -> list[Node]:
-    """All nodes that can be reached, each before those it leads to."""
+    """Returns all nodes that can be reached from `root`, each before its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     todo: list[tuple[Node | None, bool]] = [(root, False)]

@@ -1,6 +1,6 @@
-"""Which hidden units of a model a sub-model can be without: after the task's plan, or found in a Sequential.
+"""Finds the hidden units that a sub-model can leave out: by the task's plan, or in a Sequential.
 
-What is not found is whole in every sub-model, so a model is refused only where nothing is found at all.
+Every sub-model keeps all other units. `units_of` refuses a model only if it finds no such unit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BY_CHANNEL = (  # which work on each channel by itself, and know not how many there are
+_BY_CHANNEL = (  # modules that work on each channel by itself and do not fix the number of channels
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.Dropout1d, nn.Dropout2d, nn.Upsample,
 )  # fmt: skip
 
 
 def units_of(model: nn.Module, learner: Learner) -> list[Units]:
-    """The units between each two layers of `model`. Raises KnobError in words where there are none."""
+    """Returns the hidden units between layers of `model`. Raises KnobError if there are none."""
     if learner.split is not None:
         try:
             plan = dict(planned(model, learner.split(model), "the task's split"))
@@ -47,7 +47,7 @@ def units_of(model: nn.Module, learner: Learner) -> list[Units]:
 
 
 def _planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
-    """What lies between a Rowwise Linear and the Colwise ones before it, in the order in which the model has them."""
+    """Yields the units between each Rowwise Linear and the Colwise Linears before it, in the model's order."""
     own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
     firsts: list[tuple[str, nn.Linear, Colwise]] = []
     for name, module in model.named_modules():
@@ -62,7 +62,7 @@ def _planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
 
 def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own: set[int],
              names: dict[int, str]) -> Units | None:  # fmt: skip
-    """The units that these layers make and `last` reads; None where they do not fit each other."""
+    """Returns the units that `firsts` compute and `last` reads; None if their shapes or plans do not match."""
     out, into = shape_of(last.weight)
     together = firsts[0][2].together
     count = into // together
@@ -81,10 +81,10 @@ def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own:
 
 
 def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
-    """What lies between two layers of a Sequential with only what works on each unit by itself between them."""
+    """Yields the units between two layers of a Sequential with only unit-by-unit modules between them."""
     own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
     made: tuple[str, Any, int] | None = None  # the layer before, and how many units it has
-    flat = False  # did a Flatten follow?
+    flat = False  # whether a Flatten follows it
     views: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, int, list[tuple[str, int]]]] = []
     layers: Iterator[tuple[str, Any]] = leaves(model)
@@ -102,7 +102,7 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
         out, into, *kernel = shape_of(module.weight)
         views[weight] = (out, into, *kernel)
         if made is not None and type(made[1]) is not type(module) and flat and not kernel and into % made[2] == 0:
-            views[weight] = (out, made[2], into // made[2])  # each channel has so many places
+            views[weight] = (out, made[2], into // made[2])  # the last dimension: the places of one channel
         if made is not None and views[weight][1] == made[2] and (flat or type(made[1]) is type(module)):
             first = [(names[id(p)], 0) for p in (made[1].weight, made[1].bias) if p is not None]
             found.append((made[0], made[2], [*first, (weight, 1)]))
@@ -115,13 +115,13 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
 
 
 def _alone(module: Any, own: set[int]) -> bool:
-    """A layer with a weight and a bias of its own, that all learn."""
+    """Whether `module` is a Linear or an ungrouped convolution whose weight and bias learn and are not shared."""
     if type(module) is nn.Linear or (type(module) in _CONV and module.groups == 1):
         return all(id(p) in own for p in (module.weight, module.bias) if p is not None)
     return False
 
 
 def _sole(model: nn.Module) -> set[int]:
-    """The parameters that learn, and that one module has and no other."""
+    """Returns the ids of the parameters that learn and belong to only one module."""
     has = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {id(p) for p in model.parameters() if p.requires_grad and has[id(p)] == 1}

@@ -1,4 +1,8 @@
-"""When in a pass the ranks of a tensor-parallel group meet, and with how much: from one pass that computes nothing."""
+"""Finds out when the ranks of a tensor-parallel group meet in a pass, and how much they exchange.
+
+A *meeting* is a collective in the middle of a pass. One pass on the meta device, which computes nothing, finds all
+meetings.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,10 @@ from workbench.tasks import Learner
 
 
 class Planned(NamedTuple):
-    """A meeting to come.
+    """A meeting that a pass will reach.
 
-    share:  of the pass, what is computed before
-    brings: a tensor like that which each rank brings
+    share:  the part of the pass before it, 0 to 1
+    brings: a tensor like the one that each rank brings
     """
 
     share: float
@@ -43,7 +47,12 @@ class Planned(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """A codec's own work in a pass: "encode" or "decode", of an "activation" or a "gradient", on so many bytes."""
+    """A codec's work in a pass.
+
+    how:    "encode" or "decode"
+    what:   "activation" or "gradient"
+    nbytes: the size of the tensor
+    """
 
     phase: str
     how: str
@@ -54,12 +63,12 @@ class Coded(NamedTuple):
 class Plans(NamedTuple):
     """The meetings of a pass through a model, or through one piece of it.
 
-    forward:  in order; what is computed counts by its floating-point operations
-    backward: in order; what is computed counts, as everywhere, by the elements whose gradients have come
-    come:     by name of a parameter, the share of a backward after which its gradient has come
-    coded:    what codecs do in both
+    forward:  meetings in order; their shares count floating-point operations
+    backward: meetings in order; their shares count the parameter elements that have their gradients
+    come:     by parameter name, the share of a backward after which its gradient is complete
+    coded:    the codecs' work in both
 
-    All ranks of a group compute as much from meeting to meeting, whichever of what they all have each looks after.
+    All ranks of a group compute equally much between two meetings, no matter which common parameters each owns.
     """
 
     forward: tuple[Planned, ...] = ()
@@ -68,11 +77,11 @@ class Plans(NamedTuple):
     coded: tuple[Coded, ...] = ()
 
     def of(self, phase: str) -> list[Planned]:
-        """The meetings of a phase."""
+        """Returns the meetings of a phase: "backward", or any other name for a forward."""
         return list(self.backward if phase == "backward" else self.forward)
 
     def ready(self, layout: Layout) -> list[float]:
-        """By bucket, the share of a backward after which it is full and its turn has come."""
+        """Returns, by bucket, the share of a backward after which it and all earlier buckets are full."""
         return list(accumulate((max(self.come.get(p.name, 0.0) for p in b.parts) for b in layout.buckets), max))
 
 
@@ -80,9 +89,9 @@ _PLANNED: WeakKeyDictionary[Learner, dict[Any, tuple[Plans, ...]]] = WeakKeyDict
 
 
 def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]:
-    """By piece of the model when ranks meet that have such slices; found out once for all ranks of a process.
+    """Returns the meetings, by piece of the model, of ranks with these slices. All ranks of a process share the result.
 
-    Raises KnobError in words where the model does not run on the meta device.
+    Raises KnobError if the model does not run on the meta device.
     """
     way, made = e.partition, _PLANNED.setdefault(learner, {})
     key = way.layers, way.depth, way.pieces, way.cuts, way.micro_batches, e.batch
@@ -93,7 +102,7 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
                 stages = cut(e, part, learner) if way.depth > 1 else None
                 batch = to_device(example(learner, e, "cpu"), "meta")
                 made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.layers)
-            except (KnobError, StrategyError) as error:  # it has been run, and says itself what would do
+            except (KnobError, StrategyError) as error:  # its message already says what to do
                 raise KnobError(f"partition={type(way).__name__}: {error}") from error
             except Exception as error:
                 raise KnobError(
@@ -105,18 +114,19 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
 
 
 def arrival_of(plans: tuple[Plans, ...]) -> list[str]:
-    """The parameters in the order in which their gradients come, given the plans of all pieces of the model."""
+    """Returns the parameters in the order in which their gradients arrive, given the plans of all pieces."""
     return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
 
 
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
             count: int = 1, layers: Partition = Whole()) -> tuple[Plans, ...]:  # noqa: B008  # fmt: skip
-    """The meetings of one forward and one backward, by piece of the model: of the first of `count` micro-batches.
+    """Runs the first of `count` micro-batches forward and backward, and returns the meetings by piece of the model.
 
-    part: the model on the meta device, with one rank's slices; stages: where that is cut
-    layers: how the ranks of a stage compute them
+    part:   the model on the meta device, with one rank's slices
+    stages: how it is cut into stages
+    layers: how the ranks of a stage compute its layers
 
-    Raises what a model raises that does not run on the meta device.
+    Raises the model's own error if it does not run on the meta device.
     """
     seen: list[Planned] = []
     coded: list[Coded] = []
@@ -172,7 +182,7 @@ def _shared(seen: list[Planned], whole: float) -> tuple[Planned, ...]:
 
 
 class Passes:
-    """A model, or its pieces one after the other, forward and backward."""
+    """Runs a model, or its pieces one after another, forward and backward in one process."""
 
     def __init__(self, model: nn.Module, learner: Learner, stages: Stages | None, batch: Any) -> None:
         self._model, self._learner, self._batch = model, learner, batch
@@ -182,12 +192,12 @@ class Passes:
         self._grad: Any = 1.0
 
     def params(self, number: int) -> list[nn.Parameter] | None:
-        """Of a piece; None: of the whole model."""
+        """Returns the parameters of a piece. None: those of the whole model."""
         chunk, stage = divmod(number, len(self._ways) or 1)
         return self._ways[stage].params(chunk) if self._ways else None
 
     def forward(self, number: int) -> int:
-        """Bytes of what comes of it."""
+        """Runs a piece forward, and returns the bytes of its output."""
         if not self._ways:
             self._x = self._learner.loss(self._model, self._batch)
         else:
@@ -204,7 +214,7 @@ class Passes:
 
 
 def answer_like(meeting: Combining, x: Tensor, ways: int) -> Tensor:
-    """A tensor of the answer's shape."""
+    """Returns a tensor of the shape of a meeting's answer."""
     if meeting.what == "gather":
         return torch.cat([x] * ways, meeting.dim)
     return torch.empty_like(x) if meeting.what in ("sum", "swap") else torch.empty_like(parts_of(x, ways, meeting)[0])

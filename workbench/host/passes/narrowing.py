@@ -1,9 +1,9 @@
-"""A rank that trains a part of its model: matrices of fewer rows and columns, and an optimizer of their own.
+"""Lets a rank train a sub-model: smaller matrices, with an optimizer of their own.
 
-What is not cut is trained where it lies. The whole parameters, which `params` gives at any time, change when the part
-is put back into them. A pass makes fewer operations and keeps less, which hosts are told as a share.
+Parameters that the sub-model does not cut are trained in place. The whole parameters change when the rank leaves the
+sub-model and writes its entries back. `share` gives the hosts the part of the model's compute that a pass makes.
 
-With sizes only ranks have one model among them: nothing is put in its place, and numbers are all that follows.
+With sizes only, ranks share one model. Then only numbers change, and the model keeps its parameters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from workbench.tasks import Learner
 
 
 class Narrowing:
-    """One rank's way into a part of its model, and out again
+    """Switches one rank's model to a sub-model and back.
 
-    made:  makes the run's optimizer, at its present rate, for these parameters
-    now:   the run as it is
-    lies:  does the model have values of this rank's own?
+    made:   returns the run's optimizer, at its current learning rate, for these parameters
+    now:    returns the current experiment
+    lies:   whether the model holds this rank's own values
+    counts: how many units of each kind the sub-model keeps; empty: the model is whole
     """
 
     def __init__(self, model: nn.Module, learner: Learner, made: Callable[[list[nn.Parameter]], Any],
@@ -38,11 +39,11 @@ class Narrowing:
         self._entries: Entries | None = None
         self._optimizer: Any = None
         self._shares = {"forward": 1.0, "backward": 1.0, "update": 1.0}
-        self.counts: tuple[int, ...] = ()  # of each units, how many the part keeps; none: it is the whole
+        self.counts: tuple[int, ...] = ()
 
     @cached_property
     def units(self) -> list[Units]:
-        """Of which it can be without some. Raises StrategyError where there are none."""
+        """The hidden units that a sub-model can leave out. Raises StrategyError if there are none."""
         try:
             return units_of(self._model, self._learner)
         except KnobError as error:
@@ -53,11 +54,11 @@ class Narrowing:
         return self._entries is not None
 
     def share(self, phase: str) -> float:
-        """What a phase computes of what it does for the whole model."""
+        """Returns a phase's compute relative to the whole model's."""
         return 1.0 if self._entries is None else self._shares[phase]
 
     def require_awaited(self, exchanged: bool) -> None:
-        """Raises StrategyError where the whole model's gradients are asked for, and there are a part's."""
+        """Raises StrategyError if the strategy exchanges gradients while the rank trains a sub-model."""
         if exchanged and self.narrow:
             raise StrategyError(
                 "a sub-model's gradients stay with it: await rank.backward() whole and rank.update(), or ask for "
@@ -66,16 +67,21 @@ class Narrowing:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters of the part that are not the whole model's."""
+        """The sub-model's own parameters, which replace parameters of the whole model."""
         return [cut.small for cut in self._cuts]
 
     @property
     def state(self) -> dict[Any, Any]:
-        """What its optimizer remembers."""
+        """The state of the sub-model's optimizer."""
         return self._optimizer.state if self._optimizer is not None else {}
 
     def to(self, kept: list[Tensor] | None, scaled: bool = False) -> float:
-        """The part that keeps these of each of the units, or the whole; of a forward's operations, those it makes."""
+        """Switches to the sub-model that keeps these units, or to the whole model (None).
+
+        scaled: multiply the weights that read k of F units by F / k
+
+        Returns a forward's share of the whole model's operations. Raises StrategyError if `kept` leaves out a kind.
+        """
         if self.narrow:
             self._back()
         if kept is None:
@@ -100,7 +106,7 @@ class Narrowing:
         return forward
 
     def _back(self) -> None:
-        """The whole model again, with what the part has learned."""
+        """Returns to the whole model, and writes the sub-model's values into it."""
         entries, self._entries, self.counts = self._entries, None, ()
         assert entries is not None
         if self._lies:
@@ -110,7 +116,7 @@ class Narrowing:
         self._cuts, self._optimizer = [], None
 
     def step(self, longest: float, by: Callable[[], None] | None) -> float | None:
-        """One step of the part's optimizer; the norm of its gradient if that was not to be above `longest`."""
+        """Steps the sub-model's optimizer. If `longest` > 0, clips the gradient's norm to it and returns the norm."""
         norm = None
         params = [p for p in self._model.parameters() if p.requires_grad]
         if longest:
@@ -121,7 +127,7 @@ class Narrowing:
 
     @contextmanager
     def within(self) -> Iterator[nn.Module]:
-        """With sizes only: inside, the model is the part."""
+        """With sizes only: the model has the sub-model's parameters within the block."""
         place(self._cuts)
         try:
             yield self._model

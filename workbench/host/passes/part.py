@@ -1,6 +1,6 @@
-"""A model with smaller parameters in the place of its own, and what it computes then.
+"""Replaces parameters of a model by smaller ones, and counts the operations of its forward.
 
-The very Modules of the model compute it, so nothing is masked: a Linear has a matrix of fewer rows or columns.
+The model's own Modules compute with the smaller parameters, without masks: a Linear has fewer rows or columns.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ _COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary(
 
 
 class Smaller:
-    """A parameter of a Module, and a smaller one that may lie in its place."""
+    """A parameter of a Module, and the smaller one that can replace it.
+
+    scale: the factor by which `small` is larger than the entries of `whole` that it stands for
+    """
 
     def __init__(self, module: nn.Module, short: str, name: str, entries: Entries) -> None:
         self.module, self.short, self.name = module, short, name
         self.whole: nn.Parameter = module._parameters[short]  # type: ignore[assignment]
         shape = entries.shape(name, tuple(self.whole.shape))
         self.small = stands_for(nn.Parameter(entries.of(name, self.whole.data).reshape(shape)), self.whole)
-        self.scale = 1.0  # how many times as large it is as those entries
+        self.scale = 1.0
 
     def grow(self, scale: float) -> None:
-        """It is so many times as large as the entries that it stands for."""
+        """Multiplies the smaller parameter by `scale`."""
         self.small.data.mul_(scale)
         self.scale *= scale
 
 
 def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Smaller]:
-    """Those that `model` would have in a sub-model that keeps these of its units."""
+    """Returns the smaller parameters of the sub-model that keeps these units."""
     entries, found = Entries(units, kept), []
     for name, _ in list(model.named_parameters()):
         if entries.cuts(name):
@@ -50,7 +53,10 @@ def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Sm
 
 
 def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[Smaller]:
-    """The same of so many of each units where nothing has values: one for all ranks, which have one model."""
+    """Returns the smaller parameters without values, given how many units of each kind a sub-model keeps.
+
+    Ranks that share one model share the result.
+    """
     made = _SIZED.setdefault(model, {})
     if counts not in made:
         made[counts] = smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
@@ -58,21 +64,21 @@ def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list
 
 
 def place(parameters: Iterable[Smaller]) -> None:
-    """The model is the sub-model."""
+    """Puts the smaller parameters into the model."""
     for p in parameters:
         p.module._parameters[p.short] = p.small
 
 
 def restore(parameters: Iterable[Smaller]) -> None:
-    """The model is whole."""
+    """Puts the whole parameters back into the model."""
     for p in parameters:
         p.module._parameters[p.short] = p.whole
 
 
 def computes(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
-    """Of the whole model's floating-point operations in a forward, those of a part; None where nobody can tell.
+    """Returns a sub-model's share of the floating-point operations of the whole model's forward.
 
-    From passes on the meta device, which compute nothing; one for each size of a part.
+    Counts them once for each size of a sub-model, on the meta device. None if the model does not run there.
     """
     made = _COUNTED.setdefault(learner, {})
     key = e.batch, counts

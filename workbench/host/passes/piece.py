@@ -1,4 +1,4 @@
-"""What one stage of a pipeline computes: the user's own loss, in which the model is only the parts that lie here."""
+"""Computes one pipeline stage: the user's own loss, with only this stage's parts as the model."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Handed(BaseException):
-    """Leaves the user's loss at the end of a stage that is not the last; no `except Exception` of theirs sees it."""
+    """Leaves the user's loss at the end of a stage before the last. An `except Exception` in it does not catch this."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-Pass = tuple[int, int]  # a micro-batch, and one of the pieces that lie here
+Pass = tuple[int, int]  # a micro-batch, and one of this stage's pieces
 
 
 class Piece:
-    """One stage with its pieces of the model, and the micro-batches that have gone forward and not yet backward.
+    """One stage with its pieces of the model, and its micro-batches between forward and backward.
 
-    opened: by micro-batch and piece what came of it, whose graph holds what backward needs
+    opened: by micro-batch and piece, the output; its graph holds what backward needs
     """
 
     def __init__(self, model: nn.Module, pieces: list[tuple[nn.Module, ...]], stage: int, stages: int) -> None:
         self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
         self.opened: dict[Pass, Tensor] = {}
         self._came: dict[Pass, Tensor] = {}
-        self._halves: dict[Pass, Halves | Tensor] = {}  # backwards of which the second half is to come
+        self._halves: dict[Pass, Halves | Tensor] = {}  # backwards that wait for their second half
 
     def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
-        """What a piece makes of a micro-batch, or the last one of the model the loss: a tensor that is detached.
+        """Returns a piece's output for a micro-batch, detached. The model's last piece returns the loss.
 
-        x: what the piece before has made of it; None on the first
+        x: the output of the piece before; None on the first piece
         """
         if x is not None:
             x, self._came[micro, chunk] = entering(x)
@@ -64,14 +64,14 @@ class Piece:
         return made.detach()
 
     def backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """The gradient of what came of a micro-batch, given that of what a piece made of it; None on the first piece.
+        """Returns the gradient of a piece's input, given that of its output; None on the first piece.
 
-        grad: on the last piece of the model a number that the loss is multiplied with
+        grad: the output's gradient; on the model's last piece a factor of the loss
         """
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         made = self.opened.pop((micro, chunk))
-        if made.requires_grad:  # else nothing before it is to learn
+        if made.requires_grad:  # else no parameter before it learns
             made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
         x = self._came.pop((micro, chunk), None)
         if x is None:
@@ -79,13 +79,13 @@ class Piece:
         return self._gradient(x.grad, chunk)
 
     def inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """The first half of a backward: as `backward`, but parameters get nothing yet."""
+        """Does the first half of a backward: returns what `backward` does, but parameters get no gradients yet."""
         made = self.opened.get((micro, chunk))
         if made is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
         x = self._came.pop((micro, chunk), None)
-        if x is None:  # nobody waits for anything
+        if x is None:  # no stage waits for this gradient
             self._halves[micro, chunk] = grad
             return None
         if not (made.requires_grad and x.requires_grad):
@@ -95,7 +95,7 @@ class Piece:
         return self._gradient(found, chunk)
 
     def weights(self, micro: int, chunk: int = 0) -> None:
-        """The second half: the gradients of the parameters."""
+        """Does the second half of a backward: the gradients of the parameters."""
         if (micro, chunk) not in self._halves:
             raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
         made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
@@ -113,17 +113,17 @@ class Piece:
         return found
 
     def forget(self, micros: Container[int]) -> None:
-        """Drops what these micro-batches have left here, which do not go back."""
+        """Drops the inputs and outputs of these micro-batches, which get no backward."""
         for held in (self.opened, self._came):
             for entry in [entry for entry in held if entry[0] in micros]:
                 del held[entry]
 
     def buffers(self) -> list[Tensor]:
-        """Of all pieces."""
+        """Returns the buffers of all pieces."""
         return [x for parts in self.pieces for part in parts for x in part.buffers()]
 
     def params(self, chunk: int) -> list[nn.Parameter]:
-        """Of one piece."""
+        """Returns the parameters of one piece."""
         return [p for part in self.pieces[chunk] for p in part.parameters()]
 
     def _check(self, made: Any, last: bool) -> None:
@@ -138,11 +138,11 @@ class Piece:
 
 
 class _Enter(torch.autograd.Function):
-    """A tensor from elsewhere, of which the gradient is taken at a stand-in that has no memory."""
+    """Lets a received tensor into the graph. Its gradient goes to a stand-in that takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
-        return x.clone()  # which may be written into, as an in-place layer does
+        return x.clone()  # an in-place layer may write into the clone
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -150,7 +150,7 @@ class _Enter(torch.autograd.Function):
 
 
 def entering(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` as a part may take it, and where its gradient will be."""
+    """Returns `x` as the input of a part, and the tensor that will hold its gradient."""
     if not (x.is_floating_point() or x.is_complex()):
         return x, x
     stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
@@ -159,7 +159,7 @@ def entering(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """`batch` in so many equal parts along the first dimension of its tensors. Raises TaskError where it cannot be."""
+    """Cuts `batch` into `count` equal parts along the first dimension of its tensors. Raises TaskError if it cannot."""
     if count == 1:
         return [batch]
     sizes = {x.shape[0] for x in tensors_of(batch) if x.dim()}
@@ -175,7 +175,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, in order."""
+    """Returns the tensors in a batch, in order."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):
@@ -190,7 +190,7 @@ def _part(batch: Any, number: int, count: int, rows: int) -> Any:
         cut = {k: _part(v, number, count, rows) for k, v in batch.items()}
         return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        if len(batch) == rows and not tensors_of(batch):  # something for each example: names, texts
+        if len(batch) == rows and not tensors_of(batch):  # a value for each example, such as names or texts
             return batch[number * rows // count : (number + 1) * rows // count]
         parts = [_part(v, number, count, rows) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

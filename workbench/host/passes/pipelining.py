@@ -1,9 +1,13 @@
-"""One batch through a pipeline, as one of its stages lives it: the same coroutine on both hosts.
+"""One batch through a pipeline, from the view of one stage: the same coroutine on both hosts.
 
-Verbs of the hosts' own compute: Op("stage_forward", x, micro, chunk) answers with what a piece of the model makes of a
-micro-batch, the last piece with its loss; Op("stage_backward", grad, micro, chunk) with the gradient of what came, and
-in two halves Op("stage_inputs", grad, micro, chunk) does; Op("stage_weights", micro, chunk) is the other half. All else
-are messages between neighbours, posted as soon as they are there.
+The hosts compute these Ops:
+
+- Op("stage_forward", x, micro, chunk) returns a piece's output for a micro-batch. The last piece returns its loss.
+- Op("stage_backward", grad, micro, chunk) returns the gradient of the piece's input.
+- Op("stage_inputs", grad, micro, chunk) returns the same gradient, but leaves the parameters' gradients to
+  Op("stage_weights", micro, chunk).
+
+Neighbours exchange messages. A stage sends each message as soon as it has the tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from workbench.host.placement.cutting import through
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 
-WEIGHTS = "backward weights"  # the name of the half of a backward that is for parameters
-LOSS = "loss"  # what the last stage tells the others of a batch
+WEIGHTS = "backward weights"  # names the half of a backward that computes the parameters' gradients
+LOSS = "loss"  # names the message by which the last stage sends a batch's loss
 
 
 async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
-    """Raises StrategyError where the stages of a replica have drawn unlike batches. Asked of the first after a cut."""
+    """Raises StrategyError if the stages of a replica drew different batches. Checks the first batch after a cut."""
     told = checksum({str(number): x for number, x in enumerate(tensors_of(batch))})
     mine = torch.tensor([told], device=device)
     rows = await rank.all_gather(mine, "batch")
@@ -41,11 +45,11 @@ async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
 
 
 async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, step: int) -> Tensor:
-    """Forwards and backwards of one batch in the order of the schedule; the loss, the mean over its micro-batches.
+    """Runs one batch in the order of the schedule, and returns its loss, the mean over its micro-batches.
 
     rank:   this rank among the stages of its replica
-    share:  what each micro-batch's loss counts, so that gradients add up to those of the batch
-    flow:   what of it, and of batches to come, has gone forward before; nothing where each batch is flushed
+    share:  the weight of each micro-batch's loss, so that gradients add up to those of the batch
+    flow:   earlier forwards of this batch and of later ones; empty if the schedule flushes each batch
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
@@ -80,10 +84,10 @@ async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, 
 
 
 async def drained(flow: Flow) -> None:
-    """Nothing of a batch to come is under way: its forwards are forgotten, and what nobody has taken yet is taken.
+    """Drops all forwards of later batches, and receives their activations that are still in flight.
 
-    All stages have made the same number of batches. One has received what it has gone forward with; the stage before,
-    which is further ahead, has sent more.
+    All stages have completed the same number of batches. The stage before this one is further ahead, so it has sent
+    more activations than this stage has received.
     """
     if not flow.batches:
         return
@@ -95,14 +99,14 @@ async def drained(flow: Flow) -> None:
 
 
 async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
-    """What the whole model makes of these inputs, which all stages have: on all of them. Each computes its `pieces`."""
+    """Returns the whole model's output on all stages. Each has the inputs and computes its `pieces`."""
     last = rank.size - 1
     x: Any = None
     for number, parts in enumerate(pieces):
         if number or rank.index:
             inputs, named = (await received(rank, (rank.index - 1) % rank.size, "activation"),), {}
             arrived(inputs)
-        x = await Op("do", partial(through, parts, *inputs, **named))  # where slices meet, too
+        x = await Op("do", partial(through, parts, *inputs, **named))  # tensor-parallel ranks can meet in this Op
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
@@ -115,7 +119,7 @@ async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: 
 
 
 class Answer(dict[str, Any]):
-    """What a model has answered that returns several tensors by name, as those of transformers do."""
+    """The output of a model that returns several tensors by name, as models of transformers do."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -124,7 +128,7 @@ class Answer(dict[str, Any]):
 
 
 async def _answer(rank: Rank, x: Any, to: int) -> None:
-    """Sends what the model answers: a tensor, or several by name."""
+    """Sends the model's output: one tensor, or several by name."""
     named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in dict(x).items() if isinstance(v, Tensor)}
     like = next(iter(named.values()))
     names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)
@@ -142,5 +146,5 @@ async def _answered(rank: Rank, source: int) -> Any:
 
 
 def pass_name(phase: str, micro: int, chunk: int, pieces: int) -> str:
-    """The name of a pass's Span: "forward 3"; "forward 3.1" through a stage's second piece, where there are several."""
+    """Returns the name of a pass's Span: "forward 3", or "forward 3.1" for the second of several pieces."""
     return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

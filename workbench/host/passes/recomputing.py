@@ -1,4 +1,4 @@
-"""How much of a forward is computed again in backward, by piece of the model: from passes that compute nothing."""
+"""Finds out, by passes on the meta device, which share of a forward runs again in backward."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _FOUND: WeakKeyDictionary[Learner, dict[Any, Shares | str]] = WeakKeyDictionary(
 
 
 def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
-    """By piece of the model, of its forward's floating-point operations those that its backward makes again.
+    """Returns, by piece of the model, the share of its forward's floating-point operations that backward repeats.
 
-    Zeros where the model does not run on the meta device, so that nobody can tell. Raises KnobError in words where it
-    runs, and not so.
+    The shares are 0 if the model does not run on the meta device. Raises KnobError if it runs there, but not with
+    these units checkpointed.
     """
     way = e.partition
     count = way.depth * way.pieces
@@ -83,7 +83,7 @@ def _tried(e: Experiment, learner: Learner, split: Split | None) -> Shares:
 
 
 def _passed(model: nn.Module, learner: Learner, batch: Any, stages: Stages | None, split: Split | None) -> list[Any]:
-    """By piece of the model the floating-point operations of its forward and of its backward."""
+    """Returns, by piece of the model, the floating-point operations of its forward and of its backward."""
     counted: list[Any] = []
     with ExitStack() as also, torch.enable_grad():
         if split:

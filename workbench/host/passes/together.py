@@ -1,11 +1,13 @@
-"""A model of which ranks have slices of each matrix, and compute it together: see across.py for what crosses.
+"""Tensor parallelism: ranks that hold slices of each matrix compute one model together.
 
-[Note: Whose random numbers] Where all ranks have the same, they draw the same, from torch's own generator, which every
-forward seeds alike on all of them, whatever was drawn since the last (noise for each parameter, of which ranks have
-unlike ones). Where each has its own part it draws its own, from a seed that follows from what all would
-have drawn next. A layer that is computed again for its backward begins where torch's generator stood then, so it draws
-again what it drew; and as that may end in the middle, whether a rank is inside or outside is told by the generator's
-seed, not remembered.
+across.py defines the tensors that they exchange.
+
+[Note: Random numbers] Ranks that compute the same tensor draw the same random numbers from torch's own generator. Every
+forward seeds it alike on all ranks. Between two forwards ranks may draw different amounts, such as noise for each of
+their parameters. A rank that computes its own part of a tensor draws its own numbers. Their seed follows from the
+number that all ranks would draw next. A layer that is computed again for its backward begins with the generator's old
+state, so it draws the same numbers. The second computation may end between `enter` and `leave`. A rank therefore reads
+from the generator's seed, not from a flag, whether it draws its own numbers.
 """
 
 from __future__ import annotations
@@ -39,17 +41,18 @@ from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
 ODD = 0x9E3779B97F4A7C15  # spreads ranks' seeds
-SEEDS = 10_000  # so many are remembered: more than passes may be open at a time
+SEEDS = 10_000  # how many seeds are kept: more than the passes that may be open at a time
 
 
 class Together:
-    """A model of which this rank has slices, computing with the others that have the rest.
+    """A model whose matrices are sliced over the ranks of a group, as one of these ranks computes it.
 
-    split: which slices; index: of which rank
-    draws: are random numbers inside a pair of layers each rank's own?
-    seed:  of all random numbers in a forward, the same on all ranks of the group; each forward has its own
-    coding: what crosses in place of activations and of their gradients while it trains; else nothing does
-    coded:  does a codec's own work
+    split:  how parameters are sliced
+    index:  this rank's number in the group
+    draws:  whether each rank draws its own random numbers between a pair of layers
+    seed:   the same on all ranks of the group; each forward derives its own seed from it
+    coding: codecs of activations and of their gradients while the model trains
+    coded:  runs a codec's encoding and decoding
     """
 
     def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0,
@@ -59,8 +62,8 @@ class Together:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # where it stood when it was last left
-        self._own: dict[int, None] = {}  # seeds of numbers that are this rank's own, the last ones
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # the common generator and its state at `enter`
+        self._own: dict[int, None] = {}  # the latest seeds of this rank's own numbers
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
                 run: Any = partial(self._colwise, name, way.gather)
@@ -70,7 +73,7 @@ class Together:
                 run = partial(self._looked_up if isinstance(module, nn.Embedding) else self._rowwise, name)
             else:
                 continue
-            module.__dict__["forward"] = _Forward(module, run)  # found before the class's own
+            module.__dict__["forward"] = _Forward(module, run)  # shadows the class's forward
         self.common = common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
         self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others if p.requires_grad]
@@ -82,7 +85,7 @@ class Together:
 
     @property
     def at(self) -> tuple[int, int]:
-        """Its seed, and how many forwards there were: from these follow the random numbers of the next one."""
+        """The seed and the number of forwards so far. They determine the random numbers of the next forward."""
         return self._seed, self._passes
 
     @at.setter
@@ -90,7 +93,7 @@ class Together:
         self._seed, self._passes = stands
 
     def undo(self) -> None:
-        """Its modules compute as they did before."""
+        """Gives the modules their own forwards back, and removes the hooks."""
         for _, module, _ in self._modules:
             module.__dict__.pop("forward", None)
         for hook in self._hooks:
@@ -98,9 +101,10 @@ class Together:
 
     @contextmanager
     def passing(self, x: Tensor | None, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
-        """Inside, a forward runs. x: what the stage before has made, of this rank's own positions it may be
+        """Encloses one forward.
 
-        params: of the piece of the model that is passed; None: all
+        x:      the output of the stage before; with sequence parallelism only this rank's positions
+        params: the parameters of the piece that runs; None: all
         """
         self._passes += 1
         torch.manual_seed((self._seed * ODD + self._passes) % 2**63)
@@ -114,9 +118,9 @@ class Together:
 
     @contextmanager
     def summing(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
-        """Inside, a forward reads parameters of whose gradient each rank has a part as what its backward adds up.
+        """Encloses a forward, whose backward sums over ranks the gradients that each rank has a part of.
 
-        Those of other pieces have no part in it: their gradients would seem to come with this one's.
+        It leaves the parameters of other pieces out, because their gradients would seem to arrive with this piece's.
         """
         here = None if params is None else {id(p) for p in params}
         some = [p for p in self._partial if here is None or id(p) in here]
@@ -126,7 +130,7 @@ class Together:
         views = dict(zip(map(id, some), summed_at_the_end(some, self._whole), strict=True))
         read = [(module, kind, views[which]) for module, kind, which in self._read if which in views]
         for module, kind, view in read:
-            module.__dict__[kind] = view  # found before the parameter
+            module.__dict__[kind] = view  # nn.Module finds it before the parameter
         try:
             yield
         finally:
@@ -139,7 +143,7 @@ class Together:
 
     @property
     def _whole(self) -> Others:
-        """For what crosses as it is: what an embedding has found, and what the last layer answers."""
+        """The group without codecs, for an embedding's rows and the last layer's output."""
         return Others(self._ask, self.split.ways)
 
     def _scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
@@ -166,17 +170,18 @@ class Together:
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _looked_up(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Rows that lie here, zeros for those that lie elsewhere; of all ranks together."""
+        """Looks up this rank's rows, with zeros for rows of other ranks, and sums over ranks."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
-        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # others are refused as ever
+        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses other indices
         pad = module.padding_idx - self.index * rows if module.padding_idx is not None else -1
         found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, pad if 0 <= pad < rows else None)
         return summed_ahead(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._whole, name)
 
     def enter(self, x: Tensor) -> None:
-        """From here on each rank draws numbers of its own: between a layer by columns and one by rows, and where it has
-        its own positions. See [Note: Whose random numbers].
+        """Lets each rank draw its own numbers: from a Colwise to a Rowwise layer, and for its own positions.
+
+        See [Note: Random numbers].
         """
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
         if not self._draws or generator.initial_seed() in self._own:
@@ -189,7 +194,7 @@ class Together:
         generator.manual_seed(seed)
 
     def leave(self) -> None:
-        """From here on all draw the same numbers again."""
+        """Lets all ranks draw the same numbers again."""
         if self._outside is not None:
             generator, state = self._outside
             if generator.initial_seed() in self._own:
@@ -198,7 +203,7 @@ class Together:
 
 
 class _Forward:
-    """What a module computes in place of its class's own forward; its copy computes with the copy's weights."""
+    """Replaces a module's forward. In a deep copy it computes with the copy's weights."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
@@ -212,24 +217,27 @@ class _Forward:
 
 
 def _dropped(param: nn.Parameter) -> None:
-    """The gradient of a parameter that another rank looks after, and has the same of."""
+    """Drops the gradient of a parameter that another rank owns. The owner has the same gradient."""
     param.grad = None
 
 
 def common(model: nn.Module, split: Split, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
-    """By owner the parameters that all ranks have, of those that lie here (or of these)."""
+    """Returns, by owner, the parameters that every rank has whole, without absent ones.
+
+    names: look only at these parameters
+    """
     some = [(model.get_parameter(name), k) for name, k in split.owners.items() if names is None or name in names]
     return [[p for p, owner in some if owner == k and not isinstance(p, Absent)] for k in range(split.ways)]
 
 
 async def refreshed(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Every rank of the group gets what the others look after, as it is now."""
+    """Gives every rank of the group the current values of the parameters that other ranks own."""
     for dtype in dict.fromkeys(p.dtype for each in by_owner for p in each):
         await _told(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
 
 
 async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Parameters of one dtype, which all ranks of the group have, take their owners' values: each sends its own."""
+    """Copies their owners' values into parameters of one dtype that every rank of the group has."""
     counts = [sum(p.numel() for p in each) for each in by_owner]
     like = next(p for each in by_owner for p in each)
     own = torch.cat([p.detach().reshape(-1) for p in by_owner[rank.index]] or [like.detach().new_empty(0)])
@@ -248,7 +256,7 @@ async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
 
 
 def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
-    """A copy of a whole model that has the slices of rank `index`; what is cut is never copied whole."""
+    """Copies a whole model with only the slices of rank `index`. It never copies a sliced parameter whole."""
     known: dict[int, Any] = {}
     for name, made in split.sliced.items():
         p = model.get_parameter(name)
@@ -261,7 +269,7 @@ def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
 @contextmanager
 def computing(model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True,
               coding: Coding = PLAIN, coded: Coded = plainly) -> Iterator[Together]:  # fmt: skip
-    """Inside, `model`, which has the slices of rank `index`, computes so."""
+    """Lets `model`, which has the slices of rank `index`, compute as Together within the block."""
     together = Together(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together

@@ -1,8 +1,8 @@
-"""The weights that a stage's passes read: those that are there, or a copy from before they were changed.
+"""The versions of a stage's weights that its passes read: the current weights, or a copy of older ones.
 
-What autograd keeps of the weights for a backward is not the weights but which version of them it was, so that a version
-is copied only when it is about to change and still to be read. A pass of a version that has been copied runs while the
-parameters lie in the copy; whoever writes into the weights beside it writes where they always are.
+For a backward, autograd keeps a reference to a version in place of the weights. So a version is copied only if a pass
+will still read it when the weights are about to change. A pass that reads a copy runs while the parameters' data points
+into the copy. Code that writes to the weights at the same time writes to their usual memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from workbench.rank import Part, StrategyError
 
 
 class Version:
-    """The weights at one time.
+    """The weights between two updates.
 
-    kept: a copy by bucket as these were then, once the weights may have changed; None: they are those there
+    kept: a copy by bucket, once the weights may have changed; None: the current weights are this version
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.kept: list[Tensor] | None = None
-        self._cut: list[tuple[list[Place], tuple[Part, ...]]] = []  # where parameters lie in the copy, by bucket
+        self._cut: list[tuple[list[Place], tuple[Part, ...]]] = []  # by bucket, the parameters' places in the copy
 
     def keep(self) -> None:
-        """The weights may change from now on, and the buckets."""
+        """Copies the weights, because they or the buckets may change from now on."""
         if self.kept is not None:
             return
         self.kept = [weights.clone() for weights in self.layout.weights]
@@ -39,13 +39,13 @@ class Version:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside a forward runs that reads this version; so does its backward, whatever is there by then."""
+        """Encloses a forward, so that it and its backward read this version."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self.backward():
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside the backward of such a forward runs."""
+        """Encloses the backward of such a forward: points the parameters' data into the copy, if there is one."""
         there = [(place.param, place.param.data) for group, _ in self._cut for place in group]
         for (group, parts), copy in zip(self._cut, self.kept or (), strict=True):
             for place, part in zip(group, parts, strict=True):
@@ -57,11 +57,11 @@ class Version:
                 param.data = data
 
     def _pack(self, x: Tensor) -> Any:
-        """What autograd keeps in place of `x`."""
+        """Returns the object that autograd keeps in place of `x`."""
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata
-        if self.kept is not None:  # nobody writes into a copy, and parameters that lie in it look as if somebody had
+        if self.kept is not None:  # no code writes into a copy, though its parameters' version counters suggest it
             return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _other(x)
         index = self.layout.lying.get(place)
         if index is None:
@@ -70,13 +70,16 @@ class Version:
 
 
 class _Other(NamedTuple):
-    """What is no weight, and how often it had been written into."""
+    """A saved tensor that is no weight, with the version counter that it had."""
 
     x: Tensor
     version: int
 
     def read(self) -> Tensor:
-        """torch looks for this itself where nobody keeps something in a tensor's place."""
+        """Returns the tensor. Raises StrategyError if it was changed in place after its forward.
+
+        torch checks this itself only for tensors that it saves without hooks.
+        """
         if self.x._version != self.version:
             raise StrategyError(
                 f"backward reads a tensor of {list(self.x.shape)} that was changed in place after its forward: where "
@@ -90,7 +93,7 @@ def _other(x: Tensor) -> _Other:
 
 
 class _Weights:
-    """A view of the weights, of a version."""
+    """A view into the weights of a version."""
 
     def __init__(self, version: Version, index: int, x: Tensor) -> None:
         self.version, self.index = version, index
@@ -109,53 +112,53 @@ def _unpack(kept: Any) -> Tensor:
 
 
 class Versions:
-    """The versions of one stage's weights that are still to be read.
+    """The versions of one stage's weights that passes will still read.
 
-    reads: by number of a micro-batch in flight, the version that its forward has read
+    reads: by number of a micro-batch in flight, the version that its forward reads
     """
 
     def __init__(self, layout: Callable[[], Layout]) -> None:
         self._layout = layout
         self._now: Version | None = None
-        self._own: Version | None = None  # of the batch under way and the next, where all of one read the same
-        self._next: Version | None = None
+        self._own: Version | None = None  # the version of the current batch, if a whole batch reads one version
+        self._next: Version | None = None  # the version of the next batch
         self.reads: dict[int, Version] = {}
 
     @property
     def newest(self) -> Version:
-        """That of the weights there are."""
+        """The version of the current weights."""
         self._now = self._now or Version(self._layout())
         return self._now
 
     def begin(self) -> None:
-        """A batch begins, which reads what was the newest as the one before began, where there was one."""
+        """Begins a batch. It reads the version that was the newest when the batch before began, if there was one."""
         self._own, self._next = self._next or self.newest, self.newest
 
     def of_batch(self, later: bool) -> Version:
-        """Of the batch under way, or a `later` one."""
+        """Returns the version of the current batch, or of a `later` one."""
         version = self._next if later else self._own
         assert version is not None
         return version
 
     def over(self) -> None:
-        """A batch is over: nobody reads its version again, unless another one does."""
+        """Ends a batch: drops its version, and keeps a copy of the weights if another batch will read them."""
         self._own = None
         self.keep()
 
     def keep(self) -> None:
-        """The weights may change from now on: a copy of them is kept where they are still to be read."""
+        """Copies the weights if a pass will still read them, because they may change from now on."""
         if self._now is not None and any(self._now is version for version in self._alive()):
             self._now.keep()
         self._now = None
 
     def forget(self) -> None:
-        """Nothing is to be read again."""
+        """Drops all versions."""
         self._now = self._own = self._next = None
         self.reads.clear()
 
     @property
     def kept(self) -> list[Tensor]:
-        """All copies."""
+        """The tensors of all copies."""
         if not self.reads and self._own is self._next is None:
             return []
         versions = {id(version): version for version in self._alive()}

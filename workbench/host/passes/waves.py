@@ -1,4 +1,4 @@
-"""A model that is passed piece by piece: one batch's forward takes the memory that another's backward gives back."""
+"""Passes a model piece by piece, so that one batch's forward takes memory that another's backward frees."""
 
 from __future__ import annotations
 
@@ -16,25 +16,31 @@ from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
 
-_WRITTEN = "leaf Variable that requires grad"  # what torch says of who writes into where a graph begins
+_WRITTEN = "leaf Variable that requires grad"  # from torch's error about an in-place write to a graph's leaf
 
 
 class _Risen:
-    """One batch on its way: what the last piece made, and of each piece its graph and where its input's gradient is."""
+    """One batch between two pieces.
+
+    falls:  whether its backward runs piece by piece, too
+    made:   the latest piece's output
+    graphs: of each piece before its backward, its output's edge in the graph, and the tensor with its input's gradient
+    grad:   the gradient of the output of the piece whose backward is next
+    """
 
     def __init__(self, batch: Any, of: int, falls: bool) -> None:
         self.batch, self.of, self.falls = batch, of, falls
         self.made: Any = None
-        self.graphs: list[tuple[GradientEdge | None, Tensor | None]] = []  # of pieces that have not fallen
-        self.grad: Tensor | None = None  # of what the piece that falls next has made
+        self.graphs: list[tuple[GradientEdge | None, Tensor | None]] = []
+        self.grad: Tensor | None = None
         self.loss: Tensor | None = None
 
 
 class Waves:
-    """The batches that are in pieces on one rank.
+    """The batches that one rank computes in pieces. A batch *rises* (forward) and *falls* (backward).
 
-    Where a batch falls by pieces, each piece has a graph of its own, which begins at what it is handed, and what it has
-    made is kept by nobody but who computes with it.
+    If a batch falls by pieces, each piece has its own graph, which begins at the piece's input. Then only the graph of
+    the next piece keeps a piece's output.
     """
 
     def __init__(self, model: nn.Module, learner: Any) -> None:
@@ -44,7 +50,7 @@ class Waves:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """Between which it can be cut; none where nobody says."""
+        """The model's parts, between which it can be cut; empty if the task does not define any."""
         if self._parts is None:
             try:
                 self._parts = parts_of(self._model, self._learner)
@@ -53,24 +59,24 @@ class Waves:
         return self._parts
 
     def count(self, most: int) -> int:
-        """Into how many pieces it can be cut, of `most`."""
+        """Returns into how many pieces the model can be cut, at most `most`."""
         return max(1, min(most, len(self.parts)))
 
     def share(self, piece: int, of: int) -> float:
-        """What a piece is of the model's compute, as far as numbers of parameters tell."""
+        """Estimates a piece's share of the model's compute from its number of parameters."""
         if of == 1:
             return 1.0
         return sum(map(weight, self._piece(piece, of))) / sum(map(weight, self.parts))
 
     def opened(self) -> Iterable[Any]:
-        """Of batches in pieces, what graphs hang on: each has a `grad_fn`."""
+        """Yields objects whose `grad_fn` leads into the graphs of the open batches."""
         for risen in self._risen.values():
             if not risen.falls and risen.made is not None:
                 yield risen.made
             yield from (SimpleNamespace(grad_fn=edge.node) for edge, _ in risen.graphs if edge is not None)
 
     def rise(self, draw: Callable[[], Any], micro: int, piece: int, of: int, falls: bool) -> tuple[Any, Tensor | None]:
-        """A batch through one piece: the batch, and through the last piece its loss."""
+        """Runs a batch forward through one piece. Returns the batch, and after the last piece its loss."""
         if piece == 0:
             if micro in self._risen:
                 raise StrategyError(f"batch {micro} rises anew before it has fallen")
@@ -102,7 +108,7 @@ class Waves:
         return batch, made
 
     def fall(self, micro: int, piece: int, of: int, grad: float) -> None:
-        """The backward through one piece."""
+        """Runs the backward through one piece."""
         risen = self._of(micro, of)
         if not risen.falls or risen.loss is None or len(risen.graphs) != piece + 1:
             raise StrategyError(f"batch {micro} cannot fall through piece {piece} of {of} now: the last falls first")
@@ -115,8 +121,9 @@ class Waves:
             del self._risen[micro]
 
     def _entering(self, x: Tensor, piece: int, of: int) -> tuple[Tensor, Tensor]:
-        """`x` as a piece takes it, in the memory where it lies unless the first layer writes there, and whose gradient
-        will be that of it.
+        """Returns `x` as a piece's input, and the tensor that will hold its gradient.
+
+        Copies `x` only if the piece's first layer works in place.
         """
         first = next(m for m in self._piece(piece, of)[0].modules() if not next(m.children(), None))
         if getattr(first, "inplace", False) or not x.is_floating_point():
