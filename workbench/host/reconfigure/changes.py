@@ -1,8 +1,8 @@
-"""Applying a change between two steps, the same on every rank and every host, and the hand-over between strategies.
+"""Applies a change between two steps on every rank, and hands over between strategies, on both hosts.
 
-A hand-over asks for the same verbs as a step, so it is a coroutine, too, and a host drives it. Leaving brings every
-rank to the canonical state (one value of parameters and optimizer state), entering starts from it; so S strategies
-need 2 S adapters and not S squared. Afterwards a hash of the parameters must agree.
+A hand-over is a coroutine of the same verbs as a step, so a host drives it, too. Leaving a strategy brings every rank
+to the canonical state: one value of parameters and optimizer state. Entering starts from that state. So S strategies
+need 2 S adapters, not S squared. Afterwards a hash of the parameters must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from workbench.tasks import at_rate, rate
 
 
 async def obey(run: Changing, change: Change) -> bool:
-    """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which.
+    """Makes one change on all ranks between the same two steps, and returns True; or refuses it and returns False.
 
-    Was it made?
+    A Mark "change" or "refused" records the result.
     """
     wanted, reason = None, ""
     try:
         wanted = _ready(run, run.able(run.experiment.set(change.path, change.value)))
     except KnobError as error:
         reason = str(error)
-    refusing = await run.gather(int(wanted is None))  # one that cannot is enough
+    refusing = await run.gather(int(wanted is None))  # one rank's refusal is enough
     if wanted is None or any(refusing):
         first = refusing.index(1)
         reason = reason or f"rank {run.rank.number(first)} cannot make it, and why was not heard"
@@ -59,7 +59,7 @@ async def obey(run: Changing, change: Change) -> bool:
 
 
 async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
-    """Of changes that are to be made together the first that some rank cannot make, which the record then says."""
+    """Returns the first of these joint changes that some rank cannot make, and records it as refused; else None."""
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:
@@ -82,14 +82,14 @@ def _refusal(change: Change, reason: str) -> dict[str, Any]:
 
 
 def _answer(run: Changing, by: int, name: str, detail: dict[str, Any]) -> None:
-    """What became of a change: one rank says it in the record, and all know it, for that one may be lost before."""
+    """Records a change's result by a Mark of rank `by`. All ranks keep the Answer in case that rank is lost."""
     run.answer = Answer(name, run.rank.step, run.now, detail)
     if run.rank.id == by:
         run.mark(name, detail)
 
 
 def _ready(run: Changing, wanted: Experiment) -> Experiment:
-    """`wanted`, or KnobError where it must wait for what a change before it has left to do."""
+    """Returns `wanted`, or raises KnobError if it must wait until an earlier change has completed."""
     if wanted.strategy.shards and MOMENTUM in run.rank.memory.buffers:
         raise KnobError(
             f"strategy={type(wanted.strategy).__name__}: a compressor still hands the momentum back to the optimizer, "
@@ -99,7 +99,7 @@ def _ready(run: Changing, wanted: Experiment) -> Experiment:
 
 
 async def apply(run: Changing, wanted: Experiment) -> None:
-    """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
+    """Changes `run` to the experiment `wanted`. All ranks are at the same step boundary."""
     was = run.experiment
     await drained(run.flow)
     if was.strategy.in_flight:
@@ -115,7 +115,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     if wanted.optimizer != was.optimizer:
         await was.strategy.recall(run.rank.replicas, run.state)
         shards = handover.cut(run, was.strategy)
-        await handover.reshard(run, shards, None)  # one may be made with state that is whole
+        await handover.reshard(run, shards, None)  # a new optimizer may begin with whole state
         _renew(run, wanted)
         await handover.reshard(run, None, shards)
     run.rate.follow(run)
@@ -131,7 +131,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         await residual.change(run, was, wanted)
     elif wanted.strategy != was.strategy and arrange(run, wanted):
         run.regrouped()
-        await run.gather(0)  # nobody goes on before all have closed what is over
+        await run.gather(0)  # wait until all ranks have closed the old groups
     if anew:
         run.enter_opaque()
     if wanted.partition.recompute != was.partition.recompute:
@@ -144,17 +144,17 @@ async def apply(run: Changing, wanted: Experiment) -> None:
 
 
 def _wrapped_by(e: Experiment) -> tuple[Any, ...]:
-    """What torch's own goes by when it takes the model."""
+    """Returns the settings that an opaque strategy reads when torch wraps the model."""
     return e.bucket_mb, e.fabric, e.optimizer, e.partition, e.strategy
 
 
 def take_role(run: Changing, wanted: Experiment) -> None:
-    """Whether this rank trains as `wanted` says or only serves, and where in its mesh; said of all by rank 0."""
+    """Sets this rank's role, trainer or server, and its place in the mesh. Rank 0 records which ranks serve."""
     rank, strategy = run.rank, wanted.strategy
     arrange(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
     rank.tables = tables_of(run.learner, wanted, run.layout)
-    run.layout.gives_back = "gradients" in strategy.shards  # else a first step had room for all of them at once
+    run.layout.gives_back = "gradients" in strategy.shards  # else the first step allocates all of them
     serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:
         text = f"{rank.size - len(serve)} of {rank.size} ranks train; {len(serve)} serve"
@@ -162,7 +162,7 @@ def take_role(run: Changing, wanted: Experiment) -> None:
 
 
 def arrange(run: Changing, wanted: Experiment) -> bool:
-    """Arranges the ranks that train as `wanted` says; groups of before are over if that is anew. Is it?"""
+    """Arranges the training ranks in the mesh of `wanted`. Returns whether the mesh, and so all groups, are new."""
     rank = run.rank
     made = mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
     if (made.dims, made.ranks) == (rank.mesh.dims, rank.mesh.ranks):
@@ -175,7 +175,7 @@ def arrange(run: Changing, wanted: Experiment) -> bool:
 
 
 def note_idle(run: Changing, was: Experiment | None = None) -> None:
-    """A Mark lists the faults that have no effect now, if they are others than before the change."""
+    """Records the faults that have no effect now in a Mark, if they differ from those before the change."""
     if run.rank.id:
         return
     found, before = _idle(run.experiment), _idle(was) if was else []
@@ -184,7 +184,7 @@ def note_idle(run: Changing, was: Experiment | None = None) -> None:
 
 
 def note_again(run: Changing) -> None:
-    """A Mark says what backward computes again."""
+    """Records in a Mark which units backward computes again."""
     e, split = run.experiment, run.spread.split if run.spread else None
     if run.rank.id:
         return
@@ -199,7 +199,7 @@ def _idle(e: Experiment) -> list[str]:
 
 
 def _renew(run: Changing, wanted: Experiment) -> None:
-    """Another optimizer takes over, at the present rate. A Mark says what it takes over of what the last remembered."""
+    """Replaces the optimizer at the current learning rate. A Mark records which state the new one takes over."""
     made = run.make_optimizer(wanted)
     if rate(made) != run.rank.lr:
         at_rate(made, run.rank.lr)
@@ -210,18 +210,20 @@ def _renew(run: Changing, wanted: Experiment) -> None:
 
 
 def needs_switch(was: Any, wanted: Any, size: int) -> bool:
-    """Is `wanted` another way for ranks to agree? A background remembers by its knobs, so a turned one is new; so is
-    one that shares state out among others.
+    """Whether going from strategy `was` to `wanted` needs a hand-over.
+
+    It does if their types differ, if the ranks that share state differ, or if a knob changes of a strategy with a
+    background task. Such a strategy's state depends on its knobs.
     """
     other = bool(wanted.has_background) or (bool(wanted.shards) and sharers(wanted, size) != sharers(was, size))
     return type(wanted) is not type(was) or (wanted != was and other)
 
 
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
-    """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own.
+    """Switches the strategy or the partition: leave, consolidate, enter, check.
 
-    What both strategies share out alike stays where it is, and from shards to stages or slices, and back, all goes
-    straight, so that no rank needs room for the whole.
+    The switch is one span, and its bytes cross the Link. State that both strategies shard alike stays in place. Between
+    shards and stages or slices state moves directly, so no rank needs memory for the whole model.
     """
     moved, lies, remembered = moves(was, wanted), lying(run, was.strategy), names(run.state)
     alike = lies.shards is not None and lies.shards == handover.cut(run, wanted.strategy)
@@ -249,9 +251,10 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
 
 async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: handover.Cut | None,
                 stays: Collection[str]) -> None:  # fmt: skip
-    """The strategy is left: of all that ranks hold together each has what lies with it, but what `stays` in shards.
+    """Leaves the strategy: each rank gets whole tensors of its part of the model, in the canonical state.
 
-    shards: those in which the optimizer's state lies
+    shards: the cut by which optimizer state is sharded now
+    stays:  the kinds of state that remain in shards
     """
     if wanted.lr_warmup and not in_step(was):
         await run.rate.agree(run)
@@ -271,7 +274,7 @@ async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: hand
 
 
 async def spread_out(run: Changing) -> None:
-    """Before the first step: the model, which each rank has made whole, comes to lie as the partition says."""
+    """Lays the model out by the partition before the first step. Each rank has built it whole."""
     began = run.experiment
     await repartition(run, WHOLE, Lying(spread_of(began, run.model, run.learner)))
     run.enter(began, began)
@@ -279,14 +282,15 @@ async def spread_out(run: Changing) -> None:
 
 
 def foreign(was: Experiment, wanted: Experiment) -> bool:
-    """Does a residual lose its meaning? One of gradients has none among displacements.
+    """Whether residuals lose their meaning in the switch.
 
-    One of moments means nothing to others than those it was left by, which begin anew with every strategy.
+    A residual of gradients has no meaning for displacements. A residual of moments belongs to the moments of one
+    strategy, and the next strategy begins with new moments.
     """
     kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
     return len(kinds) > 1 or "moments" in kinds
 
 
 def in_step(e: Experiment) -> bool:
-    """Have all ranks a step in common, whether they meet in it or wait for neighbours or a server only?"""
+    """Whether all ranks keep a common step: they all meet in it, or each waits for its neighbours or a server."""
     return e.strategy.lockstep or e.strategy.propagation(e.ranks) > 0

@@ -1,4 +1,4 @@
-"""Whether a run's model can be trained as another experiment says, and come to lie so: asked before anything moves."""
+"""Checks, before anything moves, whether a run's model can be laid out and trained by another experiment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workbench.settings import KnobError
 
 
 def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
-    """Why the model, or a rank's part of it, cannot be trained as `e` says, in a sentence that says what would do."""
+    """Returns why `e` cannot train the model or a rank's part of it, and what to do instead; or None."""
     shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
     if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
         return reason
@@ -45,7 +45,7 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
 
 
 def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
-    """Why a member of `e` cannot train parameters of these element types, by name; or None."""
+    """Returns why a member of `e` cannot train parameters of these dtypes, given by name; or None."""
     wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
     every: list[tuple[str, Any]] = [("strategy=DDP", e.strategy), *wrapped]
     for other, member in every:
@@ -70,7 +70,7 @@ def _barren(e: Experiment, spread: Spread, rank: int) -> str:
 
 
 def able(run: Any, wanted: Experiment) -> None:
-    """Raises KnobError where `run`'s model cannot be trained as `wanted` says, or cannot come to lie so."""
+    """Raises KnobError if `wanted` cannot lay out or train `run`'s model."""
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
     here = {n: p for n, p in run.model.named_parameters() if p.requires_grad and not isinstance(p, absent.Absent)}
@@ -93,11 +93,11 @@ def able(run: Any, wanted: Experiment) -> None:
         _ask_slots(run, wanted)
 
 
-_TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by a task's functions: why not, or ""
+_TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
 
 
 def _require_tried(run: Any, wanted: Experiment) -> None:
-    """Tries one batch, whole and spread, once for each way to spread."""
+    """Tries one batch on the whole model and on the spread one, once for each way to spread."""
     way = wanted.partition
 
     def tried(model: nn.Module, batch: Any) -> None:
@@ -110,13 +110,13 @@ def _require_tried(run: Any, wanted: Experiment) -> None:
 
 
 def _require_parts(run: Any, wanted: Experiment) -> None:
-    """Tries one batch, whole and part by part."""
+    """Tries one batch on the whole model and part by part."""
     said = f"strategy={type(wanted.strategy).__name__}"
     _once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
 
 
 def _once(run: Any, wanted: Experiment, what: Any, tried: Callable[[nn.Module, Any], None]) -> None:
-    """Tries something on a model of its own, whatever lies here, and raises the same KnobError when asked again."""
+    """Runs a trial on a separate whole model. For the same `what` and batch size it repeats only the KnobError."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
         made[key] = _tried(run, wanted, tried)
@@ -137,8 +137,8 @@ def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]
 
 
 def _ask_slots(run: Any, wanted: Experiment) -> None:
-    """Refuses in words what an optimizer remembers in a shape that no other rank could tell."""
-    if cut(run, run.experiment.strategy) is not None:  # it steps each element by itself, or there were no shards
+    """Raises KnobError for optimizer state whose shape does not show how to move it to other ranks."""
+    if cut(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
         return
     shapes = {place.name: place.param.shape for place in run.layout.order}
     for name, x in slots(run.layout, run.optimizer).items():
@@ -150,6 +150,6 @@ def _ask_slots(run: Any, wanted: Experiment) -> None:
 
 
 def moves(was: Experiment, wanted: Experiment) -> bool:
-    """Does a model lie otherwise under `wanted`?"""
+    """Whether the two experiments lay out a replica differently over ranks."""
     one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
     return one != other

@@ -1,8 +1,9 @@
-"""Steering: how a policy is asked, and how what it decides is made, the same on both hosts.
+"""Asks a policy and makes its decisions, the same on both hosts.
 
-A look is planned as a change is: all ranks come to it before the same step, or together where they keep none. Each
-tells what it has noted since the look before, rank 0 asks the policy, and all make what it decided as the ordinary
-changes that follow. So nobody else need ever agree with rank 0, and a policy may be any code.
+A *look* is the boundary at which rank 0 asks the policy. It is planned like a change: all ranks reach it before the
+same step, or meet for it if they keep no common step. Each rank reports the numbers that it has noted since the last
+look. Rank 0 asks the policy, and all ranks make its decisions as ordinary changes. Only rank 0 runs the policy, so a
+policy may be any code.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.said import said
 
-KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # what a checkpoint has of it
-FAILURES = (Exception, SystemExit)  # of a policy; the process is not its to end, but KeyboardInterrupt is a person's
+KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # attributes that a checkpoint stores
+FAILURES = (Exception, SystemExit)  # a policy must not end the process; a person may, by KeyboardInterrupt
 
 
 @dataclass(frozen=True)
 class Look(Change):
-    """What stands among the planned changes where the policy is to be asked."""
+    """A place among the planned changes at which rank 0 asks the policy."""
 
     path: str = field(default="")
     value: Any = field(default=None)
 
 
 class Steering:
-    """One rank's part in asking the policy. On rank 0 it knows what people have set, and what was refused.
+    """One rank's part in asking the policy.
 
-    names: the Samples that are noted for the policy
-    steps: made since the last look
-    made: all changes so far, by people and by policies, the same on all ranks
+    names: the Samples that this rank notes for the policy
+    steps: the number of steps since the last look
+    made:  all changes so far, by people and by policies, the same on all ranks
     """
 
     def __init__(self, run: Any) -> None:
@@ -47,41 +48,42 @@ class Steering:
         self.steps = 0
         self._noted: dict[str, list[float]] = {}
         self._state: Any = None
-        self._known = False  # is there a state?
-        self._given = False  # are its decisions among the planned changes, as of a run that is replayed? It looks only
-        self._next: Look | None = None  # the look that is to come; another that is still taken is none any more
-        self._held: dict[str, int] = {}  # paths that people have set, and before which step
+        self._known = False  # whether the policy has its state
+        self._given = False  # whether the planned changes hold its decisions, as in a replay; then it only looks
+        self._next: Look | None = None  # the next look; every other Look is void
+        self._held: dict[str, int] = {}  # paths that people have set, with the step that followed
         self.made: list[Change] = []
-        self._after: list[int] = []  # of each of them, how many changes had been obeyed before
-        self._refused: set[str] = set()  # what need not be asked again as long as nothing changes
+        self._after: list[int] = []  # of each change in `made`, how many changes the run had obeyed before
+        self._refused: set[str] = set()  # refused decisions, not tried again until a change is made
         self._said: set[str] = set()
 
     @property
     def policy(self) -> Policy | None:
-        """Who is to be asked, paused or not; None where only people decide."""
+        """The policy, paused or not; None if only people decide."""
         policy = self.run.experiment.policy
         return policy if isinstance(policy, Policy) else None
 
     def hear(self, name: str, value: float) -> None:
-        """Something is written into the record."""
+        """Notes a value that this rank writes into the record, if the policy reads it."""
         if name in self.names:
             self._noted.setdefault(name, []).append(float(value))
 
     def begin(self) -> None:
-        """The run begins; before its first step, on all ranks."""
+        """Plans the first look, on all ranks before the first step."""
         self._given = any(change.by for change in self.run.planned)
         if self._given and self.policy:
             self._say("given", "its decisions are those of another run, given as changes; it makes no others")
         self._plan(-1)
 
     def begin_again(self) -> None:
-        """Other ranks go on from the present step, which all have in common, than were there before."""
+        """Plans a new look after the ranks of the run have changed. All are at the same step."""
         self._forget()
         self._plan(self.run.rank.step - 1)
 
     def _plan(self, after: int, at: int | None = None) -> None:
-        """The next look, later than `after` or `at` a step, stands among the planned changes, behind all that are due
-        by then; or none.
+        """Plans the next look, later than `after` or before step `at`, behind all changes due by then.
+
+        Plans none if the policy is absent or paused, or if the run ends before.
         """
         run, policy = self.run, self.policy
         run.planned = [change for change in run.planned if not isinstance(change, Look)]
@@ -96,23 +98,23 @@ class Steering:
             run.planned.insert(bisect_right(steps, at), self._next)
 
     def kept(self) -> dict[str, Any]:
-        """All that it goes by, for a checkpoint, but for the changes `made`: these grow, and are said once for all."""
+        """Returns the state for a checkpoint without `made`, which grows and is the same on all ranks."""
         return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
 
     def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
-        """After `begin`: goes on from what was `kept`, and from the changes made before."""
+        """Restores a checkpoint's state and earlier changes. Runs after `begin`."""
         following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
         vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
             self._plan(following - 1, following)
 
     def undo(self, changes: int) -> None:
-        """Only so many of the changes that were obeyed count, fewer than were."""
+        """Drops all changes made after the run's first `changes` obeyed ones."""
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
     async def agree(self) -> None:
-        """What was changed so far, and what by people, as who knows most has it: some have come, or were behind."""
+        """Takes `made` and the held paths from the rank that knows most. Some ranks are new or were behind."""
         by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
@@ -120,7 +122,7 @@ class Steering:
         self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
 
     def _looks(self, policy: Policy, after: int) -> int:
-        """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
+        """Returns the step before which the policy looks next, later than `after`; by `look_every` if it fails."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
         except FAILURES as error:
@@ -129,7 +131,7 @@ class Steering:
         return max(at, after + 1)
 
     async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
-        """Awaits whether a change is made, and heeds what follows from that for the policy."""
+        """Awaits `obeyed`, whether a change is made. Updates the policy's state by it, and returns it."""
         change = self._full(change)
         if made := await obeyed:
             await self._heed(change)
@@ -138,11 +140,11 @@ class Steering:
         return made
 
     async def _heed(self, change: Change) -> None:
-        """A change was made, whose paths are in full."""
+        """Updates the state after a change with full paths was made. The next look moves if it set the policy."""
         self._refused.clear()
         self.made.append(change)
         self._after.append(self.run.obeyed)
-        if "policy" in change.settings:  # also the same again: all is in its hands anew
+        if "policy" in change.settings:  # even to the same value: the policy may set all paths again
             self._held.clear()
             self._said.clear()
             self._known = False
@@ -154,7 +156,7 @@ class Steering:
             self._plan((await self.run.gather(self.run.rank.step))[0])
 
     def _full(self, change: Change) -> Change:
-        """`change` with its paths as they are in full for what is in force."""
+        """Returns `change` with full paths, by the current experiment; unchanged if they do not resolve."""
         try:
             return resolved(self.run.experiment, change)[0]
         except KnobError:
@@ -164,9 +166,9 @@ class Steering:
         self.steps, self._noted = 0, {}
 
     async def look(self, look: Look) -> bool:
-        """Asks the policy, and makes what it has decided; was that anything? All ranks are here.
+        """Asks the policy and makes its decisions. Returns whether a change was made. All ranks call it together.
 
-        A change before the same step may have paused it, or named another: then nobody is asked.
+        Does nothing if an earlier change at this boundary has paused or replaced the policy.
         """
         run, made = self.run, len(self.made)
         if look is not self._next:
@@ -182,16 +184,16 @@ class Steering:
         return len(self.made) > made
 
     async def _make(self, decision: list[Change]) -> None:
-        """Makes all of a decision, or none of it where some rank cannot make a part."""
+        """Makes all changes of a decision, or none if some rank cannot make one change."""
         if part := await refused(self.run, decision):
             self._refused.add(_key(part))
             return
         for part in decision:
             if not await self.run.obey(part):
-                break  # it has to wait for what a part before it has left to do
+                break  # it must wait until an earlier part has completed
 
     async def _seen(self) -> Seen:
-        """What all ranks have noted since the last look."""
+        """Gathers the numbers that all ranks have noted since the last look."""
         run, numbers = self.run, {}
         steps = await run.gather(run.rank.step)
         for name in self.names:
@@ -203,7 +205,7 @@ class Steering:
         return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
 
     def _asked(self, seen: Seen) -> str:
-        """On rank 0: what the policy decides, as the JSON of plain changes; if it fails, that it is put off."""
+        """On rank 0: returns the policy's decisions as JSON of plain changes; if it fails, a change that pauses it."""
         policy, name = self.policy, type(self.policy).__name__
         if self._given or policy is None:
             return "[]"
@@ -226,13 +228,13 @@ class Steering:
             return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
 
     def _wanted(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
-        """Of what it decides that which is news, may be and is nobody else's."""
+        """Yields decisions that change a setting, were not refused before, and leave paths set by people alone."""
         name, now = type(policy).__name__, seen.experiment
         for reason, changes in policy.decide(seen, self._state):
             after, decision = now, []
             for path, value in changes.items():
                 change, wanted = Change(0, path, value, by=name, reason=reason), None
-                with suppress(KnobError):  # else it is refused in words when it is made
+                with suppress(KnobError):  # an invalid change is refused when it is made
                     change, wanted = resolved(after, change)
                 if wanted != after:
                     decision.append(change)
@@ -247,7 +249,7 @@ class Steering:
                 yield [change.plain() for change in decision]
 
     def _say(self, what: str, text: str, named: bool = False) -> None:
-        """A Mark "policy", by rank 0, once until the policy is set anew."""
+        """Records a Mark "policy" on rank 0, once until a change sets the policy again."""
         if self.run.rank.id == 0 and what not in self._said:
             self._said.add(what)
             name = type(self.policy).__name__
@@ -255,7 +257,7 @@ class Steering:
 
 
 class Overheard:
-    """A rank's recorder, of which the rank's Steering hears."""
+    """A rank's recorder that also passes samples and compute times to the rank's Steering."""
 
     def __init__(self, record: Any, steering: Steering) -> None:
         self._record, self._hear = record, steering.hear
@@ -274,7 +276,7 @@ class Overheard:
 
 
 def _mean(noted: list[float], count: int) -> float:
-    """NaN where nothing was noted, or what has no sum: more than a float holds, or infinities of both signs."""
+    """Returns the mean; NaN if nothing was noted, if the sum overflows, or for infinities of both signs."""
     try:
         return math.fsum(noted) / count if count and noted else math.nan
     except (OverflowError, ValueError):
@@ -282,7 +284,7 @@ def _mean(noted: list[float], count: int) -> float:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Is one of two paths the other, or does it hold it?"""
+    """Whether two paths are equal, or one contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
@@ -291,7 +293,7 @@ def _key(change: Change) -> str:
 
 
 def _as_int(x: float) -> int:
-    """Its bits, as ranks gather whole numbers."""
+    """Returns the bits of `x` as an integer, because ranks gather integers."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 

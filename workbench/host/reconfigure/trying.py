@@ -1,4 +1,4 @@
-"""What is tried on one batch before a model is spread: that its parts compute what it does, and that ranks learn so."""
+"""Tries one batch before a model is spread: its parts must compute and learn what the whole model does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from workbench.tasks import Learner
 Again = Callable[[Callable[[], Tensor]], Tensor]
 
 PIPELINE = "partition=Pipeline"
-FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
+# The mean loss of micro-batches may differ from a batch's loss by this share, because their numbers of targets differ.
+FAR = 0.2
 
 
 def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count: int) -> None:
-    """Raises KnobError in words where `model`, which is whole here and thrown away, would not learn the same spread so.
+    """Raises KnobError if `model`, spread this way, would not learn the same.
 
-    count: of micro-batches
+    model: whole; the caller does not use it afterwards
+    count: the number of micro-batches
     """
     if spread.stages:
         _check_stages(model, learner, spread.stages, batch, count)
@@ -36,9 +38,11 @@ def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count:
 
 
 def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> None:
-    """Raises KnobError in words where `model` passed part by part would not learn the same; `said` is who passes it so.
+    """Raises KnobError if `model`, passed part by part, would not learn the same.
 
-    One that does not say where it may be cut is passed whole.
+    A model without declared parts is passed whole and needs no check.
+
+    said: names the setting in the error message
     """
     try:
         parts = parts_of(model, learner)
@@ -60,7 +64,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
             whole, pieces, calls = _composed(again, model, parts, learner, batch)
             with instead(model, partial(through, parts)):
                 micros = micro_batches(batch, count)
-                micros = micros[:1] if whole.is_meta else micros  # without values one is like the other
+                micros = micros[:1] if whole.is_meta else micros  # without values all are alike
                 means = [again(partial(learner.loss, model, micro)) for micro in micros]
             with torch.enable_grad():
                 _walk(model, learner, stages, micros[0])
@@ -76,7 +80,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
 
 def _composed(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
               batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """The loss of the model, that of its parts one after the other, and how often it calls the model."""
+    """Returns the loss of the model, the loss of its parts in sequence, and how often the loss calls the model."""
     calls: list[int] = []
 
     def composed(*inputs: Any, **named: Any) -> Any:
@@ -95,7 +99,7 @@ def _require_once(calls: int, said: str, why: str) -> None:
 
 
 def _compare(whole: float, pieces: float, said: str) -> None:
-    if whole != pieces and whole == whole:  # one that is no number is as good as any other
+    if whole != pieces and whole == whole:  # if the whole loss is NaN, nothing can be compared
         raise KnobError(
             f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
             f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
@@ -113,7 +117,7 @@ def _compare_means(whole: float, means: list[float]) -> None:
 
 
 def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> None:
-    """One micro-batch forward through all pieces and back."""
+    """Runs one micro-batch forward and backward through all pieces."""
     count = len(stages)
     ways = [Piece(model, stages.of(stage), stage, count) for stage in range(count)]
     x: Tensor | None = None
@@ -126,7 +130,7 @@ def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> Non
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[Again]:
-    """Inside, what is given computes with the same random numbers each time; the model is afterwards as it was."""
+    """Yields a function that computes with the same random numbers each time. Restores the model afterwards."""
     was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
 
     def again(compute: Callable[[], Tensor]) -> Tensor:

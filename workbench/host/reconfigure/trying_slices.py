@@ -1,7 +1,8 @@
-"""What is tried on one batch before a model is dealt out: that all slices together learn what the whole does.
+"""Tries one batch before a model is sliced: all slices together must learn what the whole model does.
 
-In double precision, where rounding hides nothing, and on the CPU, where a pass may wait for another one's in the middle
-of autograd. A model that does not compute in double precision is tried in its own, which hides more.
+The trial runs in double precision, so that rounding hides no errors. It runs on the CPU, because there a pass can wait
+for another pass in the middle of autograd. A model that cannot compute in double precision keeps its own, which hides
+more errors.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
-NEAR = {True: 1e-6, False: 2e-2}  # in double precision or not: so far a gradient of slices may be, of its length
-LEAST = {True: 1e-9, False: 1e-5}  # and so long it counts as being at least, of the length of all gradients
-STIR = 0.02  # what is added to each parameter: a layer that begins as zero would hide what those before it do
+# Keys: double precision or not. A gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
+NEAR = {True: 1e-6, False: 2e-2}
+LEAST = {True: 1e-9, False: 1e-5}
+STIR = 0.02  # scale of the noise on each parameter: a layer of zeros would hide errors of the layers before it
 
 
 class _Still(TorchFunctionMode):
-    """Inside, nothing is random: slices draw other numbers than the whole, which is no fault."""
+    """Removes randomness within the block, because slices may draw other numbers than the whole model."""
 
     NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
 
@@ -42,13 +44,16 @@ class _Still(TorchFunctionMode):
 
 
 def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
-    """Raises KnobError where ranks with slices would learn, or say, something else. model: whole, and thrown away"""
+    """Raises KnobError if ranks with slices would compute other gradients or another loss.
+
+    model: whole; the caller does not use it afterwards
+    """
     rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), on_cpu(batch, None)
     with torch.no_grad():
         for p in twin.parameters():
             if p.is_floating_point():
                 p.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
-    parts = [slice_of(twin, split, k) for k in range(split.ways)]  # before a pass, of which a model may keep something
+    parts = [slice_of(twin, split, k) for k in range(split.ways)]  # before any pass: a model may keep state of it
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         double, (loss, whole), batch = _whole(twin, learner, batch)
         works = [partial(_of_slices, part.double() if double else part, learner, split, k, batch)
@@ -61,7 +66,7 @@ def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -
 
 
 def _whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
-    """Whether it computes in double precision; the loss and gradients of the whole; the batch as it was taken."""
+    """Returns whether the trial is in double precision, the whole model's loss and gradients, and the batch used."""
     dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
     try:
         wide = on_cpu(batch, torch.float64)
@@ -86,7 +91,7 @@ def _learned(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dic
 
 def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: Any,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """The loss of rank k, and the gradients of its slices and of what it looks after."""
+    """Returns the loss of rank k, and the gradients of its slices and of the parameters that it owns."""
     with computing(part, split, k, ask, draws=False) as slices, slices.summing():
         return _learned(part, learner, batch)
 
@@ -114,7 +119,7 @@ def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[f
 
 
 def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
-    """The whole gradient of a parameter from those of its slices, or its owner's; zero where there is none."""
+    """Returns the whole gradient of a parameter from its slices, or from its owner; zero for a missing gradient."""
     if name not in split.sliced:
         return found[split.owners[name]].get(name, torch.zeros_like(like))
     made = split.sliced[name]
@@ -124,7 +129,7 @@ def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tenso
 
 
 def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
-    """The tensors of a batch on the CPU, and floats as `dtype`."""
+    """Moves the tensors of a batch to the CPU, and converts floats to `dtype` if it is not None."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""What is tried on one batch before a model is trained in parts: that its hidden units are such."""
+"""Tries one batch before ranks train sub-models: the model's hidden units must be interchangeable."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
-STIR = 0.02  # added to each parameter: a layer that begins as zero would hide what those before it do
-NEAR = {True: 1e-9, False: 2e-2}  # in double precision or not: of the loss, so far it may be in another order
-_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by a task's functions: why not, or ""
+STIR = 0.02  # scale of the noise on each parameter: a layer of zeros would hide errors of the layers before it
+NEAR = {True: 1e-9, False: 2e-2}  # by double precision: the loss may change by this share if units change their order
+_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
 
 
 def require_narrow(run: Any, wanted: Experiment) -> None:
-    """Raises KnobError in words where `wanted`'s strategy trains sub-models and this model has none.
+    """Raises KnobError if `wanted`'s strategy trains sub-models and this model has none.
 
-    Tried once on a batch, with a model of its own: in another order the same units must compute the same.
+    Tries one batch on a separate model once: the units in another order must compute the same loss.
     """
     if not wanted.strategy.narrows:
         return
@@ -48,7 +48,7 @@ def require_narrow(run: Any, wanted: Experiment) -> None:
 def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = copy.deepcopy(learner.model()).cpu().eval()  # it may be the very one that is trained
+        model = copy.deepcopy(learner.model()).cpu().eval()  # the task may return the model that is training
         for p in model.parameters():
             if p.is_floating_point():
                 p.add_(STIR * torch.randn_like(p))
@@ -73,7 +73,7 @@ def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
 
 
 def _losses(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
-    """Whether the model computes in double precision, and what gives its loss by the same random numbers."""
+    """Returns whether the model computes in double precision, and a function for its loss with fixed random numbers."""
     state = torch.get_rng_state()
 
     def loss(inputs: Any) -> float:
