@@ -1,1 +1,1 @@
-"""What every other part of host needs."""
+"""Small rules that every other part of host needs."""

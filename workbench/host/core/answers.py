@@ -1,4 +1,4 @@
-"""What became of requests, as all ranks know it: the one that says it in the record may be lost before it is heard."""
+"""The results of requests. All ranks keep them, because the rank that records a result may be lost first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """What became of one: the mark's name, its step, its time and its detail."""
+    """The result of a request: the Mark's name, step, time and detail."""
 
     name: str
     step: int
@@ -15,13 +15,13 @@ class Answer(NamedTuple):
     detail: dict[str, Any]
 
 
-Done = dict[str, Sequence[Any] | None]  # the last requests that were done, by name; for some whose Answer is awaited
-KNOWN = "known"  # the kind of a request that says what became of another
-NAMES, ANSWERS = 256, 16  # requests whose names are kept, and of the last of them what became of them
+Done = dict[str, Sequence[Any] | None]  # the last completed requests by name, some with their Answers
+KNOWN = "known"  # the kind of a request that carries another request's Answer
+NAMES, ANSWERS = 256, 16  # how many names are kept, and how many of the newest have Answers
 
 
 def remember(done: Done, name: str, answer: Answer | None) -> None:
-    """A request was done; those of long ago are forgotten."""
+    """Notes a completed request, and forgets old ones."""
     done.pop(name, None)
     done[name] = answer
     names = list(done)

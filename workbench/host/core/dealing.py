@@ -1,7 +1,7 @@
-"""How the examples of data that have an index go on among others than before: behind those that are used up.
+"""Continues indexed data after the ranks or the batch size have changed.
 
-The data's order, epoch after epoch, depends on the seed alone; ranks draw from it in turn. So all that must be agreed
-when ranks die, come or go, or batches have another size, is one number: how many of it are used up.
+The order of examples, epoch after epoch, depends only on the seed, and ranks draw from it in turn. So the ranks need to
+agree only on one number: how many examples of the order are used up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 async def used_up(run: Any) -> int:
-    """How many that is where all ranks stand at one boundary; 0 where the data have no index, or nothing is drawn.
+    """Returns how many examples are used up, at a common boundary; 0 if the data have no index or none is drawn.
 
-    What ranks that were behind have not drawn, since they keep no step in common, is left out.
+    Without a common step some ranks are behind. The run leaves out the examples that they have not drawn.
     """
     if not run.learner.indexed:
         return 0
@@ -20,7 +20,7 @@ async def used_up(run: Any) -> int:
 
 
 def may_come_again(why: str) -> dict[str, str]:
-    """What a Mark "data" says where nobody can promise that no example comes twice in an epoch."""
+    """Returns the detail of a Mark "data" for the case that an example may come twice in an epoch."""
     return {"text": f"{why}, so examples may come again or be left out"}
 
 

@@ -1,7 +1,7 @@
-"""Driving a coroutine: each Op that it asks for is performed, and the answer goes back in, until it ends.
+"""Drives a coroutine: performs each Op that it awaits, and sends the answer in, until the coroutine ends.
 
-The one loop of the engine, whatever is driven: a step, its background, a child on a lane, or a step from inside
-autograd. In the simulator, where an answer may take time, a fiber is the loop (workbench/sim/clock/fiber.py).
+The engine drives all its coroutines by this loop: a step, its background, a child on a lane, a step from inside
+autograd. In the simulator an answer may take time, so a fiber is the loop (workbench/sim/clock/fiber.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ FREE = nullcontext()
 
 
 class Later(BaseException):
-    """Raised by whoever performs an Op to leave the loop in the middle: the coroutine is resumed by another."""
+    """Raised by the performer of an Op to leave the loop, because another caller resumes the coroutine."""
 
 
 class Ended(BaseException):
-    """Raised by whoever performs an Op when the coroutine, resumed by another meanwhile, has come to its end."""
+    """Raised by the performer of an Op if another caller has resumed the coroutine and it has ended."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -28,10 +28,10 @@ class Ended(BaseException):
 
 def drive(coro: Coroutine[Op, Any, Any], perform: Callable[[Op], Any], alone: AbstractContextManager[Any] = FREE,
           value: Any = None) -> Any:
-    """Runs `coro`, which awaits `value`, on to its end; returns what it returns.
+    """Runs `coro`, which awaits `value`, to its end, and returns its result.
 
-    What cannot be (StrategyError) is raised where the coroutine asked for it, and so is the end of a loop over buckets
-    (StopAsyncIteration). `alone` is held while it runs, and not while an Op is performed.
+    Throws StrategyError, and StopAsyncIteration at the end of a loop over buckets, into the coroutine. Holds `alone`
+    while the coroutine runs, but not while an Op is performed.
     """
     error: Exception | None = None
     while True:
@@ -46,6 +46,6 @@ def drive(coro: Coroutine[Op, Any, Any], perform: Callable[[Op], Any], alone: Ab
         except Ended as end:
             return end.value
         except (StrategyError, StopAsyncIteration) as answer:
-            if getattr(coro, "cr_frame", coro) is None:  # it has ended with this very error
+            if getattr(coro, "cr_frame", coro) is None:  # the coroutine has ended with this error
                 raise
             error = answer

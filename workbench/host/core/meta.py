@@ -1,4 +1,4 @@
-"""A task's model as shapes without memory: on torch's meta device, or as tensors that say that they lie on a CPU."""
+"""Models without values: on torch's meta device, or as tensors that claim to be on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILLS = frozenset(
 
 
 class _Unfilled(TorchFunctionMode):
-    """Inside, tensors without values are not filled by chance: for that alone torch would import 300 modules."""
+    """Skips random fills of tensors without values, because torch would import 300 modules only for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -28,10 +28,12 @@ class _Unfilled(TorchFunctionMode):
 
 
 def outline(learner: Learner, built: bool = True) -> nn.Module:
-    """The model on the meta device: built there, or, if it does not let itself be, a copy without its tensors' values.
+    """Returns the task's model on the meta device: built there, or else built with values and copied without them.
 
-    built: may it be built really for that? If not, what it raises on the meta device is raised here. Raises what
-    `copy.deepcopy` does where such a model cannot be copied: it may be the very one that is trained.
+    built: whether it may be built with values; if not, raises the model's error on the meta device
+
+    Raises the error of `copy.deepcopy` if the model cannot be copied. It must copy, because the task may return the
+    model that is training.
     """
     try:
         with torch.device("meta"), _Unfilled():
@@ -48,7 +50,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
     known: dict[int, Any] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None:  # one that is tied stays tied
+            if p is not None:  # tied parameters stay tied
                 empty = known.setdefault(id(p), _empty(p))
                 module._parameters[name] = empty
                 known[id(empty)] = empty
@@ -58,13 +60,13 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
 
 
 def _empty(x: Tensor) -> Tensor:
-    """The same on the meta device."""
+    """Returns a tensor or parameter like `x` on the meta device."""
     made = torch.empty_like(x, device="meta")
     return stands_for(nn.Parameter(made, x.requires_grad), x) if isinstance(x, nn.Parameter) else made
 
 
 def put_on_cpu(model: nn.Module) -> None:
-    """A model on the meta device says from now on that it lies on a CPU; what is tied stays tied."""
+    """Replaces the meta tensors of a model by CPU tensors without values. Tied parameters stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -76,7 +78,7 @@ def put_on_cpu(model: nn.Module) -> None:
 
 
 def like(x: Any) -> Any:
-    """Tensors without values on the CPU, of the sizes of those in `x`; anything else as it is."""
+    """Replaces the tensors in `x` by CPU tensors of the same sizes without values; keeps anything else."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if isinstance(x, dict):

@@ -1,7 +1,7 @@
-"""What each rank remembers of its own when a strategy is left: by its owner's rules, which a Mark tells.
+"""Applies the owners' rules for a rank's own state when a strategy is left, and records them in a Mark.
 
-Owners declare by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`. What compression remembers is carried by
-`host/transfer/own.py`; see "The hand-over" in workbench/DESIGN.md.
+Owners declare rules by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`. `host/transfer/own.py` carries the
+state of compression. See "The hand-over" in workbench/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workbench.host.core.changing import Changing
 from workbench.host.placement.slots import slots
 from workbench.rank import Memory
 
-BY_BUCKET = "by bucket"  # the name of all that is kept in a dict under numbers of buckets
+BY_BUCKET = "by bucket"  # names the state that a dict holds by bucket number
 UNDECLARED = "undeclared"
 SAID = {
     UNDECLARED: "was dropped, for nobody declares it",
@@ -27,7 +27,7 @@ SAID = {
 
 
 def names(state: Any) -> set[str]:
-    """What a strategy remembers: attributes of its state, buffers and parts of each Memory in it."""
+    """Returns the names of a strategy's state: its attributes, and the buffers and parts of each Memory in it."""
     if state is None:
         return set()
     if isinstance(state, Memory):
@@ -41,14 +41,17 @@ def names(state: Any) -> set[str]:
 
 
 def rule(own: Mapping[str, str], name: str) -> str:
-    """What `own` says of `name`, by itself or by the first pattern that fits; "" where nobody declared it."""
+    """Returns the rule for `name` in `own`, by exact name or by the first pattern that fits; "" if undeclared."""
     return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
 
 
 def tell(run: Changing, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool) -> None:
-    """`was.strategy` was left, which remembered these; handed: among them an outer momentum, which may go on.
+    """Records in a Mark "own" what became of the state of the strategy that was left, `was.strategy`.
 
-    Rank 0 says what became of it, and servers, which remember other things.
+    Rank 0 and servers record it, because servers have other state.
+
+    remembered: names of the state
+    handed:     whether it includes an outer momentum that the next strategy may use
     """
     left, made, rank = was.strategy, run.experiment.optimizer, run.rank
     if rank.id and left.trains(rank.id, rank.size):

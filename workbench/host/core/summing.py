@@ -1,4 +1,4 @@
-"""All-reduces in messages: which algorithm the Fabric names for one, and one rank's part in it, for both hosts."""
+"""All-reduces by messages, on both hosts: the choice of the algorithm, and one rank's part in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from workbench.rank import Op, Rank
 
 
 def algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
-    """By which the all-reduce `op` goes in a run of `size` ranks; None where the backend performs it, or any other op.
+    """Returns the Fabric's algorithm for the all-reduce `op` in a run of `size` ranks.
 
-    What is only measured goes the backend's way, which shows on no timeline.
+    None if the backend performs `op`. The backend also performs all-reduces of measurements, so that they show on no
+    timeline.
     """
     if fabric.algorithm.native or op.verb != "all_reduce" or op.measures or not op.args[0].numel():
         return None
@@ -25,9 +26,9 @@ def algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
 
 
 async def summed(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
-    """One rank's part; `op`'s tensor becomes the sum, and is returned. A mean is the sum divided where it has come.
+    """Performs one rank's part of the all-reduce. The sum, or the mean, replaces `op`'s tensor and is returned.
 
-    name: the kind of its messages, no other group's nor lane's at the time
+    name: the kind of the messages; no other group or lane uses it at the time
     """
     x: Tensor = op.args[0]
     how, ranks = op.args[1], _ranks(op, rank.size)

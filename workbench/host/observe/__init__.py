@@ -1,1 +1,1 @@
-"""What a rank measures while it trains."""
+"""Measures and watches a rank while it trains."""

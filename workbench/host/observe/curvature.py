@@ -1,7 +1,7 @@
-"""What a rank finds out about curvature: second moments of its layers, and products with its Gauss-Newton matrix.
+"""Estimates curvature on one rank: second moments of its layers, and Gauss-Newton products.
 
-Both hosts ask it here. It talks to no other rank: what is summed over them is the strategy's to say. Nothing is
-listened to, and nothing of the model changed, but while a strategy asks for it.
+Both hosts use it. It does not communicate: the strategy sums results over ranks. It installs hooks only while a
+strategy uses them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from workbench.host.observe.factored import Layer, fed, layers, named, sizes, sl
 from workbench.host.placement.layout import Layout
 from workbench.rank import Factors, StrategyError
 
-_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # who computes so now: one stack for each
+_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack for each block that is open now
 
 
 @contextmanager
 def _twice_differentiable() -> Iterator[None]:
-    """Inside, attention is computed by the one kernel that has a second derivative.
+    """Computes attention within the block by the only kernel that has a second derivative.
 
-    That is a setting of the whole process: the first of several threads makes it, and the last takes it back.
+    This is a setting of the process: the first of several threads makes it, and the last one restores it.
     """
     with _LOCK:
         held = ExitStack()
@@ -42,11 +42,11 @@ def _twice_differentiable() -> Iterator[None]:
             if len(_OPEN) == 1:
                 _OPEN.pop().close()
             else:
-                _OPEN.pop()  # not the first one's, which holds the setting
+                _OPEN.pop()  # the first stack holds the setting and stays
 
 
 def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
-    """The same as `Collecting.factors`, as sizes only."""
+    """Returns the same Factors as `Collecting.factors`, with sizes only."""
     found = []
     for name, layer in layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)
@@ -56,7 +56,7 @@ def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
 
 
 class _Sums:
-    """What one layer has seen: sums of a a^T and of g g^T, over how many terms of the loss and how many slopes."""
+    """One layer's sums of a a^T (inputs) and g g^T (slopes), with the numbers of loss terms and of slopes in them."""
 
     def __init__(self, layer: Layer) -> None:
         kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
@@ -65,27 +65,27 @@ class _Sums:
 
 
 class Collecting:
-    """Listens to Linear layers and convolutions, from the next forward on until `factors` is asked for.
+    """Collects the inputs and slopes of Linear layers and convolutions, from the next forward until `factors`.
 
-    A loss is taken to be the mean over the N rows that a Linear layer sees, or the N images that a convolution does:
-    the gradient of each one's own loss is N times what autograd brings. A convolution's inputs are added up over the T
-    places of an image, its slopes are a mean over them. All batches count alike. A layer that is called again within a
-    pass adds rows of inputs, and gradients of the same N terms.
+    It assumes that the loss is the mean over the N rows of a Linear layer, or over the N images of a convolution. So
+    the gradient of one example's own loss is N times autograd's gradient. A convolution's inputs are summed over the T
+    places of an image, and its slopes are averaged over them. All batches have equal weight. A layer that is called
+    again within a pass adds rows of inputs, and gradients of the same N terms.
 
-    scale: what the backward under way multiplies the loss by
+    scale: the factor of the loss in the current backward
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layers = layers(model, {place.name for place in layout.order})
         self._sums = {name: _Sums(layer) for name, layer in self._layers.items()}
-        self._called: set[str] = set()  # in this pass
+        self._called: set[str] = set()  # the layers called in this pass
         self.scale = 1.0
         self._removers: list[Any] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
         for name, layer in self._layers.items():
             self._removers.append(layer.register_forward_hook(partial(self._fed, name)))
 
     def factors(self) -> list[Factors]:
-        """Of each layer, in the model's order; zero of one that was not called. It listens no more."""
+        """Returns each layer's factors in the model's order, zeros for an uncalled layer, and removes the hooks."""
         for remover in self._removers:
             remover.remove()
         found = []
@@ -96,7 +96,7 @@ class Collecting:
         return found
 
     def _fed(self, name: str, layer: Layer, given: tuple[Tensor, ...], made: Tensor) -> None:
-        if not made.requires_grad:  # an evaluation, or a pass that is computed again for its backward
+        if not made.requires_grad:  # an evaluation, or a pass that backward computes again
             return
         sums = self._sums[name]
         with torch.no_grad():
@@ -113,11 +113,13 @@ class Collecting:
 
 
 class Products:
-    """Products with the Gauss-Newton matrix J^T H J of one batch, where the parameters are as they were at the start.
+    """Products with the Gauss-Newton matrix J^T H J of one batch, at the parameters at construction.
 
-    J is the Jacobian of what the model returns, H the Hessian of the loss with respect to that. J v is taken as the
-    derivative of u -> J^T u, so a product is three backwards through one graph, which is kept (Pearlmutter 1994;
-    Schraudolph 2002).
+    J is the Jacobian of the model's output, H the Hessian of the loss with respect to that output. J v is computed as
+    the derivative of u -> J^T u. So a product is 3 backwards through one retained graph (Pearlmutter 1994; Schraudolph
+    2002).
+
+    Raises StrategyError if the loss does not call the model exactly once, or is linear in the model's output.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: Layout) -> None:
@@ -128,7 +130,7 @@ class Products:
         calls: list[list[Tensor]] = []
 
         def cut(module: nn.Module, given: Any, made: Any) -> Any:
-            """What the loss is computed of begins a graph of its own."""
+            """Detaches the model's outputs, so that the loss has a graph of its own."""
             flat, spec = tree_flatten(made)
             through = [isinstance(x, Tensor) and x.requires_grad for x in flat]
             self._made = [x for x, is_one in zip(flat, through, strict=True) if is_one]
@@ -138,7 +140,7 @@ class Products:
 
         hook = model.register_forward_hook(cut)
         try:
-            with torch.enable_grad(), _twice_differentiable():  # others have no second derivative
+            with torch.enable_grad(), _twice_differentiable():  # other kernels have no second derivative
                 value = loss(model, batch)
         finally:
             hook.remove()
@@ -168,7 +170,7 @@ class Products:
         return [next(found) if trains else None for trains in self._trains]
 
     def of(self, vector: list[Tensor]) -> list[Tensor]:
-        """(n,) by bucket -> the same."""
+        """Returns the product with `vector`. Both are lists of (n,), by bucket."""
         v = [x.view(shape) for flat, bucket in zip(vector, self._buckets, strict=True)
              for x, shape in _cut(flat, bucket.parts)]  # fmt: skip
         with _twice_differentiable():
@@ -191,25 +193,25 @@ def _cut(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
 
 
 class Curvature:
-    """All of this of one rank: what hosts tell it, and what a strategy asks."""
+    """One rank's curvature estimates. Hosts report passes and updates; a strategy asks for factors and products."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: Layout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
-        self._batch: Any = None  # of the last forward, until the next step of the parameters
+        self._batch: Any = None  # the last forward's batch, until the next update
         self._collecting: Collecting | None = None
         self._products: Products | None = None
 
     def forward(self, batch: Any) -> None:
-        """A forward of `batch` begins or is over."""
+        """Notes the batch of a forward that begins or ends."""
         self._batch, self._products = batch, None
 
     def backward(self, grad: float | None) -> None:
-        """A backward of the loss times `grad` begins."""
+        """Notes that a backward of the loss times `grad` begins."""
         if self._collecting is not None:
             self._collecting.scale = 1.0 if grad is None else grad
 
     def stepped(self) -> None:
-        """The parameters are others now."""
+        """Forgets the batch and its products after an update."""
         self._batch = self._products = None
 
     def collect(self) -> None:
@@ -236,12 +238,15 @@ class Curvature:
 
     @contextmanager
     def _again(self, step: int) -> Iterator[None]:
-        """Inside, the batch is computed once more: random numbers are the same each time in a step, buffers stay."""
+        """Encloses another computation of the batch: with the step's own random numbers, and without buffer writes.
+
+        Raises StrategyError before a forward and after the update.
+        """
         if self._batch is None:
             raise StrategyError("a batch's loss was asked for again before its forward, or after the update")
         where = next(self._model.parameters()).device
         kept = [(m, name, b) for m in self._model.modules() for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in kept:  # autograd keeps what it read: it is not to be written again
+        for module, name, buffer in kept:  # autograd has saved the buffers, so write to copies
             module._buffers[name] = buffer.clone()
         try:
             with torch.random.fork_rng([where] if where.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""The held-out loss of a model, and how far a rank's own parameters are from those it is told of. No clock, no wire."""
+"""Evaluates a model's held-out loss, and compares a rank's parameters with other values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from workbench.rank import as_real
 
-AT_ONCE = 65_536  # elements that are compared at once
+AT_ONCE = 65_536  # elements compared at a time
 Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank's RMS distance, None for sizes only
 
 
 def numbers(evaluate: Any, model: nn.Module) -> dict[str, float]:
-    """What a task's `evaluate` says of a model, by name; nothing where there is no `evaluate`."""
+    """Runs a task's `evaluate` on a model without gradients. Returns its numbers by name, {} without `evaluate`."""
     if evaluate is None:
         return {}
     was = model.training
@@ -30,29 +30,30 @@ def numbers(evaluate: Any, model: nn.Module) -> dict[str, float]:
 
 
 def distance(own: Iterable[Tensor], others: Iterable[Tensor], numel: int) -> float:
-    """Root of the mean over `numel` elements of the squared difference."""
+    """Returns the root mean square difference over `numel` elements."""
     return rms(sum(squares(x, y) for x, y in zip(own, others, strict=True)), numel)
 
 
 def squares(own: Tensor, other: Tensor) -> float:
-    """The sum of the squared differences, in pieces, so that it takes little memory whatever the tensors' size."""
+    """Returns the sum of the squared differences. Works in pieces, so that it takes little memory."""
     own, other = as_real(own), as_real(other)
     pairs = zip(own.reshape(-1).split(AT_ONCE), other.reshape(-1).split(AT_ONCE), strict=True)
     return sum(float((x - y).float().square().sum()) for x, y in pairs)
 
 
 def rms(squares: float, numel: int) -> float:
-    """Root of the mean over `numel` elements whose squares make that sum."""
+    """Returns the root mean square, given the sum of squares of `numel` elements."""
     return float((squares / max(1, numel)) ** 0.5)
 
 
 def kept_beside(strategy: Any, ranks: int, held: int, others: int) -> int:
-    """Bytes that a rank keeps aside while the mean of `ranks` models is evaluated in the place of its own.
+    """Returns the bytes that a rank keeps aside while it evaluates the mean of `ranks` models in place of its own.
 
-    held: of its parameters; others: of running statistics, which ranks have each of its own batches
+    held:   bytes of its parameters
+    others: bytes of running statistics, which differ between ranks
 
-    Sums of two or four numbers that are the same, divided by as many, are these numbers to the bit; of others it may
-    not be so, and what differs is put into its place.
+    The mean of 2 or 4 equal numbers is exactly that number. With another count rounding may change it, and the
+    rank evaluates the changed value.
     """
     if ranks == 1:
         return 0
@@ -61,7 +62,7 @@ def kept_beside(strategy: Any, ranks: int, held: int, others: int) -> int:
 
 @contextmanager
 def holding(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
-    """Inside, the tensors have these values; afterwards their own again, which are in `kept` if somebody has them."""
+    """Gives the tensors these values within the block, and restores their own, from `kept` if that is not None."""
     kept = [x.detach().clone() for x in tensors] if kept is None else kept
     for x, value in zip(tensors, values, strict=True):
         x.data.copy_(value)

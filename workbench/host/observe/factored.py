@@ -1,7 +1,7 @@
-"""Which layers of a model have Kronecker factors, and what of a layer counts as a row of its inputs and of its slopes.
+"""Finds the layers of a model that have Kronecker factors, and the rows of their inputs and slopes.
 
-A Linear layer's rows are what it is fed. A convolution is a Linear layer of patches: one row for each place to which
-its window goes, with the elements of the window in the order of the weight's.
+A slope is the gradient of a layer's output. The rows of a Linear layer are its inputs. A convolution counts as a Linear
+layer of patches: one row for each place of its window, with the elements of the window in the order of the weight.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d
 
 
 class Rows(NamedTuple):
-    """What a layer was fed.
+    """A layer's inputs.
 
-    rows:  (n, i), with a 1 behind each where it has a bias
-    terms: examples over which the loss is a mean
+    rows:  (n, i), with a 1 at the end of each row if the layer has a bias
+    terms: the number of examples over which the loss is a mean
 
-    Of a sequence every row counts as an example, of an image not every patch: the patches of one are added up.
+    Each row of a sequence counts as an example. All patches of an image count as one example.
     """
 
     rows: Tensor
@@ -30,10 +30,10 @@ class Rows(NamedTuple):
 
 
 def layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
-    """The layers that have factors, by name: those whose parameters are all trained, and no other module's, too.
+    """Returns the layers that have factors, by name. All their parameters are trained and belong to no other module.
 
-    Not those of a class derived from one, which may compute something else, nor a convolution in groups, whose weight
-    is several matrices, or one that is padded with anything but zeros.
+    It excludes derived classes, which may compute something else. It also excludes convolutions in groups, whose weight
+    is several matrices, and convolutions with other padding than zeros.
     """
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     found: dict[str, Layer] = {}
@@ -51,17 +51,17 @@ def _plain(layer: nn.Module) -> bool:
 
 
 def named(name: str, layer: Layer) -> tuple[str, str]:
-    """A layer's weight and bias as the model names them."""
+    """Returns the names of a layer's weight and bias in the model."""
     return f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".") if layer.bias is not None else ""
 
 
 def sizes(layer: Layer) -> tuple[int, int]:
-    """Rows of its two factors: of inputs, with the bias's 1, and of outputs."""
+    """Returns the sizes of a layer's two factors: of inputs, with the bias's 1, and of outputs."""
     return layer.weight[0].numel() + (layer.bias is not None), len(layer.weight)
 
 
 def fed(layer: Layer, x: Tensor, kind: torch.dtype) -> Rows:
-    """What `layer` was fed, in rows of that dtype."""
+    """Returns the input `x` of `layer` as rows of dtype `kind`."""
     x = x.detach().to(kind)
     if isinstance(layer, nn.Linear):
         rows = x.reshape(-1, layer.in_features)
@@ -75,7 +75,7 @@ def fed(layer: Layer, x: Tensor, kind: torch.dtype) -> Rows:
 
 
 def slopes(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
-    """(n, o): the gradient of what `layer` made, a row for each row that it was fed."""
+    """Returns the gradient of the output of `layer` as (n, o), one row for each input row."""
     grad = grad.detach().to(kind)
     if not isinstance(layer, nn.Linear):
         grad = _batched(layer, grad).movedim(1, -1)
@@ -83,15 +83,15 @@ def slopes(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _batched(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """A convolution may be given one example without a dimension for it."""
+    """Adds the batch dimension, because a convolution accepts one example without it."""
     return x if x.dim() == layer.weight.dim() else x[None]
 
 
 def _patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """(B T, i): what the window sees at each of T places."""
+    """Returns the patches (B T, i) under the window at each of T places."""
     window, dilation, padding, stride = (tuple(each) for each in (
         layer.kernel_size, layer.dilation, layer.padding, layer.stride))  # fmt: skip
-    if isinstance(layer, nn.Conv1d):  # torch unfolds images only: one of a single line
+    if isinstance(layer, nn.Conv1d):  # torch unfolds images only, so make one of a single line
         x = x[:, :, None]
         window, dilation, padding, stride = (1, *window), (1, *dilation), (0, *padding), (1, *stride)
     found = F.unfold(x, window, dilation, padding, stride)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Finite: one rank's watch over its losses, and over its gradients where a bad step is to be skipped; on both hosts.
+"""Watches one rank's losses for non-finite values, and its gradients if bad steps are skipped; on both hosts.
 
-A step costs a look at its loss and nothing else: which layer is to blame is looked for once a loss is no number, by
-computing that batch once more. Where steps are to be skipped all gradients are read once before each update, as their
-norm would be. Of whole replicas nobody asks anybody: they update by one sum, and a number in it that is none is so on
-all of them. The ranks of a partition have a part each and add one number up, as for `clip`.
+A step costs only a check of its loss. If a loss is not finite, the rank computes that batch again to find the layer. If
+steps are skipped, the rank reads all gradients once before each update, as their norm would. Whole replicas need no
+exchange for that. They update by one sum, so a non-finite number in it reaches all replicas. The ranks of a partition
+have different parts, so they reduce one number, as for `clip`.
 """
 
 from __future__ import annotations
@@ -23,52 +23,54 @@ from workbench.host.observe.origin import Found, in_backward, in_forward, in_gra
 from workbench.host.placement.canonical import buffers
 from workbench.rank import Op, StrategyError
 
-WINDOW = 10  # the last losses, whose mean is compared with the best such mean of before
-IN_A_ROW = 20  # steps skipped one after the other, after which skipping is no help
+WINDOW = 10  # losses in the mean that is compared with the best such mean so far
+IN_A_ROW = 20  # after more skipped steps in a row than these, skipping does not help
 
 
 class Finite:
-    """One rank's. alarmed: tells the host that the run is to "pause", "stop" or "roll back", as far as it can.
+    """One rank's watch for non-finite and diverging losses.
 
-    first: the loss of the run's first step, below which none is an alarm; None before
+    alarmed: asks the host to "pause", "stop" or "roll back" the run, as far as it can
+    first:   the loss of the run's first step; a loss below it never counts as diverged; None before that step
+    again:   whether a batch may be computed again
     """
 
-    again = True  # may a batch be computed once more?
+    again = True
 
     def __init__(self, run: Changing, alarmed: Callable[[str], None], first: float | None = None) -> None:
         self.run, self.alarmed, self.first = run, alarmed, first
-        self._skipped = -1  # the last step that was skipped
-        self._row = 0  # how many were, one after the other
+        self._skipped = -1  # the last skipped step
+        self._row = 0  # how many steps were skipped in a row
         self.forget()
 
     def forget(self) -> None:
-        """The run goes on after a pause: what was seen before is settled."""
-        self._found: Found | None = None  # in the present step
+        """Forgets earlier losses and alarms, when the run continues after a pause."""
+        self._found: Found | None = None  # the cause in the current step
         self._said = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._best = math.inf
 
     def know(self, first: float | None) -> None:
-        """The run began before this rank's did, with that loss, if it is known."""
+        """Takes the run's first loss, if it is known, on a rank that joined the run later."""
         self.first = self.first if first is None else float(first)
 
     async def agree(self) -> None:
-        """Ranks of which some have come know one first loss from now on, the largest that one of them had."""
+        """Makes all ranks use the same first loss, the largest of any rank, after some ranks have joined."""
         place = self.run.layout.order[0].param.device
         mine = torch.tensor([-math.inf if self.first is None else self.first], dtype=torch.float64, device=place)
         largest = await self.run.rank.all_reduce(mine, "max", "first loss")
-        if not largest.is_meta:  # with sizes only nobody has a loss
+        if not largest.is_meta:  # with sizes only there are no losses
             self.know(float(largest[0]) if math.isfinite(largest[0]) else None)
 
     # -- losses --
 
     def passed(self, loss: Tensor, batch: Any) -> None:
-        """A forward of `batch` came to `loss`. If that is no number, the parameters are still those that made it so."""
+        """Checks the loss of a forward of `batch`. If it is not finite, finds the cause before an update hides it."""
         if self._found is None and not math.isfinite(float(loss)):
             self._found = self._blame(batch)
 
     def told(self, step: int, loss: float) -> None:
-        """The mean of a step's losses on this rank, once that is known."""
+        """Checks the mean of a step's losses on this rank, when it is known. May raise an alarm."""
         found, self._found = self._found, None
         if step == self._skipped:
             return
@@ -80,7 +82,10 @@ class Finite:
             self._said = False
 
     def _runs_away(self, loss: float) -> bool:
-        """Is the mean of the last losses so many times the best such mean? Below the first loss that may be chance."""
+        """Whether the mean of the last losses exceeds `diverged` times the best such mean, and the first loss.
+
+        Below the first loss such a rise may be chance.
+        """
         times = self.run.experiment.diverged
         self._losses.append(loss)
         self.first = loss if self.first is None else self.first
@@ -89,7 +94,7 @@ class Finite:
         return 0 < times * self._best < mean and mean > self.first
 
     def _alarm(self, name: str, detail: dict[str, Any]) -> None:
-        """Says it once, until there is a good loss again or the run goes on after a pause; and acts by the policy."""
+        """Records an alarm and acts by `on_nan`, once until a good loss or until the run continues after a pause."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})
@@ -97,7 +102,7 @@ class Finite:
             self.alarmed(policy if policy in ("stop", "roll back") else "pause")
 
     def _blame(self, batch: Any) -> Found:
-        """Which layer made a loss no number, or that its batch is empty."""
+        """Finds the layer that made a loss non-finite, or that the batch is empty."""
         if has_no_rows(batch):
             return Found("", NO_ROWS)
         if self._whole:
@@ -106,14 +111,14 @@ class Finite:
 
     @property
     def _whole(self) -> bool:
-        """Can this rank compute a batch once more by itself?"""
+        """Whether this rank can compute a batch again by itself."""
         run = self.run
         return self.again and run.spread is None and not run.reading.sharded and run.experiment.strategy.workers == 1
 
-    # -- steps that are skipped --
+    # -- skipped steps --
 
     def step(self, step: Coroutine[Op, Any, Any]) -> Coroutine[Op, Any, Any]:
-        """`step`, which leaves its update out where a gradient is not finite, if that is the policy."""
+        """Returns `step`; with `on_nan="skip"` it skips its update if a gradient is not finite."""
         return self._guarded(step) if self.run.experiment.on_nan == "skip" and self._values else step
 
     @property
@@ -121,8 +126,8 @@ class Finite:
         return not any(p.is_meta for p in self.run.model.parameters() if p.requires_grad and p.numel())
 
     async def _guarded(self, step: Coroutine[Op, Any, Any]) -> Any:
-        """Passes on what the step asks for, but for an update that is not to be."""
-        before = [(b, b.clone()) for b in buffers(self.run.model)]  # a bad batch is in running statistics, too
+        """Passes on the Ops of a step, but replaces the update if a gradient is not finite."""
+        before = [(b, b.clone()) for b in buffers(self.run.model)]  # a bad batch spoils running statistics, too
         batch: Any = None
         value: Any = None
         error: Exception | None = None
@@ -147,7 +152,7 @@ class Finite:
             step.close()
 
     async def _bad(self) -> bool:
-        """Is a gradient of this rank's replica not finite?"""
+        """Whether a gradient of this rank's replica is not finite."""
         bad = not finite(p.grad for p in self.run.model.parameters())
         rank = self.run.rank
         if rank.mesh.inside:
@@ -156,7 +161,10 @@ class Finite:
         return bad
 
     def _skip(self, batch: Any, before: list[tuple[Tensor, Tensor]]) -> None:
-        """This step's update is left out: says why, as far as this rank knows."""
+        """Undoes this step's buffer writes, and records why the update is skipped, as far as this rank knows.
+
+        After more than IN_A_ROW skipped steps in a row it raises an alarm.
+        """
         run, step = self.run, self.run.rank.step
         self._row = self._row + 1 if self._skipped == step - 1 else 1
         self._skipped = step
@@ -167,7 +175,7 @@ class Finite:
         if own is None and batch is not None and self._whole:
             own = in_backward(run.model, run.learner.loss, batch)
         if self._row > IN_A_ROW:
-            self._skipped = -1  # the policy's answer did not help
+            self._skipped = -1  # skipping did not help
             return self._alarm("nan", {"loss": "", **(own or in_gradients(run.model)).plain(), "row": IN_A_ROW})
         if own is not None or run.rank.id == 0:
             said = (own or in_gradients(run.model)).plain()
@@ -175,17 +183,17 @@ class Finite:
 
 
 def finite(grads: Any) -> bool:
-    """Whether all numbers of some gradients, any of which may be None, are finite. On a GPU this waits for it."""
+    """Whether all numbers of these gradients are finite. Gradients may be None. On a GPU this synchronizes."""
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True
     real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in there]
-    sums = torch.stack([g.sum(dtype=torch.float32) for g in real])  # the fastest way to read them
+    sums = torch.stack([g.sum(dtype=torch.float32) for g in real])  # a sum is the fastest way to read all numbers
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in there)
 
 
 def has_no_rows(batch: Any) -> bool:
-    """Whether a tensor of the batch, however it is nested, has a first dimension of 0."""
+    """Whether a tensor of the batch, at any depth, has a first dimension of 0."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and batch.shape[0] == 0
     if isinstance(batch, Mapping):
@@ -194,7 +202,7 @@ def has_no_rows(batch: Any) -> bool:
 
 
 def _nothing(model: nn.Module) -> None:
-    """In an optimizer's place: the gradients are gone, for whoever still looks at them."""
+    """Replaces the optimizer's step: zeroes the gradients for code that still reads them."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()

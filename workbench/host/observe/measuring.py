@@ -1,8 +1,8 @@
-"""Measuring: when a rank finds out what compression does, the same on every rank and every host.
+"""Measures the error of compression, at the same steps on every rank and both hosts.
 
-Every so many steps (`measure_every`) a stand-in takes the compressor's place for one step. Never two exchanges in a row
-are measured, so that there are always others to compare. Written down are the Samples "compression_error",
-"compression_cosine" and "residual_ratio", one each per measured step, by rank 0.
+Every `measure_every` steps a stand-in replaces the compressor for one step. It never measures two exchanges in a row,
+so that there are always unmeasured ones to compare. For each measured step rank 0 records the Samples
+"compression_error", "compression_cosine" and "residual_ratio".
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from workbench.rank import Op
 
 
 class Measuring:
-    """When one rank measures. Where all keep step, all answer alike, for only the steps and the exchanges are asked."""
+    """Decides when one rank measures.
+
+    If all ranks keep step, all decide alike, because the decision depends only on steps and exchanges.
+    """
 
     def __init__(self) -> None:
-        self.last = 0  # the step that was measured last
-        self.rests = False  # was the last exchange measured?
+        self.last = 0  # the last measured step
+        self.rests = False  # whether the last exchange was measured
 
     def step(self, run: Changing) -> Coroutine[Op, Any, Any]:
-        """A step of the run's strategy, measured if it is time."""
+        """Returns a step of the run's strategy, measured if it is due."""
         e = run.experiment
         step = e.strategy.step(run.rank.replicas, run.state)
         if run.flushing:
@@ -51,7 +54,7 @@ class Measuring:
 
 
 async def _weighed(run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
-    """The step, in which each rank adds up how much of its gradient it sends; for a policy that goes by it."""
+    """Runs a step, and records how much of its gradient this rank sends. A policy reads this Sample."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
     made = await step
@@ -62,11 +65,11 @@ async def _weighed(run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
 
 
 def _alike(e: Experiment) -> bool:
-    """Do all ranks exchange in the same steps?"""
+    """Whether all ranks exchange in the same steps."""
     s = e.strategy
     return s.lockstep and not (s.in_flight or s.opaque) and s.workers == 1
 
 
 def measurable(e: Experiment) -> bool:
-    """Is something compressed, by all ranks in the same steps, and wanted to be measured?"""
+    """Whether `e` asks for measurements, and all ranks use a lossy compressor in the same steps."""
     return bool(e.measure_every) and _alike(e) and lossy(e.compressor)

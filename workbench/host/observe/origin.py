@@ -1,4 +1,4 @@
-"""Which layer a number that is none came from: found afterwards, by computing a batch once more or by what is there."""
+"""Finds the layer that a non-finite number came from, by computing a batch again or from current values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Found(NamedTuple):
-    """A layer's name in the model ("" where it is no layer, or not known) and why it is that one."""
+    """A layer's name in the model ("" if it is no layer, or unknown), and the reason for this answer."""
 
     layer: str
     why: str
@@ -26,14 +26,14 @@ UNKNOWN = Found("", "")
 
 
 def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
-    """The layer that makes a loss of `batch` no number.
+    """Returns the layer that makes the loss of `batch` non-finite.
 
-    Where parameters are not finite the layer is that which an earlier backward has spoiled first: gradients go back
-    from there to the layers before it. Else it is the first that makes such a number of finite ones, innermost.
+    If parameters are not finite, this is the layer that an earlier backward spoiled first. From it bad gradients went
+    back to the layers before. Else it is the first innermost layer with finite inputs and a non-finite output.
     """
     called: list[str] = []
     bad: list[str] = []
-    fed: list[str] = []  # modules that were given what is not finite
+    fed: list[str] = []  # modules with non-finite inputs
     sound: dict[str, list[bool]] = {}
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -63,7 +63,7 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
 
 
 def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
-    """The layer whose gradient of `batch` is the first that is not finite, in backward order; None if all are."""
+    """Returns the first layer, in backward order, whose gradient of `batch` is not finite; None if all are finite."""
     called: list[str] = []
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -80,20 +80,23 @@ def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
 
 
 def in_gradients(model: nn.Module) -> Found:
-    """The same of the gradients that are there, which may be the sum of all ranks'."""
+    """Returns the first layer, in backward order, whose current gradient, maybe summed over ranks, is not finite."""
     wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)}
     return _last(list(_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite")
 
 
 def in_parameters(model: nn.Module, called: Iterable[str] = ()) -> Found:
-    """The layer whose parameters an update has spoiled first. called: names of modules in forward order, where known"""
+    """Returns the layer whose parameters an update has spoiled first.
+
+    called: names of modules in forward order, if known
+    """
     wrong = {name for name, p in model.named_parameters() if not _finite(p.detach())}
     why = "its parameters are not finite, as the first in backward order: a gradient of a step before was not"
     return _last(list(called) or list(_layers(model)), wrong, why)
 
 
 def _last(called: list[str], wrong: set[str], why: str) -> Found:
-    """Of the layers that hold the parameters `wrong` the one that was called last."""
+    """Returns the last called layer that holds one of the parameters `wrong`."""
     holders = {name.rpartition(".")[0] for name in wrong}
     if not wrong:
         return UNKNOWN
@@ -105,7 +108,7 @@ def _layers(model: nn.Module) -> Iterator[str]:
 
 
 def _finite(x: Any) -> bool:
-    """Whether all floating-point tensors in `x` are finite, however they are nested."""
+    """Whether all floating-point tensors in `x`, at any depth, are finite."""
     if isinstance(x, Tensor):
         return x.is_meta or not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
     if isinstance(x, Mapping):
@@ -114,7 +117,7 @@ def _finite(x: Any) -> bool:
 
 
 def _computed(what: Callable[[], Any]) -> Any:
-    """A model that cannot be computed once more has said what it has to say; None then."""
+    """Returns the result; None if the model fails, because its hooks have noted enough before."""
     try:
         return what()
     except Exception:
@@ -123,7 +126,7 @@ def _computed(what: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Inside, every module says when it is called and when it has answered, by name."""
+    """Calls `enter` and `leave` before and after each module's forward within the block, with its name."""
     handles: list[Any] = []
     try:
         for name, module in model.named_modules():
@@ -139,9 +142,9 @@ def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., N
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """What is computed inside leaves running statistics and torch's random numbers as they were.
+    """Restores buffers and torch's random state after the block.
 
-    Nor does autograd notice, which may still have to go back through the forward that is looked at.
+    It keeps the buffers' version counters, because autograd may still need the original forward for a backward.
     """
     state, before = torch.get_rng_state(), [(b, b.clone()) for b in model.buffers()]
     with torch.autograd._unsafe_preserve_version_counter(tuple(b for b, _ in before)):

@@ -1,4 +1,4 @@
-"""How long each part of a model takes forward and backward, on one process of this machine."""
+"""Times each part of a model forward and backward, in one process of this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
-WARM = 3  # passes before those that are timed
+WARM = 3  # passes before the timed ones
 
 
 class Unit(NamedTuple):
-    """A part between two places where a model may be cut: seconds of one micro-batch forward and backward.
+    """A part between two possible cuts of a model, with its seconds for one micro-batch forward and backward.
 
-    The first takes what is done before the model is called, too, and the last what the loss takes.
+    The first part includes the work before the model's call, and the last part includes the loss.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Unit(NamedTuple):
 
 
 def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]:
-    """Medians over so many passes of one micro-batch, after some that are not counted, on one thread as ranks have.
+    """Returns median times over `rounds` passes of one micro-batch after WARM untimed ones, on one thread as ranks use.
 
-    Parts are computed one after the other, each from what the one before has handed on, as stages of one part each
-    would. Raises KnobError where nobody says what the parts are, or one hands on what cannot cross between ranks.
+    Computes the parts one after another like stages of one part each. Raises KnobError if the task does not define
+    parts, or if a part's output cannot cross between ranks.
     """
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
         torch.set_num_threads(1)
         torch.manual_seed(e.seed)
-        model = copy.deepcopy(learner.model()).train()  # the task may have but one
+        model = copy.deepcopy(learner.model()).train()  # the task may have only one model
         parts = parts_of(model, learner)
         batch = micro_batches(example(learner, e, "cpu"), e.partition.micro_batches)[0]
         each = Stages(1, tuple((part,) for part in parts), (), ())
@@ -71,9 +71,9 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
 
 
 def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
-    """Bytes of what each part hands on of one micro-batch, but the last one: nothing is computed.
+    """Returns the bytes of each part's output for one micro-batch, without the last part. Computes no values.
 
-    Raises KnobError where the model's parts do not run on the meta device.
+    Raises KnobError if the model's parts do not run on the meta device.
     """
     try:
         with torch.random.fork_rng(), torch.enable_grad():
@@ -90,7 +90,7 @@ def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
 
 
 def _passed(passes: Passes) -> list[tuple[float, float]]:
-    """By part the seconds of one forward and of its backward."""
+    """Returns, by part, the seconds of one forward and of its backward."""
     there, back = [0.0] * passes.count, [0.0] * passes.count
     for number in range(passes.count):
         began = time.perf_counter()
