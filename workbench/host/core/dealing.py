@@ -1,7 +1,7 @@
 """Continues indexed data after the ranks or the batch size have changed.
 
-The order of examples, epoch after epoch, depends only on the seed, and ranks draw from it in turn. So the ranks need to
-agree only on one number: how many examples of the order are used up.
+The order of examples depends only on the seed, and ranks draw from it in turn. So ranks need to agree only on one
+number: how many examples are used up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 async def used_up(run: Any) -> int:
-    """Returns how many examples are used up, at a common boundary; 0 if the data have no index or none is drawn.
+    """Returns how many examples are used up at a common boundary; 0 if the data have no index or none is drawn.
 
-    Without a common step some ranks are behind. The run leaves out the examples that they have not drawn.
+    If some ranks are behind, the run leaves out the examples that they have not drawn.
     """
     if not run.learner.indexed:
         return 0
@@ -20,7 +20,7 @@ async def used_up(run: Any) -> int:
 
 
 def may_come_again(why: str) -> dict[str, str]:
-    """Returns the detail of a Mark "data" for the case that an example may come twice in an epoch."""
+    """Returns the detail of a Mark "data" if an example may come twice in an epoch."""
     return {"text": f"{why}, so examples may come again or be left out"}
 
 

@@ -1,7 +1,7 @@
-"""Drives a coroutine: performs each Op that it awaits, and sends the answer in, until the coroutine ends.
+"""Drives a coroutine: performs each Op that it awaits, and sends the answer in, until it ends.
 
-The engine drives all its coroutines by this loop: a step, its background, a child on a lane, a step from inside
-autograd. In the simulator an answer may take time, so a fiber is the loop (workbench/sim/clock/fiber.py).
+The engine drives every coroutine by this loop: a step, its background, a child on a lane, a step from inside autograd.
+In the simulator an answer may take time, so a fiber is the loop (workbench/sim/clock/fiber.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ FREE = nullcontext()
 
 
 class Later(BaseException):
-    """Raised by the performer of an Op to leave the loop, because another caller resumes the coroutine."""
+    """Raised by an Op's performer to leave the loop, because another caller resumes the coroutine."""
 
 
 class Ended(BaseException):
-    """Raised by the performer of an Op if another caller has resumed the coroutine and it has ended."""
+    """Raised by an Op's performer if another caller has resumed the coroutine to its end."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

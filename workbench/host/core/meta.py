@@ -17,7 +17,7 @@ FILLS = frozenset(
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips random fills of tensors without values, because torch would import 300 modules only for them."""
+    """Skips random fills of tensors without values, because only for them torch would import 300 modules."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -32,8 +32,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
 
-    Raises the error of `copy.deepcopy` if the model cannot be copied. It must copy, because the task may return the
-    model that is training.
+    Raises `copy.deepcopy`'s error if it cannot copy. The model may be the one that is training, so a copy is necessary.
     """
     try:
         with torch.device("meta"), _Unfilled():
@@ -78,7 +77,7 @@ def put_on_cpu(model: nn.Module) -> None:
 
 
 def like(x: Any) -> Any:
-    """Replaces the tensors in `x` by CPU tensors of the same sizes without values; keeps anything else."""
+    """Replaces the tensors in `x` by CPU tensors of the same sizes without values."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if isinstance(x, dict):

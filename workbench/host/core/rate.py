@@ -12,7 +12,7 @@ ONE = 2**40  # a factor of 1 as a whole number, for ranks to agree on
 
 
 class Rate:
-    """One rank's learning rate. At a start or a change its factor rises in equal steps from the current value.
+    """One rank's learning rate. At a start or a change its factor rises linearly from the current value.
 
     own:   the optimizer's rate, used if the experiment sets none
     begun: the step from which the factor rises
@@ -26,14 +26,14 @@ class Rate:
         self._said: float | None = None
 
     def factor(self, e: Experiment, step: int) -> float:
-        """Returns the factor of `step`. It rises from `first` to its full value over `lr_warmup` steps."""
+        """Returns the factor of `step`, which rises from `first` over `lr_warmup` steps."""
         if not e.lr_warmup:
             return factor(e)
         risen = min(1.0, (step - self.begun) / e.lr_warmup)
         return self.first + (factor(e) - self.first) * risen
 
     def change(self, was: Experiment, wanted: Experiment, step: int) -> None:
-        """Applies a change before `step`. A different factor or warmup begins at the current factor."""
+        """Lets a different factor or warmup begin at the current factor, before `step`."""
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.factor(was, step), step
 
@@ -55,7 +55,7 @@ class Rate:
             run.sample("lr", due)
 
     async def agree(self, run: Any) -> None:
-        """Makes all ranks rise together like rank 0, after each rank has counted its own steps."""
+        """Makes ranks that counted their own steps rise together like rank 0."""
         step, e = run.rank.step, run.experiment
         present = round(self.factor(e, step) * ONE)
         self.first, self.begun = (await run.gather(present))[0] / ONE, step

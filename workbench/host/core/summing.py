@@ -13,8 +13,7 @@ from workbench.rank import Op, Rank
 def algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
     """Returns the Fabric's algorithm for the all-reduce `op` in a run of `size` ranks.
 
-    None if the backend performs `op`. The backend also performs all-reduces of measurements, so that they show on no
-    timeline.
+    None if the backend performs it. The backend also performs measurements, so that they show on no timeline.
     """
     if fabric.algorithm.native or op.verb != "all_reduce" or op.measures or not op.args[0].numel():
         return None
@@ -26,7 +25,7 @@ def algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
 
 
 async def summed(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
-    """Performs one rank's part of the all-reduce. The sum, or the mean, replaces `op`'s tensor and is returned.
+    """Performs one rank's part. The sum, or the mean, replaces `op`'s tensor and is returned.
 
     name: the kind of the messages; no other group or lane uses it at the time
     """

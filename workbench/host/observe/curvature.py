@@ -1,7 +1,6 @@
 """Estimates curvature on one rank: second moments of its layers, and Gauss-Newton products.
 
-Both hosts use it. It does not communicate: the strategy sums results over ranks. It installs hooks only while a
-strategy uses them.
+Both hosts use it. It does not communicate: strategies sum over ranks. It has hooks only while a strategy uses them.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from workbench.host.observe.factored import Layer, fed, layers, named, sizes, sl
 from workbench.host.placement.layout import Layout
 from workbench.rank import Factors, StrategyError
 
-_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack for each block that is open now
+_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack per open block
 
 
 @contextmanager
 def _twice_differentiable() -> Iterator[None]:
-    """Computes attention within the block by the only kernel that has a second derivative.
+    """Computes attention by the only kernel that has a second derivative.
 
-    This is a setting of the process: the first of several threads makes it, and the last one restores it.
+    The setting is process-wide: the first of several threads makes it, and the last one restores it.
     """
     with _LOCK:
         held = ExitStack()
@@ -46,7 +45,7 @@ def _twice_differentiable() -> Iterator[None]:
 
 
 def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
-    """Returns the same Factors as `Collecting.factors`, with sizes only."""
+    """Returns the Factors of `Collecting.factors`, with sizes only."""
     found = []
     for name, layer in layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)
@@ -56,7 +55,7 @@ def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
 
 
 class _Sums:
-    """One layer's sums of a a^T (inputs) and g g^T (slopes), with the numbers of loss terms and of slopes in them."""
+    """One layer's sums of a a^T (inputs) and g g^T (slopes), with their numbers of loss terms and of slopes."""
 
     def __init__(self, layer: Layer) -> None:
         kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
@@ -65,12 +64,12 @@ class _Sums:
 
 
 class Collecting:
-    """Collects the inputs and slopes of Linear layers and convolutions, from the next forward until `factors`.
+    """Collects inputs and slopes of Linear layers and convolutions, from the next forward until `factors`.
 
-    It assumes that the loss is the mean over the N rows of a Linear layer, or over the N images of a convolution. So
-    the gradient of one example's own loss is N times autograd's gradient. A convolution's inputs are summed over the T
-    places of an image, and its slopes are averaged over them. All batches have equal weight. A layer that is called
-    again within a pass adds rows of inputs, and gradients of the same N terms.
+    The loss must be the mean over the N rows of a Linear layer, or the N images of a convolution. So the gradient of
+    one example's loss is N times autograd's. A convolution's inputs are summed over the T places of an image, and its
+    slopes are averaged. All batches have equal weight. A layer that is called again in a pass adds rows of inputs, and
+    gradients of the same N terms.
 
     scale: the factor of the loss in the current backward
     """
@@ -78,7 +77,7 @@ class Collecting:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layers = layers(model, {place.name for place in layout.order})
         self._sums = {name: _Sums(layer) for name, layer in self._layers.items()}
-        self._called: set[str] = set()  # the layers called in this pass
+        self._called: set[str] = set()  # layers called in this pass
         self.scale = 1.0
         self._removers: list[Any] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
         for name, layer in self._layers.items():
@@ -115,11 +114,11 @@ class Collecting:
 class Products:
     """Products with the Gauss-Newton matrix J^T H J of one batch, at the parameters at construction.
 
-    J is the Jacobian of the model's output, H the Hessian of the loss with respect to that output. J v is computed as
-    the derivative of u -> J^T u. So a product is 3 backwards through one retained graph (Pearlmutter 1994; Schraudolph
+    J is the Jacobian of the model's output, H the Hessian of the loss with respect to that output. J v is the
+    derivative of u -> J^T u. So a product is 3 backwards through one retained graph (Pearlmutter 1994; Schraudolph
     2002).
 
-    Raises StrategyError if the loss does not call the model exactly once, or is linear in the model's output.
+    Raises StrategyError if the loss does not call the model exactly once, or is linear in its output.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: Layout) -> None:
@@ -193,7 +192,7 @@ def _cut(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
 
 
 class Curvature:
-    """One rank's curvature estimates. Hosts report passes and updates; a strategy asks for factors and products."""
+    """One rank's curvature estimates. Hosts report passes and updates, and a strategy asks for estimates."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: Layout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
@@ -238,7 +237,7 @@ class Curvature:
 
     @contextmanager
     def _again(self, step: int) -> Iterator[None]:
-        """Encloses another computation of the batch: with the step's own random numbers, and without buffer writes.
+        """Encloses another computation of the batch, with the step's random numbers and without buffer writes.
 
         Raises StrategyError before a forward and after the update.
         """

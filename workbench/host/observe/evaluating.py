@@ -16,7 +16,7 @@ Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank'
 
 
 def numbers(evaluate: Any, model: nn.Module) -> dict[str, float]:
-    """Runs a task's `evaluate` on a model without gradients. Returns its numbers by name, {} without `evaluate`."""
+    """Runs a task's `evaluate` without gradients. Returns its numbers by name, {} without `evaluate`."""
     if evaluate is None:
         return {}
     was = model.training
@@ -35,25 +35,25 @@ def distance(own: Iterable[Tensor], others: Iterable[Tensor], numel: int) -> flo
 
 
 def squares(own: Tensor, other: Tensor) -> float:
-    """Returns the sum of the squared differences. Works in pieces, so that it takes little memory."""
+    """Returns the sum of squared differences, computed in pieces to save memory."""
     own, other = as_real(own), as_real(other)
     pairs = zip(own.reshape(-1).split(AT_ONCE), other.reshape(-1).split(AT_ONCE), strict=True)
     return sum(float((x - y).float().square().sum()) for x, y in pairs)
 
 
 def rms(squares: float, numel: int) -> float:
-    """Returns the root mean square, given the sum of squares of `numel` elements."""
+    """Returns the root mean square from the sum of squares of `numel` elements."""
     return float((squares / max(1, numel)) ** 0.5)
 
 
 def kept_beside(strategy: Any, ranks: int, held: int, others: int) -> int:
-    """Returns the bytes that a rank keeps aside while it evaluates the mean of `ranks` models in place of its own.
+    """Returns the bytes that a rank keeps aside while it evaluates the mean of `ranks` models.
 
     held:   bytes of its parameters
     others: bytes of running statistics, which differ between ranks
 
-    The mean of 2 or 4 equal numbers is exactly that number. With another count rounding may change it, and the
-    rank evaluates the changed value.
+    A mean of 2 or 4 equal numbers is exact, so equal parameters need no copy. With other counts rounding may change
+    them.
     """
     if ranks == 1:
         return 0
@@ -62,7 +62,7 @@ def kept_beside(strategy: Any, ranks: int, held: int, others: int) -> int:
 
 @contextmanager
 def holding(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
-    """Gives the tensors these values within the block, and restores their own, from `kept` if that is not None."""
+    """Gives the tensors these values within the block, and then their own back, from `kept` if given."""
     kept = [x.detach().clone() for x in tensors] if kept is None else kept
     for x, value in zip(tensors, values, strict=True):
         x.data.copy_(value)

@@ -1,7 +1,7 @@
 """Finds the layers of a model that have Kronecker factors, and the rows of their inputs and slopes.
 
-A slope is the gradient of a layer's output. The rows of a Linear layer are its inputs. A convolution counts as a Linear
-layer of patches: one row for each place of its window, with the elements of the window in the order of the weight.
+A slope is the gradient of a layer's output. A Linear layer's rows are its inputs. A convolution is a Linear layer of
+patches: one row for each place of its window, with elements in the order of the weight.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Rows(NamedTuple):
 
 
 def layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
-    """Returns the layers that have factors, by name. All their parameters are trained and belong to no other module.
+    """Returns the layers that have factors, by name. Their parameters are all trained, and no other module's.
 
-    It excludes derived classes, which may compute something else. It also excludes convolutions in groups, whose weight
-    is several matrices, and convolutions with other padding than zeros.
+    Derived classes have none, because they may compute something else. Grouped convolutions have none, because their
+    weight is several matrices. Convolutions that pad with anything but zeros have none.
     """
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     found: dict[str, Layer] = {}
@@ -61,7 +61,7 @@ def sizes(layer: Layer) -> tuple[int, int]:
 
 
 def fed(layer: Layer, x: Tensor, kind: torch.dtype) -> Rows:
-    """Returns the input `x` of `layer` as rows of dtype `kind`."""
+    """Returns the input `x` as rows of dtype `kind`."""
     x = x.detach().to(kind)
     if isinstance(layer, nn.Linear):
         rows = x.reshape(-1, layer.in_features)
@@ -75,7 +75,7 @@ def fed(layer: Layer, x: Tensor, kind: torch.dtype) -> Rows:
 
 
 def slopes(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns the gradient of the output of `layer` as (n, o), one row for each input row."""
+    """Returns the gradient of the output as (n, o), one row for each input row."""
     grad = grad.detach().to(kind)
     if not isinstance(layer, nn.Linear):
         grad = _batched(layer, grad).movedim(1, -1)
@@ -91,7 +91,7 @@ def _patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     """Returns the patches (B T, i) under the window at each of T places."""
     window, dilation, padding, stride = (tuple(each) for each in (
         layer.kernel_size, layer.dilation, layer.padding, layer.stride))  # fmt: skip
-    if isinstance(layer, nn.Conv1d):  # torch unfolds images only, so make one of a single line
+    if isinstance(layer, nn.Conv1d):  # torch unfolds only images
         x = x[:, :, None]
         window, dilation, padding, stride = (1, *window), (1, *dilation), (0, *padding), (1, *stride)
     found = F.unfold(x, window, dilation, padding, stride)  # type: ignore[arg-type]

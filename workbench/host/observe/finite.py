@@ -1,9 +1,8 @@
 """Watches one rank's losses for non-finite values, and its gradients if bad steps are skipped; on both hosts.
 
-A step costs only a check of its loss. If a loss is not finite, the rank computes that batch again to find the layer. If
-steps are skipped, the rank reads all gradients once before each update, as their norm would. Whole replicas need no
-exchange for that. They update by one sum, so a non-finite number in it reaches all replicas. The ranks of a partition
-have different parts, so they reduce one number, as for `clip`.
+A step costs only a check of its loss. If that is not finite, the rank computes the batch again to find the layer. To
+skip steps, it reads all gradients once before each update. Whole replicas need no exchange for that, because they
+update by one sum, so a non-finite number reaches all. The ranks of a partition reduce one number, as for `clip`.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from workbench.host.observe.origin import Found, in_backward, in_forward, in_gra
 from workbench.host.placement.canonical import buffers
 from workbench.rank import Op, StrategyError
 
-WINDOW = 10  # losses in the mean that is compared with the best such mean so far
-IN_A_ROW = 20  # after more skipped steps in a row than these, skipping does not help
+WINDOW = 10  # losses in the mean that is compared with the best mean so far
+IN_A_ROW = 20  # more skipped steps in a row are an alarm
 
 
 class Finite:
     """One rank's watch for non-finite and diverging losses.
 
     alarmed: asks the host to "pause", "stop" or "roll back" the run, as far as it can
-    first:   the loss of the run's first step; a loss below it never counts as diverged; None before that step
+    first:   the loss of the run's first step, None before; lower losses never count as diverged
     again:   whether a batch may be computed again
     """
 
@@ -51,11 +50,11 @@ class Finite:
         self._best = math.inf
 
     def know(self, first: float | None) -> None:
-        """Takes the run's first loss, if it is known, on a rank that joined the run later."""
+        """Takes the run's first loss, if known, on a rank that joined later."""
         self.first = self.first if first is None else float(first)
 
     async def agree(self) -> None:
-        """Makes all ranks use the same first loss, the largest of any rank, after some ranks have joined."""
+        """Gives all ranks the largest first loss of any rank, after ranks have joined."""
         place = self.run.layout.order[0].param.device
         mine = torch.tensor([-math.inf if self.first is None else self.first], dtype=torch.float64, device=place)
         largest = await self.run.rank.all_reduce(mine, "max", "first loss")
@@ -65,12 +64,12 @@ class Finite:
     # -- losses --
 
     def passed(self, loss: Tensor, batch: Any) -> None:
-        """Checks the loss of a forward of `batch`. If it is not finite, finds the cause before an update hides it."""
+        """Checks the loss of a forward. If it is not finite, finds the cause before an update hides it."""
         if self._found is None and not math.isfinite(float(loss)):
             self._found = self._blame(batch)
 
     def told(self, step: int, loss: float) -> None:
-        """Checks the mean of a step's losses on this rank, when it is known. May raise an alarm."""
+        """Checks the mean of a step's losses on this rank, and may raise an alarm."""
         found, self._found = self._found, None
         if step == self._skipped:
             return
@@ -82,7 +81,7 @@ class Finite:
             self._said = False
 
     def _runs_away(self, loss: float) -> bool:
-        """Whether the mean of the last losses exceeds `diverged` times the best such mean, and the first loss.
+        """Whether the mean of the last losses exceeds the first loss and `diverged` times the best mean.
 
         Below the first loss such a rise may be chance.
         """
@@ -94,7 +93,7 @@ class Finite:
         return 0 < times * self._best < mean and mean > self.first
 
     def _alarm(self, name: str, detail: dict[str, Any]) -> None:
-        """Records an alarm and acts by `on_nan`, once until a good loss or until the run continues after a pause."""
+        """Records an alarm and acts by `on_nan`, once until a good loss or a pause."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})
@@ -118,7 +117,7 @@ class Finite:
     # -- skipped steps --
 
     def step(self, step: Coroutine[Op, Any, Any]) -> Coroutine[Op, Any, Any]:
-        """Returns `step`; with `on_nan="skip"` it skips its update if a gradient is not finite."""
+        """Returns `step`, which skips its update for a non-finite gradient if `on_nan` is "skip"."""
         return self._guarded(step) if self.run.experiment.on_nan == "skip" and self._values else step
 
     @property
@@ -161,9 +160,9 @@ class Finite:
         return bad
 
     def _skip(self, batch: Any, before: list[tuple[Tensor, Tensor]]) -> None:
-        """Undoes this step's buffer writes, and records why the update is skipped, as far as this rank knows.
+        """Restores the buffers, and records why the update is skipped, as far as this rank knows.
 
-        After more than IN_A_ROW skipped steps in a row it raises an alarm.
+        After more than IN_A_ROW skipped steps it raises an alarm.
         """
         run, step = self.run, self.run.rank.step
         self._row = self._row + 1 if self._skipped == step - 1 else 1
@@ -183,7 +182,7 @@ class Finite:
 
 
 def finite(grads: Any) -> bool:
-    """Whether all numbers of these gradients are finite. Gradients may be None. On a GPU this synchronizes."""
+    """Whether all numbers of these gradients, some of which may be None, are finite. On a GPU this synchronizes."""
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True
@@ -202,7 +201,7 @@ def has_no_rows(batch: Any) -> bool:
 
 
 def _nothing(model: nn.Module) -> None:
-    """Replaces the optimizer's step: zeroes the gradients for code that still reads them."""
+    """Replaces the optimizer's step: zeroes gradients for code that still reads them."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()

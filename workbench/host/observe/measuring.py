@@ -1,8 +1,8 @@
 """Measures the error of compression, at the same steps on every rank and both hosts.
 
 Every `measure_every` steps a stand-in replaces the compressor for one step. It never measures two exchanges in a row,
-so that there are always unmeasured ones to compare. For each measured step rank 0 records the Samples
-"compression_error", "compression_cosine" and "residual_ratio".
+so that there are unmeasured ones to compare. For each measured step rank 0 records the Samples "compression_error",
+"compression_cosine" and "residual_ratio".
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from workbench.rank import Op
 
 
 class Measuring:
-    """Decides when one rank measures.
-
-    If all ranks keep step, all decide alike, because the decision depends only on steps and exchanges.
-    """
+    """Decides when one rank measures, by steps and exchanges only. So all ranks that keep step decide alike."""
 
     def __init__(self) -> None:
         self.last = 0  # the last measured step
@@ -54,7 +51,7 @@ class Measuring:
 
 
 async def _weighed(run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
-    """Runs a step, and records how much of its gradient this rank sends. A policy reads this Sample."""
+    """Runs a step, and records for a policy how much of its gradient this rank sends."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
     made = await step

@@ -13,7 +13,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Found(NamedTuple):
-    """A layer's name in the model ("" if it is no layer, or unknown), and the reason for this answer."""
+    """A layer's name ("" if it is no layer, or unknown), and why it is that one."""
 
     layer: str
     why: str
@@ -28,8 +28,8 @@ UNKNOWN = Found("", "")
 def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
     """Returns the layer that makes the loss of `batch` non-finite.
 
-    If parameters are not finite, this is the layer that an earlier backward spoiled first. From it bad gradients went
-    back to the layers before. Else it is the first innermost layer with finite inputs and a non-finite output.
+    If parameters are not finite, it is the layer that an earlier backward spoiled first. Gradients go from there to the
+    layers before it. Else it is the first innermost layer with finite inputs and a non-finite output.
     """
     called: list[str] = []
     bad: list[str] = []
@@ -63,7 +63,7 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
 
 
 def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
-    """Returns the first layer, in backward order, whose gradient of `batch` is not finite; None if all are finite."""
+    """Returns the first layer in backward order whose gradient of `batch` is not finite; None if all are finite."""
     called: list[str] = []
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -80,7 +80,7 @@ def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
 
 
 def in_gradients(model: nn.Module) -> Found:
-    """Returns the first layer, in backward order, whose current gradient, maybe summed over ranks, is not finite."""
+    """Returns the first layer in backward order whose current gradient, maybe summed over ranks, is not finite."""
     wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)}
     return _last(list(_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite")
 
@@ -117,7 +117,7 @@ def _finite(x: Any) -> bool:
 
 
 def _computed(what: Callable[[], Any]) -> Any:
-    """Returns the result; None if the model fails, because its hooks have noted enough before."""
+    """Returns the result; None if the model fails, because hooks have noted enough by then."""
     try:
         return what()
     except Exception:
@@ -126,7 +126,7 @@ def _computed(what: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Calls `enter` and `leave` before and after each module's forward within the block, with its name."""
+    """Calls `enter` before and `leave` after each module's forward, with its name."""
     handles: list[Any] = []
     try:
         for name, module in model.named_modules():
@@ -144,7 +144,7 @@ def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., N
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restores buffers and torch's random state after the block.
 
-    It keeps the buffers' version counters, because autograd may still need the original forward for a backward.
+    It keeps the buffers' version counters, because autograd may still need the original forward.
     """
     state, before = torch.get_rng_state(), [(b, b.clone()) for b in model.buffers()]
     with torch.autograd._unsafe_preserve_version_counter(tuple(b for b, _ in before)):

@@ -23,9 +23,9 @@ WARM = 3  # passes before the timed ones
 
 
 class Unit(NamedTuple):
-    """A part between two possible cuts of a model, with its seconds for one micro-batch forward and backward.
+    """A part between two possible cuts, with its seconds for one micro-batch forward and backward.
 
-    The first part includes the work before the model's call, and the last part includes the loss.
+    The first part includes the work before the model's call, and the last part the loss.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Unit(NamedTuple):
 
 
 def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]:
-    """Returns median times over `rounds` passes of one micro-batch after WARM untimed ones, on one thread as ranks use.
+    """Returns median times over `rounds` passes of one micro-batch after WARM untimed ones, on one thread like a rank.
 
-    Computes the parts one after another like stages of one part each. Raises KnobError if the task does not define
-    parts, or if a part's output cannot cross between ranks.
+    Computes the parts in sequence, like stages of one part each. Raises KnobError if the task defines no parts, or if
+    an output cannot cross between ranks.
     """
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
@@ -71,9 +71,9 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
 
 
 def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
-    """Returns the bytes of each part's output for one micro-batch, without the last part. Computes no values.
+    """Returns the bytes of each part's output for one micro-batch, without the last part's. Computes no values.
 
-    Raises KnobError if the model's parts do not run on the meta device.
+    Raises KnobError if the parts do not run on the meta device.
     """
     try:
         with torch.random.fork_rng(), torch.enable_grad():

@@ -1,8 +1,8 @@
-"""Exchanges between tensor-parallel ranks in the middle of a pass: Megatron-LM's f and g, and more.
+"""Meetings of tensor-parallel ranks in the middle of a pass: Megatron-LM's f and g, and more.
 
-Before a Colwise layer f does nothing forward and sums gradients backward. After a Rowwise layer g sums outputs forward
-and does nothing backward. The caller passes `ask`, which performs a meeting: over a process group, on a virtual clock,
-or within one process. A codec may replace the tensors by payloads (coded.py).
+Before a Colwise layer, f sums gradients in backward only. After a Rowwise layer, g sums outputs in forward only. The
+caller's `ask` performs a meeting: by collectives, on a virtual clock, or within one process. A codec may replace the
+tensors by payloads (coded.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from workbench.host.passes.coded import (
 from workbench.rank import Rank
 
 NOTHING = Combining("", "")
-PARTIAL = "gradient partial"  # names the sum of gradients that each rank has a part of
+PARTIAL = "gradient partial"  # names a sum of partial gradients
 
 
 class _Across(torch.autograd.Function):
-    """A meeting between two modules: `ahead` in the forward, `back` in the backward."""
+    """A meeting between two modules: `ahead` in forward, `back` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
@@ -58,17 +58,17 @@ def summed_ahead(x: Tensor, others: Others, name: str) -> Tensor:
 
 
 def summed_back(x: Tensor, others: Others, name: str) -> Tensor:
-    """f: passes on `x`, which is equal on all ranks, and sums its gradients over ranks."""
+    """f: passes on an `x` that is equal on all ranks, and sums its gradients."""
     return _across(x, others, NOTHING, Combining("sum", f"gradient {name}"))
 
 
 def gathered(x: Tensor, others: Others, name: str) -> Tensor:
-    """Concatenates all ranks' features on each rank. In backward each rank keeps its own part of the gradient."""
+    """Concatenates all ranks' features. In backward each rank keeps its own part."""
     return _across(x, others, Combining("gather", f"activation {name}"), Combining("own", f"gradient {name}"))
 
 
 class _Gathering(torch.autograd.Function):
-    """A Linear over the positions of all ranks.
+    """A Linear over all ranks' positions.
 
     For backward it keeps only this rank's positions, or their payload, and gathers them again.
     """
@@ -100,25 +100,25 @@ class _Gathering(torch.autograd.Function):
 
 
 def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
-    """Applies a Linear to the positions of all ranks. Each rank gets the summed gradient of its own positions."""
+    """Applies a Linear to all ranks' positions. Each rank gets the summed gradient of its own."""
     made: Tensor = _Gathering.apply(x, module.weight, module.bias, others, name)
     return made
 
 
 def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
-    """Sums `x` over ranks and keeps this rank's positions. Backward gathers the gradients of all ranks."""
+    """Sums `x` over ranks and keeps this rank's positions. Backward gathers the gradients."""
     return _across(x, others, Combining("scatter", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
 def taken(x: Tensor, others: Others, name: str) -> Tensor:
-    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers the gradients of all ranks."""
+    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers the gradients."""
     return _across(x, others, Combining("own", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
 class _OneSum(torch.autograd.Function):
     """Passes parameters on, and sums their gradients over ranks at the end of a backward.
 
-    Autograd runs nodes in reverse order of creation. This node is made before any module reads the parameters.
+    Autograd runs nodes in reverse order of creation. No module reads the parameters before this node exists.
     """
 
     @staticmethod
@@ -142,17 +142,17 @@ class _OneSum(torch.autograd.Function):
 
 
 def summed_at_the_end(params: Sequence[Tensor], others: Others) -> tuple[Tensor, ...]:
-    """Returns views that one forward reads in place of the parameters. One meeting sums all their gradients.
+    """Returns views for one forward to read in place of the parameters. One meeting sums all their gradients.
 
-    Each view is also a node of its own. Of the nodes that are ready, autograd runs the newest. So gradients arrive at
-    the last parameter first, on real ranks and with sizes only. Without these nodes their order would be arbitrary.
+    Each view is a node of its own, because autograd runs the newest ready node. So gradients arrive at the last
+    parameter first, on real ranks and with sizes only.
     """
     made: tuple[Tensor, ...] = _OneSum.apply(others, *(p.view_as(p) for p in params))
     return made
 
 
 async def met(rank: Rank, meeting: Combining, x: Tensor) -> Tensor:
-    """Performs a meeting by `rank`'s collectives, and returns this rank's answer."""
+    """Performs a meeting by `rank`'s collectives."""
     if meeting.what == "own":
         return parts_of(x, rank.size, meeting)[rank.index].clone()
     if meeting.what == "scatter":

@@ -1,8 +1,8 @@
-"""Activation checkpointing: backward computes the activations of units of a model again.
+"""Activation checkpointing: backward computes the activations of some units of a model again.
 
-A *unit* is a part between which stages may be cut, such as a transformer's block or a child of a Sequential. It must be
-a Module of the model, or hold only one such Module, which has children. torch.utils.checkpoint computes a unit again
-with the same random numbers. Ranks that meet inside a unit meet again. The second computation does not write buffers.
+A *unit* is a part between which stages may be cut, such as a transformer's block. It must be a Module of the model, or
+hold one such Module, which has children. torch.utils.checkpoint repeats a unit with the same random numbers. Ranks that
+meet inside a unit meet again. The repetition does not write buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OFF = "none"
 
 
 def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.Module]:
-    """Returns the units of `model` that backward computes again. Raises KnobError if the task defines no units."""
+    """Returns the units that backward computes again. Raises KnobError if the task defines none."""
     what, every = layers.recompute
     if what == OFF:
         return []
@@ -48,7 +48,7 @@ def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.M
 
 
 def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
-    """Returns the part if it is a Module of the model, or the one such Module in it if that has children; else None."""
+    """Returns the part if it is a Module of the model, or the one such Module in it if that has children."""
     if id(part) in own:
         return part
     inner = list(part.children())
@@ -56,7 +56,7 @@ def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
 
 
 class Checkpointed:
-    """Makes backward compute units again, or only the attention core in them, until `undo`."""
+    """Makes backward compute units again, or only their attention core, until `undo`."""
 
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
@@ -64,7 +64,7 @@ class Checkpointed:
             unit.__dict__["forward"] = _Unit(unit, own, what, draws)  # shadows the class's forward
 
     def undo(self) -> None:
-        """Gives the units their own forwards back."""
+        """Restores the units' own forwards."""
         for unit, own in reversed(self._units):
             if own is None:
                 unit.__dict__.pop("forward", None)
@@ -110,7 +110,7 @@ class _Unit:
 
 
 class _Attention(TorchFunctionMode):
-    """Within the block, backward computes only scaled_dot_product_attention again."""
+    """Makes backward compute scaled_dot_product_attention again, and nothing else."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Kept(torch.autograd.Function):
-    """Saves a checkpoint's input in the graph, because the memory ledger looks for saved tensors there."""
+    """Saves a checkpoint's input in the graph, where the memory ledger looks for saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ def _noted(x: Any) -> Any:
 
 
 class _BuffersAside:
-    """Discards a unit's writes to its buffers within the block, so that running statistics count each batch once.
+    """Discards a unit's buffer writes within the block, so that running statistics count each batch once.
 
-    Each recomputation enters it. A retained graph recomputes a unit several times.
+    Each recomputation enters it. A retained graph has several.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -167,7 +167,7 @@ class _BuffersAside:
 
 
 def received_twice(name: str) -> StrategyError:
-    """Returns the error for a second gradient of a parameter in one exchanged backward. torch's DDP refuses it, too."""
+    """Returns the error for a parameter's second gradient in one exchanged backward. torch's DDP refuses it, too."""
     return StrategyError(
         f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
         f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"

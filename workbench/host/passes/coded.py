@@ -1,8 +1,7 @@
-"""Exchanges a codec's payloads in the middle of a pass, in place of the tensors themselves.
+"""Exchanges a codec's payloads in the middle of a pass, in place of tensors.
 
-A payload takes one meeting for each of its tensors. A meeting gathers or exchanges them as they are, so the host that
-performs it knows no codecs. All ranks decode the same payloads and add them in rank order, so their results are
-bit-identical. If a codec is linear, the meeting itself sums the payloads.
+Each tensor of a payload takes one ordinary meeting, so hosts need not know codecs. All ranks decode the same payloads
+and add in rank order, so their results are bit-identical. A meeting sums a linear codec's payloads itself.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ class Chooses(Coder, Protocol):
 
 
 class Combining(NamedTuple):
-    """A meeting: how each rank's answer follows from the tensors of all ranks.
+    """A meeting: how each rank's answer follows from the ranks' tensors.
 
-    what: "sum", the sum over ranks; "gather", all tensors concatenated along `dim`; "own", this rank's part along `dim`
-          of a tensor that is equal on all ranks; "scatter", this rank's part of the sum; "swap", each rank's part for
-          this rank; "", no meeting
+    what: "sum" over ranks; "gather", concatenated along `dim`; "own", this rank's part of a tensor that all ranks have;
+          "scatter", this rank's part of the sum; "swap", each rank's part for this rank; "", no meeting
     name: the tensor and its module, such as "activation blocks.0.mlp_out"
     """
 
@@ -45,11 +43,11 @@ class Combining(NamedTuple):
 
 
 Ask = Callable[[Combining, Tensor], Tensor]
-Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work, given its name, the work and its bytes
+Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work: its name, the work, its bytes
 
 
 def plainly(name: str, work: Callable[[], Any], nbytes: int) -> Any:
-    """Runs a codec's work without a record of it."""
+    """Runs a codec's work without recording it."""
     return work()
 
 
@@ -74,13 +72,13 @@ class Others(NamedTuple):
         return made
 
     def decode(self, payload: Payload, like: Tensor, meeting: Combining, coder: Coder) -> Tensor:
-        """Returns the tensor of a payload, in the shape and dtype of `like`."""
+        """Returns a payload's tensor in the shape and dtype of `like`."""
         made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
         return made
 
 
 def require_floats(x: Tensor, name: str) -> None:
-    """Raises StrategyError for complex numbers, because codecs would drop their imaginary part."""
+    """Raises StrategyError for complex numbers, because codecs drop imaginary parts."""
     if x.is_complex():
         kind = str(x.dtype)[6:]
         raise StrategyError(f"{name}: codecs take floats, and this tensor has {kind}; take activations=Dense() and "
@@ -88,7 +86,7 @@ def require_floats(x: Tensor, name: str) -> None:
 
 
 def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) -> tuple[Tensor, Payload]:
-    """Performs a meeting with payloads of `x`. Returns its answer and this rank's payloads, () without a codec."""
+    """Performs a meeting with payloads of `x`. Returns the answer and the payloads, () without a codec."""
     if not meeting.what:
         return x.view_as(x), ()
     if coder is None or meeting.what == "own":
@@ -109,7 +107,7 @@ def gathered_payload(payload: Payload, others: Others, meeting: Combining) -> li
 
 
 def joined(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
-    """Decodes every rank's payload, each like `like`, and concatenates the tensors."""
+    """Decodes every rank's payload, and concatenates the tensors."""
     return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
@@ -126,7 +124,7 @@ def _added(every: list[Payload], like: Tensor, others: Others, meeting: Combinin
 
 
 def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> tuple[Tensor, Payload]:
-    """Returns this rank's part of the sum, and the payloads of all parts in one tuple."""
+    """Returns this rank's part of the sum, and the payloads of all parts."""
     parts = parts_of(x, others.ways, meeting)
     payloads = [others.encode(part, meeting, coder) for part in parts]
     rows = [torch.stack(same) for same in zip(*payloads, strict=True)]
@@ -139,7 +137,7 @@ def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> t
 
 
 def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
-    """Returns the choices in the payloads of `count` parts, which mask the gradient; () if nothing masks it."""
+    """Returns the choices in the payloads of `count` parts that mask the gradient; () if none does."""
     if not (payload and coding.masks and isinstance(coding.there, Chooses)):
         return ()
     each = len(payload) // count
@@ -148,7 +146,7 @@ def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
 
 
 def back_through(grad: Tensor, chosen: Payload, coding: Coding, dim: int) -> Tensor:
-    """Masks the gradient of a tensor that crossed in parts along `dim`, one choice for each part."""
+    """Masks the gradient of a tensor that crossed in parts along `dim`."""
     if not chosen:
         return grad
     assert isinstance(coding.there, Chooses)
@@ -167,7 +165,7 @@ def _named(meeting: Combining, payload: Payload) -> list[tuple[str, Tensor]]:
 
 
 def parts_of(x: Tensor, count: int, meeting: Combining) -> list[Tensor]:
-    """Cuts `x` into `count` equal parts along a meeting's dimension. Raises StrategyError if it cannot."""
+    """Cuts `x` into `count` equal parts for a meeting. Raises StrategyError if it cannot."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(
             f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "

@@ -1,8 +1,7 @@
-"""Runs the passes of several ranks in one process, with meetings between them.
+"""Runs several ranks' passes in one process, with meetings between them.
 
-Each pass has its own thread, but only one thread runs at a time: until its pass asks for a meeting or ends. When all
-passes have asked, all get their answers. Sums are added in rank order. So the results do not depend on the order in
-which the system schedules threads.
+Each pass has a thread, but only one thread runs at a time: until its pass asks for a meeting or ends. When all passes
+have asked, all get their answers. Sums are added in rank order. So results do not depend on thread scheduling.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Work = Callable[[Callable[[Combining, Tensor], Tensor]], Any]
 
 
 class _Left(BaseException):
-    """Ends a waiting pass after the pass of another rank has failed."""
+    """Ends a waiting pass after another pass has failed."""
 
 
 class _Member:
@@ -73,7 +72,7 @@ class _Member:
         self.turn.acquire()
         if self.error is not None:
             raise self.error
-        answer, self.answer = self.answer, None  # only the pass holds the answer now, and can free it
+        answer, self.answer = self.answer, None  # the pass holds the only reference, and can free it
         assert answer is not None
         return answer
 
@@ -112,7 +111,7 @@ def _answer(members: list[_Member]) -> None:
 
 
 def answered(meeting: Combining, xs: list[Tensor]) -> list[Tensor]:
-    """Returns each rank's answer to a meeting, given each rank's tensor."""
+    """Returns each rank's answer to a meeting."""
     if meeting.what == "own":
         return [parts_of(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]
     if meeting.what == "gather":

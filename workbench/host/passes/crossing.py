@@ -1,8 +1,7 @@
 """Messages between two stages: activations and their gradients, as they are or as a codec's payload.
 
-An empty tensor precedes the tensors of a payload. Its shape holds their number and the shape of the decoded tensor.
-A codec may send only a part of an activation, as TopK sends some entries. Then only that part of the gradient may cross
-back. Both stages know the part, so the gradient's message does not repeat it.
+An empty tensor precedes a payload. Its shape holds the number of tensors and the decoded shape. A codec may send only a
+part of an activation, as TopK does. Then only that part of the gradient may cross. Both stages know the part already.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ Entry = tuple[int, int]  # a micro-batch, and the piece that takes it as input
 
 
 class Crossing:
-    """Sends and receives one stage's messages of one batch, or of all batches until the pipeline flushes."""
+    """One stage's messages, of one batch or until the pipeline flushes."""
 
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.pieces = rank, partition.pieces
         self._there, self._back, self.masks = partition.between(rank.memory)
-        self._chosen: dict[Entry, Coder] = {}  # which part of an activation has crossed, until its gradient does
-        self._shapes: dict[Entry, Any] = {}  # on the sender, the shapes of whole activations
+        self._chosen: dict[Entry, Coder] = {}  # parts of activations that crossed, until their gradients do
+        self._shapes: dict[Entry, Any] = {}  # of whole activations, on the sender
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
-        """Sends the activation that is the input of `entry`'s piece."""
+        """Sends the input of `entry`'s piece."""
         name = self._named("activation", entry)
         if self._there is None:
             return await self.rank.send(x, to, name)
@@ -38,7 +37,7 @@ class Crossing:
         self._shapes[entry] = x.shape
 
     async def receive_activation(self, source: int, entry: Entry) -> Tensor:
-        """Receives the activation that is the input of `entry`'s piece."""
+        """Receives the input of `entry`'s piece."""
         name = self._named("activation", entry)
         if self._there is None:
             return await received(self.rank, source, name)
@@ -91,7 +90,7 @@ class Crossing:
 
 
 async def received(rank: Rank, source: int, kind: str) -> Tensor:
-    """Receives the next message of a kind. Raises ConnectionError if the source can send no more."""
+    """Receives the next message of a kind. Raises ConnectionError if none can come."""
     got = await rank.recv(None, source, kind)
     if got is None:
         raise ConnectionError(f"Connection closed by peer: stage {source}, of which {kind} was awaited")

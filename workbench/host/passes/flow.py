@@ -1,4 +1,4 @@
-"""The micro-batches that one pipeline stage keeps in flight from batch to batch.
+"""Micro-batches that one pipeline stage keeps in flight from batch to batch.
 
 A schedule that flushes every batch keeps none.
 """
@@ -22,16 +22,16 @@ from workbench.rank import Rank, StrategyError
 
 
 class Flow:
-    """Micro-batches of this batch and of later batches between their forward and their backward.
+    """Micro-batches of the current and later batches between forward and backward.
 
-    The index `micro` counts from the first micro-batch of the current batch. Messages and spans use its number, see
-    `number`. A micro-batch keeps its number from forward to backward. No other micro-batch in flight has it.
+    `micro` counts from the current batch's first micro-batch. `number` gives the name of a micro-batch in messages and
+    spans. It is the same from forward to backward, and unique in flight.
 
     batches:  the number of batches completed since the pipeline was empty
-    steps:    the number of steps of the run; 0: no end is known. No batch after the last one goes forward
-    inputs:   by number, the examples of a micro-batch; empty with sizes only
-    coming:   returns the batch that follows after so many batches
-    buffers:  the buffers that forwards of this stage change
+    steps:    the run's number of steps; 0: no end is known. No batch after the last one goes forward
+    inputs:   by number, a micro-batch's examples; empty with sizes only
+    coming:   returns the batch after so many batches
+    buffers:  the buffers that this stage's forwards change
     forget:   drops the state of these forwards, by number
     """
 
@@ -51,7 +51,7 @@ class Flow:
     # -- a batch, on both hosts --
 
     def begin(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
-        """Begins the batch of step `step`, and returns this rank's actions in order."""
+        """Begins the batch of a step, and returns this rank's actions in order."""
         self.partition, actions = partition, partition.actions(rank.index)
         if not self.batches:
             self.crossing = Crossing(rank, partition)
@@ -81,7 +81,7 @@ class Flow:
         return (self.batches * each + micro) % max(each, self.partition.depth)
 
     def goes(self, micro: int) -> None:
-        """Notes, before a micro-batch's forward, the version of the weights that it reads."""
+        """Notes which version of the weights a micro-batch's forward reads."""
         if self.goes_on:
             later = micro >= self.partition.micro_batches
             versions = self.versions
@@ -89,14 +89,14 @@ class Flow:
             versions.reads[self.number(micro)] = version
 
     def back(self, micro: int) -> None:
-        """Frees what a micro-batch kept, after its backward."""
+        """Frees a micro-batch after its backward."""
         number = self.number(micro)
         self.versions.reads.pop(number, None)
         self.inputs.pop(number, None)
         self._before.pop(number, None)
 
     def over(self) -> None:
-        """Ends the current batch, after its last backward."""
+        """Ends the current batch."""
         if self._open:
             self._open.popleft()
         if self.goes_on:
@@ -104,7 +104,7 @@ class Flow:
             self.versions.over()
 
     def clear(self) -> None:
-        """Drops all micro-batches in flight, and undoes what their forwards changed in buffers."""
+        """Drops all micro-batches in flight, and undoes their buffer writes."""
         flying = list(self.versions.reads)
         if flying and self._before:
             for now, before in zip(self.buffers(), self._before[self.number(0)], strict=True):
@@ -117,7 +117,7 @@ class Flow:
 
     @property
     def stashed(self) -> Iterator[Tensor]:
-        """Yields the copies of weights that a backward will read, and of buffers that `clear` may restore."""
+        """Yields copies of weights that a backward will read, and of buffers that `clear` may restore."""
         yield from self.versions.kept
         for held in self._before.values():
             yield from held
@@ -125,9 +125,9 @@ class Flow:
     # -- with values, not only sizes --
 
     def open(self, batch: Any, partition: Partition) -> None:
-        """Cuts `batch` into micro-batches, because the strategy takes it through the stages now.
+        """Cuts the batch that the strategy takes through the stages now.
 
-        Raises StrategyError if it is not the batch that went forward ahead of its step.
+        Raises StrategyError if another batch went forward ahead of its step.
         """
         if self._open and self._open[0][0] is not batch:
             raise StrategyError(
@@ -139,7 +139,7 @@ class Flow:
             self._open.append((batch, micro_batches(batch, partition.micro_batches)))
 
     def part(self, micro: int) -> Any:
-        """Returns the examples of a micro-batch, and draws later batches as needed."""
+        """Returns a micro-batch's examples, and draws later batches as needed."""
         each = self.partition.micro_batches
         while len(self._open) <= micro // each:
             batch = self.coming(len(self._open) - 1)
@@ -150,11 +150,11 @@ class Flow:
         return part
 
     def forward(self, micro: int) -> AbstractContextManager[None]:
-        """Encloses a micro-batch's forward, so that it reads its version of the weights."""
+        """Lets a micro-batch's forward read its version of the weights."""
         return self._version(micro).forward() if self.goes_on else nullcontext()
 
     def backward(self, micro: int) -> AbstractContextManager[None]:
-        """Encloses a micro-batch's backward, so that it reads its version of the weights."""
+        """Lets a micro-batch's backward read its version of the weights."""
         return self._version(micro).backward() if self.goes_on else nullcontext()
 
     def _version(self, micro: int) -> Any:

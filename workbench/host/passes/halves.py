@@ -1,7 +1,7 @@
 """A backward in two halves: first the gradient of the input, later those of the parameters.
 
-The first half is an autograd backward to the input alone. It notes the gradients that reach each node with a branch to
-a parameter. The second half continues from these nodes, one by one, and computes nothing twice.
+The first half is a backward to the input alone. It notes the gradients at each node from which parameters branch off.
+The second half continues at these nodes, and computes nothing twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class Halves:
-    """The backward of `made`: computes the gradient of `x` first, and those of `params` later."""
+    """The backward of `made`: first to `x`, later to `params`."""
 
     def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
         self._made, self._x = made, x
@@ -27,7 +27,7 @@ class Halves:
         self._hanging = _hanging(made, x, self._params)
 
     def of_input(self, grad: Tensor) -> Tensor | None:
-        """Returns the gradient of `x`, given the gradient `grad` of `made`; None if `made` does not depend on `x`."""
+        """Returns the gradient of `x`, given that of `made`; None if `made` does not depend on `x`."""
         self._grad = grad
         hooks = [node.register_prehook(partial(self._note, node)) for node in self._hanging or ()]
         try:
@@ -38,8 +38,8 @@ class Halves:
         return found
 
     def of_params(self) -> None:
-        """Adds the gradients of the parameters to their `grad`."""
-        if self._hanging is None:  # a parameter branches off from several nodes: an ordinary backward
+        """Adds the parameters' gradients to their `grad`."""
+        if self._hanging is None:  # a parameter branches off from several nodes
             if self._params:
                 self._made.backward(self._grad, inputs=self._params)
             return
@@ -57,9 +57,9 @@ class Halves:
 
 
 def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:
-    """Returns, by node on the way from `made` to `x`, the parameters that branch off there, the last node first.
+    """Returns, by node on the way from `made` to `x`, the parameters that branch off there, last node first.
 
-    None if a parameter branches off from several nodes, because its gradients might count twice.
+    None if a parameter branches off from several nodes, because it might count twice.
     """
     root, end = made.grad_fn, get_gradient_edge(x).node
     leaf = {get_gradient_edge(p).node: p for p in params}
@@ -90,7 +90,7 @@ def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, 
 
 
 def _sorted(root: Node | None) -> list[Node]:
-    """Returns all nodes that can be reached from `root`, each before its successors."""
+    """Returns all nodes reachable from `root`, each before its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     todo: list[tuple[Node | None, bool]] = [(root, False)]

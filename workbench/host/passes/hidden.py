@@ -1,6 +1,6 @@
-"""Finds the hidden units that a sub-model can leave out: by the task's plan, or in a Sequential.
+"""Finds the hidden units that a sub-model can leave out, by the task's plan or in a Sequential.
 
-Every sub-model keeps all other units. `units_of` refuses a model only if it finds no such unit.
+Every sub-model keeps all other units.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BY_CHANNEL = (  # modules that work on each channel by itself and do not fix the number of channels
+_BY_CHANNEL = (  # they work on each channel by itself, for any number of channels
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.Dropout1d, nn.Dropout2d, nn.Upsample,
 )  # fmt: skip
 
 
 def units_of(model: nn.Module, learner: Learner) -> list[Units]:
-    """Returns the hidden units between layers of `model`. Raises KnobError if there are none."""
+    """Returns the hidden units between layers. Raises KnobError if there are none."""
     if learner.split is not None:
         try:
             plan = dict(planned(model, learner.split(model), "the task's split"))
@@ -47,7 +47,7 @@ def units_of(model: nn.Module, learner: Learner) -> list[Units]:
 
 
 def _planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
-    """Yields the units between each Rowwise Linear and the Colwise Linears before it, in the model's order."""
+    """Yields the units between each Rowwise Linear and the Colwise Linears before it."""
     own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
     firsts: list[tuple[str, nn.Linear, Colwise]] = []
     for name, module in model.named_modules():
@@ -62,7 +62,7 @@ def _planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
 
 def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own: set[int],
              names: dict[int, str]) -> Units | None:  # fmt: skip
-    """Returns the units that `firsts` compute and `last` reads; None if their shapes or plans do not match."""
+    """Returns the units between `firsts` and `last`; None if their shapes or plans do not match."""
     out, into = shape_of(last.weight)
     together = firsts[0][2].together
     count = into // together
@@ -115,13 +115,13 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
 
 
 def _alone(module: Any, own: set[int]) -> bool:
-    """Whether `module` is a Linear or an ungrouped convolution whose weight and bias learn and are not shared."""
+    """Whether `module` is a Linear or ungrouped convolution whose parameters learn and are not shared."""
     if type(module) is nn.Linear or (type(module) in _CONV and module.groups == 1):
         return all(id(p) in own for p in (module.weight, module.bias) if p is not None)
     return False
 
 
 def _sole(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that learn and belong to only one module."""
+    """Returns the ids of parameters that learn and belong to one module only."""
     has = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {id(p) for p in model.parameters() if p.requires_grad and has[id(p)] == 1}

@@ -1,7 +1,6 @@
-"""Finds out when the ranks of a tensor-parallel group meet in a pass, and how much they exchange.
+"""Finds out when tensor-parallel ranks meet in a pass, and how much they exchange.
 
-A *meeting* is a collective in the middle of a pass. One pass on the meta device, which computes nothing, finds all
-meetings.
+A *meeting* is a collective in the middle of a pass. One pass on the meta device finds all meetings.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from workbench.tasks import Learner
 
 
 class Planned(NamedTuple):
-    """A meeting that a pass will reach.
+    """A meeting of a pass.
 
     share:  the part of the pass before it, 0 to 1
-    brings: a tensor like the one that each rank brings
+    brings: a tensor like each rank's
     """
 
     share: float
@@ -61,14 +60,14 @@ class Coded(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The meetings of a pass through a model, or through one piece of it.
+    """The meetings of a pass through a model or one piece of it.
 
-    forward:  meetings in order; their shares count floating-point operations
-    backward: meetings in order; their shares count the parameter elements that have their gradients
+    forward:  in order, with shares of floating-point operations
+    backward: in order, with shares of parameter elements that have their gradients
     come:     by parameter name, the share of a backward after which its gradient is complete
     coded:    the codecs' work in both
 
-    All ranks of a group compute equally much between two meetings, no matter which common parameters each owns.
+    All ranks compute equally much between meetings, no matter which common parameters they own.
     """
 
     forward: tuple[Planned, ...] = ()
@@ -77,7 +76,7 @@ class Plans(NamedTuple):
     coded: tuple[Coded, ...] = ()
 
     def of(self, phase: str) -> list[Planned]:
-        """Returns the meetings of a phase: "backward", or any other name for a forward."""
+        """Returns the meetings of a phase."""
         return list(self.backward if phase == "backward" else self.forward)
 
     def ready(self, layout: Layout) -> list[float]:
@@ -89,7 +88,7 @@ _PLANNED: WeakKeyDictionary[Learner, dict[Any, tuple[Plans, ...]]] = WeakKeyDict
 
 
 def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]:
-    """Returns the meetings, by piece of the model, of ranks with these slices. All ranks of a process share the result.
+    """Returns the meetings by piece of the model, found once for all ranks of a process.
 
     Raises KnobError if the model does not run on the meta device.
     """
@@ -102,7 +101,7 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
                 stages = cut(e, part, learner) if way.depth > 1 else None
                 batch = to_device(example(learner, e, "cpu"), "meta")
                 made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.layers)
-            except (KnobError, StrategyError) as error:  # its message already says what to do
+            except (KnobError, StrategyError) as error:  # it already says what to do
                 raise KnobError(f"partition={type(way).__name__}: {error}") from error
             except Exception as error:
                 raise KnobError(
@@ -114,13 +113,13 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
 
 
 def arrival_of(plans: tuple[Plans, ...]) -> list[str]:
-    """Returns the parameters in the order in which their gradients arrive, given the plans of all pieces."""
+    """Returns the parameters in the order of their gradients, given the plans of all pieces."""
     return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
 
 
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
             count: int = 1, layers: Partition = Whole()) -> tuple[Plans, ...]:  # noqa: B008  # fmt: skip
-    """Runs the first of `count` micro-batches forward and backward, and returns the meetings by piece of the model.
+    """Returns the meetings by piece of the model, from the first of `count` micro-batches.
 
     part:   the model on the meta device, with one rank's slices
     stages: how it is cut into stages
@@ -182,7 +181,7 @@ def _shared(seen: list[Planned], whole: float) -> tuple[Planned, ...]:
 
 
 class Passes:
-    """Runs a model, or its pieces one after another, forward and backward in one process."""
+    """Runs a model, or its pieces in order, forward and backward in one process."""
 
     def __init__(self, model: nn.Module, learner: Learner, stages: Stages | None, batch: Any) -> None:
         self._model, self._learner, self._batch = model, learner, batch
@@ -192,12 +191,12 @@ class Passes:
         self._grad: Any = 1.0
 
     def params(self, number: int) -> list[nn.Parameter] | None:
-        """Returns the parameters of a piece. None: those of the whole model."""
+        """Returns a piece's parameters; None: the whole model's."""
         chunk, stage = divmod(number, len(self._ways) or 1)
         return self._ways[stage].params(chunk) if self._ways else None
 
     def forward(self, number: int) -> int:
-        """Runs a piece forward, and returns the bytes of its output."""
+        """Runs a piece forward, and returns its output's bytes."""
         if not self._ways:
             self._x = self._learner.loss(self._model, self._batch)
         else:
@@ -214,7 +213,7 @@ class Passes:
 
 
 def answer_like(meeting: Combining, x: Tensor, ways: int) -> Tensor:
-    """Returns a tensor of the shape of a meeting's answer."""
+    """Returns a tensor of the answer's shape."""
     if meeting.what == "gather":
         return torch.cat([x] * ways, meeting.dim)
     return torch.empty_like(x) if meeting.what in ("sum", "swap") else torch.empty_like(parts_of(x, ways, meeting)[0])

@@ -1,9 +1,7 @@
 """Lets a rank train a sub-model: smaller matrices, with an optimizer of their own.
 
-Parameters that the sub-model does not cut are trained in place. The whole parameters change when the rank leaves the
-sub-model and writes its entries back. `share` gives the hosts the part of the model's compute that a pass makes.
-
-With sizes only, ranks share one model. Then only numbers change, and the model keeps its parameters.
+Uncut parameters are trained in place. When a rank leaves the sub-model, its values go into the whole parameters.
+`share` gives the hosts a pass's share of the compute. With sizes only, ranks share one model, and only numbers change.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from workbench.tasks import Learner
 class Narrowing:
     """Switches one rank's model to a sub-model and back.
 
-    made:   returns the run's optimizer, at its current learning rate, for these parameters
+    made:   returns the run's optimizer for these parameters, at its current rate
     now:    returns the current experiment
     lies:   whether the model holds this rank's own values
     counts: how many units of each kind the sub-model keeps; empty: the model is whole
@@ -43,7 +41,7 @@ class Narrowing:
 
     @cached_property
     def units(self) -> list[Units]:
-        """The hidden units that a sub-model can leave out. Raises StrategyError if there are none."""
+        """The hidden units that can be left out. Raises StrategyError if there are none."""
         try:
             return units_of(self._model, self._learner)
         except KnobError as error:
@@ -58,7 +56,7 @@ class Narrowing:
         return 1.0 if self._entries is None else self._shares[phase]
 
     def require_awaited(self, exchanged: bool) -> None:
-        """Raises StrategyError if the strategy exchanges gradients while the rank trains a sub-model."""
+        """Raises StrategyError if gradients of a sub-model are to be exchanged."""
         if exchanged and self.narrow:
             raise StrategyError(
                 "a sub-model's gradients stay with it: await rank.backward() whole and rank.update(), or ask for "
@@ -67,7 +65,7 @@ class Narrowing:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The sub-model's own parameters, which replace parameters of the whole model."""
+        """The parameters that only the sub-model has."""
         return [cut.small for cut in self._cuts]
 
     @property
@@ -106,7 +104,7 @@ class Narrowing:
         return forward
 
     def _back(self) -> None:
-        """Returns to the whole model, and writes the sub-model's values into it."""
+        """Writes the sub-model's values into the whole model, and returns to it."""
         entries, self._entries, self.counts = self._entries, None, ()
         assert entries is not None
         if self._lies:
@@ -116,7 +114,7 @@ class Narrowing:
         self._cuts, self._optimizer = [], None
 
     def step(self, longest: float, by: Callable[[], None] | None) -> float | None:
-        """Steps the sub-model's optimizer. If `longest` > 0, clips the gradient's norm to it and returns the norm."""
+        """Steps the sub-model's optimizer. If `longest` > 0, clips the gradient's norm and returns it."""
         norm = None
         params = [p for p in self._model.parameters() if p.requires_grad]
         if longest:
@@ -127,7 +125,7 @@ class Narrowing:
 
     @contextmanager
     def within(self) -> Iterator[nn.Module]:
-        """With sizes only: the model has the sub-model's parameters within the block."""
+        """With sizes only: gives the model the sub-model's parameters within the block."""
         place(self._cuts)
         try:
             yield self._model

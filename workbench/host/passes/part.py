@@ -1,6 +1,6 @@
 """Replaces parameters of a model by smaller ones, and counts the operations of its forward.
 
-The model's own Modules compute with the smaller parameters, without masks: a Linear has fewer rows or columns.
+The model's own Modules compute with them, without masks: a Linear has fewer rows or columns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary(
 
 
 class Smaller:
-    """A parameter of a Module, and the smaller one that can replace it.
+    """A parameter of a Module, and its smaller replacement.
 
-    scale: the factor by which `small` is larger than the entries of `whole` that it stands for
+    scale: the factor by which `small` exceeds its entries of `whole`
     """
 
     def __init__(self, module: nn.Module, short: str, name: str, entries: Entries) -> None:
@@ -37,13 +37,13 @@ class Smaller:
         self.scale = 1.0
 
     def grow(self, scale: float) -> None:
-        """Multiplies the smaller parameter by `scale`."""
+        """Multiplies the replacement by `scale`."""
         self.small.data.mul_(scale)
         self.scale *= scale
 
 
 def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Smaller]:
-    """Returns the smaller parameters of the sub-model that keeps these units."""
+    """Returns the replacements for the sub-model that keeps these units."""
     entries, found = Entries(units, kept), []
     for name, _ in list(model.named_parameters()):
         if entries.cuts(name):
@@ -53,10 +53,7 @@ def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Sm
 
 
 def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[Smaller]:
-    """Returns the smaller parameters without values, given how many units of each kind a sub-model keeps.
-
-    Ranks that share one model share the result.
-    """
+    """Returns the replacements without values, given the numbers of kept units. Ranks that share a model share them."""
     made = _SIZED.setdefault(model, {})
     if counts not in made:
         made[counts] = smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
@@ -64,7 +61,7 @@ def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list
 
 
 def place(parameters: Iterable[Smaller]) -> None:
-    """Puts the smaller parameters into the model."""
+    """Puts the replacements into the model."""
     for p in parameters:
         p.module._parameters[p.short] = p.small
 
@@ -76,9 +73,9 @@ def restore(parameters: Iterable[Smaller]) -> None:
 
 
 def computes(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
-    """Returns a sub-model's share of the floating-point operations of the whole model's forward.
+    """Returns a sub-model's share of the whole forward's floating-point operations, counted on the meta device.
 
-    Counts them once for each size of a sub-model, on the meta device. None if the model does not run there.
+    None if the model does not run there.
     """
     made = _COUNTED.setdefault(learner, {})
     key = e.batch, counts

@@ -17,7 +17,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Handed(BaseException):
-    """Leaves the user's loss at the end of a stage before the last. An `except Exception` in it does not catch this."""
+    """Leaves the user's loss at the end of a stage before the last. An `except Exception` does not catch it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -29,7 +29,7 @@ Pass = tuple[int, int]  # a micro-batch, and one of this stage's pieces
 class Piece:
     """One stage with its pieces of the model, and its micro-batches between forward and backward.
 
-    opened: by micro-batch and piece, the output; its graph holds what backward needs
+    opened: by micro-batch and piece, the output, whose graph holds what backward needs
     """
 
     def __init__(self, model: nn.Module, pieces: list[tuple[nn.Module, ...]], stage: int, stages: int) -> None:
@@ -41,7 +41,7 @@ class Piece:
     def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
         """Returns a piece's output for a micro-batch, detached. The model's last piece returns the loss.
 
-        x: the output of the piece before; None on the first piece
+        x: the previous piece's output; None on the first piece
         """
         if x is not None:
             x, self._came[micro, chunk] = entering(x)
@@ -66,7 +66,7 @@ class Piece:
     def backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
         """Returns the gradient of a piece's input, given that of its output; None on the first piece.
 
-        grad: the output's gradient; on the model's last piece a factor of the loss
+        grad: on the model's last piece a factor of the loss
         """
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
@@ -79,7 +79,7 @@ class Piece:
         return self._gradient(x.grad, chunk)
 
     def inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """Does the first half of a backward: returns what `backward` does, but parameters get no gradients yet."""
+        """Does the first half of a backward: as `backward`, without gradients of parameters."""
         made = self.opened.get((micro, chunk))
         if made is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
@@ -95,7 +95,7 @@ class Piece:
         return self._gradient(found, chunk)
 
     def weights(self, micro: int, chunk: int = 0) -> None:
-        """Does the second half of a backward: the gradients of the parameters."""
+        """Does the second half of a backward: the gradients of parameters."""
         if (micro, chunk) not in self._halves:
             raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
         made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
@@ -113,7 +113,7 @@ class Piece:
         return found
 
     def forget(self, micros: Container[int]) -> None:
-        """Drops the inputs and outputs of these micro-batches, which get no backward."""
+        """Drops these micro-batches, which get no backward."""
         for held in (self.opened, self._came):
             for entry in [entry for entry in held if entry[0] in micros]:
                 del held[entry]
@@ -138,7 +138,7 @@ class Piece:
 
 
 class _Enter(torch.autograd.Function):
-    """Lets a received tensor into the graph. Its gradient goes to a stand-in that takes no memory."""
+    """Lets a received tensor into the graph. Its gradient goes to a stand-in without memory."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class _Enter(torch.autograd.Function):
 
 
 def entering(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `x` as the input of a part, and the tensor that will hold its gradient."""
+    """Returns `x` as a part's input, and the tensor that will hold its gradient."""
     if not (x.is_floating_point() or x.is_complex()):
         return x, x
     stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
@@ -159,7 +159,7 @@ def entering(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cuts `batch` into `count` equal parts along the first dimension of its tensors. Raises TaskError if it cannot."""
+    """Cuts `batch` into `count` equal parts along its tensors' first dimension. Raises TaskError if it cannot."""
     if count == 1:
         return [batch]
     sizes = {x.shape[0] for x in tensors_of(batch) if x.dim()}
@@ -190,7 +190,7 @@ def _part(batch: Any, number: int, count: int, rows: int) -> Any:
         cut = {k: _part(v, number, count, rows) for k, v in batch.items()}
         return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        if len(batch) == rows and not tensors_of(batch):  # a value for each example, such as names or texts
+        if len(batch) == rows and not tensors_of(batch):  # one value per example, such as names
             return batch[number * rows // count : (number + 1) * rows // count]
         parts = [_part(v, number, count, rows) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

@@ -1,13 +1,13 @@
-"""One batch through a pipeline, from the view of one stage: the same coroutine on both hosts.
+"""One batch through a pipeline, as one stage computes it: the same coroutine on both hosts.
 
 The hosts compute these Ops:
 
-- Op("stage_forward", x, micro, chunk) returns a piece's output for a micro-batch. The last piece returns its loss.
+- Op("stage_forward", x, micro, chunk) returns a piece's output, the last piece's loss.
 - Op("stage_backward", grad, micro, chunk) returns the gradient of the piece's input.
-- Op("stage_inputs", grad, micro, chunk) returns the same gradient, but leaves the parameters' gradients to
-  Op("stage_weights", micro, chunk).
+- Op("stage_inputs", grad, micro, chunk) does the same, but Op("stage_weights", micro, chunk) then computes the
+  gradients of parameters.
 
-Neighbours exchange messages. A stage sends each message as soon as it has the tensor.
+A stage sends each message to its neighbour as soon as it has the tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from workbench.host.placement.cutting import through
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 
-WEIGHTS = "backward weights"  # names the half of a backward that computes the parameters' gradients
-LOSS = "loss"  # names the message by which the last stage sends a batch's loss
+WEIGHTS = "backward weights"  # names the second half of a backward
+LOSS = "loss"  # names the last stage's message with the loss
 
 
 async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
-    """Raises StrategyError if the stages of a replica drew different batches. Checks the first batch after a cut."""
+    """Raises StrategyError if a replica's stages drew different batches. Checks the first batch after a cut."""
     told = checksum({str(number): x for number, x in enumerate(tensors_of(batch))})
     mine = torch.tensor([told], device=device)
     rows = await rank.all_gather(mine, "batch")
@@ -45,11 +45,11 @@ async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
 
 
 async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, step: int) -> Tensor:
-    """Runs one batch in the order of the schedule, and returns its loss, the mean over its micro-batches.
+    """Runs one batch in the order of the schedule. Returns its loss, the mean over its micro-batches.
 
     rank:   this rank among the stages of its replica
-    share:  the weight of each micro-batch's loss, so that gradients add up to those of the batch
-    flow:   earlier forwards of this batch and of later ones; empty if the schedule flushes each batch
+    share:  the weight of each micro-batch's loss, so that gradients add up to the batch's
+    flow:   earlier forwards of this and later batches; empty if the schedule flushes each batch
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
@@ -84,10 +84,10 @@ async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, 
 
 
 async def drained(flow: Flow) -> None:
-    """Drops all forwards of later batches, and receives their activations that are still in flight.
+    """Drops all forwards of later batches, and receives their activations in flight.
 
-    All stages have completed the same number of batches. The stage before this one is further ahead, so it has sent
-    more activations than this stage has received.
+    All stages have completed the same number of batches. The previous stage is further ahead, so it has sent more
+    activations than this stage has received.
     """
     if not flow.batches:
         return
@@ -99,14 +99,14 @@ async def drained(flow: Flow) -> None:
 
 
 async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
-    """Returns the whole model's output on all stages. Each has the inputs and computes its `pieces`."""
+    """Returns the whole model's output on all stages. All have the inputs, and each computes its `pieces`."""
     last = rank.size - 1
     x: Any = None
     for number, parts in enumerate(pieces):
         if number or rank.index:
             inputs, named = (await received(rank, (rank.index - 1) % rank.size, "activation"),), {}
             arrived(inputs)
-        x = await Op("do", partial(through, parts, *inputs, **named))  # tensor-parallel ranks can meet in this Op
+        x = await Op("do", partial(through, parts, *inputs, **named))  # tensor-parallel ranks meet in this Op, too
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
@@ -119,7 +119,7 @@ async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: 
 
 
 class Answer(dict[str, Any]):
-    """The output of a model that returns several tensors by name, as models of transformers do."""
+    """The output of a model that returns several tensors by name, as transformers' models do."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -146,5 +146,5 @@ async def _answered(rank: Rank, source: int) -> Any:
 
 
 def pass_name(phase: str, micro: int, chunk: int, pieces: int) -> str:
-    """Returns the name of a pass's Span: "forward 3", or "forward 3.1" for the second of several pieces."""
+    """Returns a pass's Span name: "forward 3", or "forward 3.1" for the second of several pieces."""
     return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

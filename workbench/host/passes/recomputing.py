@@ -29,10 +29,9 @@ _FOUND: WeakKeyDictionary[Learner, dict[Any, Shares | str]] = WeakKeyDictionary(
 
 
 def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
-    """Returns, by piece of the model, the share of its forward's floating-point operations that backward repeats.
+    """Returns, by piece of the model, which share of its forward's floating-point operations backward repeats.
 
-    The shares are 0 if the model does not run on the meta device. Raises KnobError if it runs there, but not with
-    these units checkpointed.
+    0 if the model does not run on the meta device. Raises KnobError if only the checkpointed model fails there.
     """
     way = e.partition
     count = way.depth * way.pieces
@@ -83,7 +82,7 @@ def _tried(e: Experiment, learner: Learner, split: Split | None) -> Shares:
 
 
 def _passed(model: nn.Module, learner: Learner, batch: Any, stages: Stages | None, split: Split | None) -> list[Any]:
-    """Returns, by piece of the model, the floating-point operations of its forward and of its backward."""
+    """Returns, by piece, the floating-point operations of its forward and its backward."""
     counted: list[Any] = []
     with ExitStack() as also, torch.enable_grad():
         if split:

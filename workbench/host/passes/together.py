@@ -1,13 +1,13 @@
-"""Tensor parallelism: ranks that hold slices of each matrix compute one model together.
+"""Tensor parallelism: ranks with slices of each matrix compute one model together.
 
-across.py defines the tensors that they exchange.
+across.py defines what they exchange.
 
-[Note: Random numbers] Ranks that compute the same tensor draw the same random numbers from torch's own generator. Every
-forward seeds it alike on all ranks. Between two forwards ranks may draw different amounts, such as noise for each of
-their parameters. A rank that computes its own part of a tensor draws its own numbers. Their seed follows from the
-number that all ranks would draw next. A layer that is computed again for its backward begins with the generator's old
-state, so it draws the same numbers. The second computation may end between `enter` and `leave`. A rank therefore reads
-from the generator's seed, not from a flag, whether it draws its own numbers.
+[Note: Random numbers] Ranks that compute the same tensor draw the same numbers from torch's own generator. Every
+forward seeds it alike on all ranks, because ranks may have drawn different amounts since, such as noise for their own
+parameters. A rank that computes its own part of a tensor draws its own numbers, by a seed derived from the next common
+number. A layer that is computed again begins with the generator's old state, so it draws the same numbers. The second
+pass may end between `enter` and `leave`. So the generator's seed, not a flag, shows whether a rank draws its own
+numbers.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
 ODD = 0x9E3779B97F4A7C15  # spreads ranks' seeds
-SEEDS = 10_000  # how many seeds are kept: more than the passes that may be open at a time
+SEEDS = 10_000  # how many are kept: more than passes can be open
 
 
 class Together:
-    """A model whose matrices are sliced over the ranks of a group, as one of these ranks computes it.
+    """A model whose matrices are sliced over the ranks of a group, as one rank computes it.
 
     split:  how parameters are sliced
     index:  this rank's number in the group
     draws:  whether each rank draws its own random numbers between a pair of layers
-    seed:   the same on all ranks of the group; each forward derives its own seed from it
+    seed:   the same on all ranks of the group; each forward derives its own from it
     coding: codecs of activations and of their gradients while the model trains
-    coded:  runs a codec's encoding and decoding
+    coded:  runs a codec's work
     """
 
     def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0,
@@ -62,7 +62,7 @@ class Together:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # the common generator and its state at `enter`
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # the generator, and its state at `enter`
         self._own: dict[int, None] = {}  # the latest seeds of this rank's own numbers
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
@@ -85,7 +85,7 @@ class Together:
 
     @property
     def at(self) -> tuple[int, int]:
-        """The seed and the number of forwards so far. They determine the random numbers of the next forward."""
+        """The seed and the number of forwards, which determine the next forward's random numbers."""
         return self._seed, self._passes
 
     @at.setter
@@ -93,7 +93,7 @@ class Together:
         self._seed, self._passes = stands
 
     def undo(self) -> None:
-        """Gives the modules their own forwards back, and removes the hooks."""
+        """Restores the modules' own forwards, and removes the hooks."""
         for _, module, _ in self._modules:
             module.__dict__.pop("forward", None)
         for hook in self._hooks:
@@ -103,7 +103,7 @@ class Together:
     def passing(self, x: Tensor | None, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
         """Encloses one forward.
 
-        x:      the output of the stage before; with sequence parallelism only this rank's positions
+        x:      the previous stage's output; with sequence parallelism only this rank's positions
         params: the parameters of the piece that runs; None: all
         """
         self._passes += 1
@@ -118,9 +118,9 @@ class Together:
 
     @contextmanager
     def summing(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
-        """Encloses a forward, whose backward sums over ranks the gradients that each rank has a part of.
+        """Encloses a forward, whose backward sums partial gradients over ranks.
 
-        It leaves the parameters of other pieces out, because their gradients would seem to arrive with this piece's.
+        It leaves out parameters of other pieces: their gradients would seem to arrive with this piece's.
         """
         here = None if params is None else {id(p) for p in params}
         some = [p for p in self._partial if here is None or id(p) in here]
@@ -170,7 +170,7 @@ class Together:
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _looked_up(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Looks up this rank's rows, with zeros for rows of other ranks, and sums over ranks."""
+        """Looks up this rank's rows, with zeros for other ranks' rows, and sums over ranks."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
         elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses other indices
@@ -179,7 +179,7 @@ class Together:
         return summed_ahead(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._whole, name)
 
     def enter(self, x: Tensor) -> None:
-        """Lets each rank draw its own numbers: from a Colwise to a Rowwise layer, and for its own positions.
+        """Lets each rank draw its own numbers, after a Colwise layer and for its own positions.
 
         See [Note: Random numbers].
         """
@@ -217,12 +217,12 @@ class _Forward:
 
 
 def _dropped(param: nn.Parameter) -> None:
-    """Drops the gradient of a parameter that another rank owns. The owner has the same gradient."""
+    """Drops the gradient of a parameter that another rank owns, and has the same gradient of."""
     param.grad = None
 
 
 def common(model: nn.Module, split: Split, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
-    """Returns, by owner, the parameters that every rank has whole, without absent ones.
+    """Returns, by owner, the parameters that every rank has whole.
 
     names: look only at these parameters
     """
@@ -231,13 +231,13 @@ def common(model: nn.Module, split: Split, names: Collection[str] | None = None)
 
 
 async def refreshed(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Gives every rank of the group the current values of the parameters that other ranks own."""
+    """Gives all ranks of the group the owners' values of the parameters that all have."""
     for dtype in dict.fromkeys(p.dtype for each in by_owner for p in each):
         await _told(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
 
 
 async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Copies their owners' values into parameters of one dtype that every rank of the group has."""
+    """Copies the owners' values into parameters of one dtype that all ranks have."""
     counts = [sum(p.numel() for p in each) for each in by_owner]
     like = next(p for each in by_owner for p in each)
     own = torch.cat([p.detach().reshape(-1) for p in by_owner[rank.index]] or [like.detach().new_empty(0)])
@@ -256,7 +256,7 @@ async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
 
 
 def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
-    """Copies a whole model with only the slices of rank `index`. It never copies a sliced parameter whole."""
+    """Copies a whole model with rank `index`'s slices only. It never copies a sliced parameter whole."""
     known: dict[int, Any] = {}
     for name, made in split.sliced.items():
         p = model.get_parameter(name)
@@ -269,7 +269,7 @@ def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
 @contextmanager
 def computing(model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True,
               coding: Coding = PLAIN, coded: Coded = plainly) -> Iterator[Together]:  # fmt: skip
-    """Lets `model`, which has the slices of rank `index`, compute as Together within the block."""
+    """Lets `model`, which has rank `index`'s slices, compute as Together within the block."""
     together = Together(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together

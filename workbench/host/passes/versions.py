@@ -1,8 +1,8 @@
-"""The versions of a stage's weights that its passes read: the current weights, or a copy of older ones.
+"""The versions of a stage's weights that its passes read: the current weights, or copies of older ones.
 
-For a backward, autograd keeps a reference to a version in place of the weights. So a version is copied only if a pass
-will still read it when the weights are about to change. A pass that reads a copy runs while the parameters' data points
-into the copy. Code that writes to the weights at the same time writes to their usual memory.
+Autograd keeps a reference to a version in place of the weights. So a version is copied only if a pass will still read
+it when the weights change. A pass that reads a copy runs while the parameters' data points into the copy. Code that
+writes to the weights at the same time writes to their usual memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Version:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.kept: list[Tensor] | None = None
-        self._cut: list[tuple[list[Place], tuple[Part, ...]]] = []  # by bucket, the parameters' places in the copy
+        self._cut: list[tuple[list[Place], tuple[Part, ...]]] = []  # by bucket, parameters' places in the copy
 
     def keep(self) -> None:
-        """Copies the weights, because they or the buckets may change from now on."""
+        """Copies the weights, because they or the buckets may change now."""
         if self.kept is not None:
             return
         self.kept = [weights.clone() for weights in self.layout.weights]
@@ -39,13 +39,13 @@ class Version:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Encloses a forward, so that it and its backward read this version."""
+        """Lets a forward and its backward read this version."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self.backward():
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Encloses the backward of such a forward: points the parameters' data into the copy, if there is one."""
+        """Encloses such a backward: points the parameters' data into the copy, if there is one."""
         there = [(place.param, place.param.data) for group, _ in self._cut for place in group]
         for (group, parts), copy in zip(self._cut, self.kept or (), strict=True):
             for place, part in zip(group, parts, strict=True):
@@ -61,7 +61,7 @@ class Version:
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata
-        if self.kept is not None:  # no code writes into a copy, though its parameters' version counters suggest it
+        if self.kept is not None:  # no code writes into a copy, though version counters of its views suggest it
             return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _other(x)
         index = self.layout.lying.get(place)
         if index is None:
@@ -70,7 +70,7 @@ class Version:
 
 
 class _Other(NamedTuple):
-    """A saved tensor that is no weight, with the version counter that it had."""
+    """A saved tensor that is no weight, with its version counter."""
 
     x: Tensor
     version: int
@@ -78,7 +78,7 @@ class _Other(NamedTuple):
     def read(self) -> Tensor:
         """Returns the tensor. Raises StrategyError if it was changed in place after its forward.
 
-        torch checks this itself only for tensors that it saves without hooks.
+        torch checks only tensors that it saves without hooks.
         """
         if self.x._version != self.version:
             raise StrategyError(
@@ -120,8 +120,8 @@ class Versions:
     def __init__(self, layout: Callable[[], Layout]) -> None:
         self._layout = layout
         self._now: Version | None = None
-        self._own: Version | None = None  # the version of the current batch, if a whole batch reads one version
-        self._next: Version | None = None  # the version of the next batch
+        self._own: Version | None = None  # of the current batch, if a whole batch reads one version
+        self._next: Version | None = None  # of the next batch
         self.reads: dict[int, Version] = {}
 
     @property
@@ -131,7 +131,7 @@ class Versions:
         return self._now
 
     def begin(self) -> None:
-        """Begins a batch. It reads the version that was the newest when the batch before began, if there was one."""
+        """Begins a batch. It reads the version that was the newest when the batch before began."""
         self._own, self._next = self._next or self.newest, self.newest
 
     def of_batch(self, later: bool) -> Version:
@@ -141,12 +141,12 @@ class Versions:
         return version
 
     def over(self) -> None:
-        """Ends a batch: drops its version, and keeps a copy of the weights if another batch will read them."""
+        """Ends a batch, and keeps a copy of the weights if another batch will read them."""
         self._own = None
         self.keep()
 
     def keep(self) -> None:
-        """Copies the weights if a pass will still read them, because they may change from now on."""
+        """Copies the weights if a pass will still read them, because they may change now."""
         if self._now is not None and any(self._now is version for version in self._alive()):
             self._now.keep()
         self._now = None

@@ -16,16 +16,16 @@ from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
 
-_WRITTEN = "leaf Variable that requires grad"  # from torch's error about an in-place write to a graph's leaf
+_WRITTEN = "leaf Variable that requires grad"  # in torch's error about an in-place write to a leaf
 
 
 class _Risen:
     """One batch between two pieces.
 
-    falls:  whether its backward runs piece by piece, too
+    falls:  whether its backward runs by pieces, too
     made:   the latest piece's output
-    graphs: of each piece before its backward, its output's edge in the graph, and the tensor with its input's gradient
-    grad:   the gradient of the output of the piece whose backward is next
+    graphs: of each piece before its backward, the edge of its output, and the tensor with its input's gradient
+    grad:   the gradient of the output of the next piece to fall
     """
 
     def __init__(self, batch: Any, of: int, falls: bool) -> None:
@@ -39,8 +39,8 @@ class _Risen:
 class Waves:
     """The batches that one rank computes in pieces. A batch *rises* (forward) and *falls* (backward).
 
-    If a batch falls by pieces, each piece has its own graph, which begins at the piece's input. Then only the graph of
-    the next piece keeps a piece's output.
+    If it falls by pieces, each piece has its own graph, which begins at its input. Then only the next piece's graph
+    holds an output.
     """
 
     def __init__(self, model: nn.Module, learner: Any) -> None:
@@ -50,7 +50,7 @@ class Waves:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The model's parts, between which it can be cut; empty if the task does not define any."""
+        """The model's parts, between which it can be cut; empty if the task defines none."""
         if self._parts is None:
             try:
                 self._parts = parts_of(self._model, self._learner)
@@ -59,17 +59,17 @@ class Waves:
         return self._parts
 
     def count(self, most: int) -> int:
-        """Returns into how many pieces the model can be cut, at most `most`."""
+        """Returns how many pieces the model can be cut into, at most `most`."""
         return max(1, min(most, len(self.parts)))
 
     def share(self, piece: int, of: int) -> float:
-        """Estimates a piece's share of the model's compute from its number of parameters."""
+        """Estimates a piece's share of the compute from its number of parameters."""
         if of == 1:
             return 1.0
         return sum(map(weight, self._piece(piece, of))) / sum(map(weight, self.parts))
 
     def opened(self) -> Iterable[Any]:
-        """Yields objects whose `grad_fn` leads into the graphs of the open batches."""
+        """Yields objects whose `grad_fn` leads into the open batches' graphs."""
         for risen in self._risen.values():
             if not risen.falls and risen.made is not None:
                 yield risen.made
@@ -123,7 +123,7 @@ class Waves:
     def _entering(self, x: Tensor, piece: int, of: int) -> tuple[Tensor, Tensor]:
         """Returns `x` as a piece's input, and the tensor that will hold its gradient.
 
-        Copies `x` only if the piece's first layer works in place.
+        Copies `x` only if the first layer works in place.
         """
         first = next(m for m in self._piece(piece, of)[0].modules() if not next(m.children(), None))
         if getattr(first, "inplace", False) or not x.is_floating_point():

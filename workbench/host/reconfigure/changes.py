@@ -1,8 +1,8 @@
 """Applies a change between two steps on every rank, and hands over between strategies, on both hosts.
 
-A hand-over is a coroutine of the same verbs as a step, so a host drives it, too. Leaving a strategy brings every rank
-to the canonical state: one value of parameters and optimizer state. Entering starts from that state. So S strategies
-need 2 S adapters, not S squared. Afterwards a hash of the parameters must be equal on all ranks.
+A hand-over is a coroutine of a step's verbs, so a host drives it, too. Leaving a strategy brings every rank to the
+canonical state: one value of parameters and optimizer state. Entering starts there. So S strategies need 2 S adapters,
+not S squared. Afterwards a hash of the parameters must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workbench.tasks import at_rate, rate
 
 
 async def obey(run: Changing, change: Change) -> bool:
-    """Makes one change on all ranks between the same two steps, and returns True; or refuses it and returns False.
+    """Makes one change on all ranks between the same two steps, or refuses it. Returns whether it was made.
 
     A Mark "change" or "refused" records the result.
     """
@@ -59,7 +59,7 @@ async def obey(run: Changing, change: Change) -> bool:
 
 
 async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
-    """Returns the first of these joint changes that some rank cannot make, and records it as refused; else None."""
+    """Returns the first joint change that some rank cannot make, and records it as refused; else None."""
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:
@@ -89,7 +89,7 @@ def _answer(run: Changing, by: int, name: str, detail: dict[str, Any]) -> None:
 
 
 def _ready(run: Changing, wanted: Experiment) -> Experiment:
-    """Returns `wanted`, or raises KnobError if it must wait until an earlier change has completed."""
+    """Returns `wanted`. Raises KnobError if it must wait until an earlier change has completed."""
     if wanted.strategy.shards and MOMENTUM in run.rank.memory.buffers:
         raise KnobError(
             f"strategy={type(wanted.strategy).__name__}: a compressor still hands the momentum back to the optimizer, "
@@ -99,7 +99,7 @@ def _ready(run: Changing, wanted: Experiment) -> Experiment:
 
 
 async def apply(run: Changing, wanted: Experiment) -> None:
-    """Changes `run` to the experiment `wanted`. All ranks are at the same step boundary."""
+    """Changes `run` to `wanted`. All ranks are at the same step boundary."""
     was = run.experiment
     await drained(run.flow)
     if was.strategy.in_flight:
@@ -131,7 +131,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         await residual.change(run, was, wanted)
     elif wanted.strategy != was.strategy and arrange(run, wanted):
         run.regrouped()
-        await run.gather(0)  # wait until all ranks have closed the old groups
+        await run.gather(0)  # all ranks must have closed the old groups
     if anew:
         run.enter_opaque()
     if wanted.partition.recompute != was.partition.recompute:
@@ -149,7 +149,7 @@ def _wrapped_by(e: Experiment) -> tuple[Any, ...]:
 
 
 def take_role(run: Changing, wanted: Experiment) -> None:
-    """Sets this rank's role, trainer or server, and its place in the mesh. Rank 0 records which ranks serve."""
+    """Sets this rank's role, trainer or server, and its place in the mesh. Rank 0 records the servers."""
     rank, strategy = run.rank, wanted.strategy
     arrange(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
@@ -162,7 +162,7 @@ def take_role(run: Changing, wanted: Experiment) -> None:
 
 
 def arrange(run: Changing, wanted: Experiment) -> bool:
-    """Arranges the training ranks in the mesh of `wanted`. Returns whether the mesh, and so all groups, are new."""
+    """Arranges the training ranks as `wanted` says. Returns whether the mesh, and so every group, is new."""
     rank = run.rank
     made = mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
     if (made.dims, made.ranks) == (rank.mesh.dims, rank.mesh.ranks):
@@ -175,7 +175,7 @@ def arrange(run: Changing, wanted: Experiment) -> bool:
 
 
 def note_idle(run: Changing, was: Experiment | None = None) -> None:
-    """Records the faults that have no effect now in a Mark, if they differ from those before the change."""
+    """Records which faults have no effect now, if the change altered that."""
     if run.rank.id:
         return
     found, before = _idle(run.experiment), _idle(was) if was else []
@@ -184,7 +184,7 @@ def note_idle(run: Changing, was: Experiment | None = None) -> None:
 
 
 def note_again(run: Changing) -> None:
-    """Records in a Mark which units backward computes again."""
+    """Records which units backward computes again."""
     e, split = run.experiment, run.spread.split if run.spread else None
     if run.rank.id:
         return
@@ -199,7 +199,7 @@ def _idle(e: Experiment) -> list[str]:
 
 
 def _renew(run: Changing, wanted: Experiment) -> None:
-    """Replaces the optimizer at the current learning rate. A Mark records which state the new one takes over."""
+    """Replaces the optimizer at the current rate. A Mark records which state the new one takes over."""
     made = run.make_optimizer(wanted)
     if rate(made) != run.rank.lr:
         at_rate(made, run.rank.lr)
@@ -212,8 +212,8 @@ def _renew(run: Changing, wanted: Experiment) -> None:
 def needs_switch(was: Any, wanted: Any, size: int) -> bool:
     """Whether going from strategy `was` to `wanted` needs a hand-over.
 
-    It does if their types differ, if the ranks that share state differ, or if a knob changes of a strategy with a
-    background task. Such a strategy's state depends on its knobs.
+    It does if the types differ, or the ranks that share state. It also does if a knob of a strategy with a background
+    task differs, because its state depends on its knobs.
     """
     other = bool(wanted.has_background) or (bool(wanted.shards) and sharers(wanted, size) != sharers(was, size))
     return type(wanted) is not type(was) or (wanted != was and other)
@@ -253,7 +253,7 @@ async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: hand
                 stays: Collection[str]) -> None:  # fmt: skip
     """Leaves the strategy: each rank gets whole tensors of its part of the model, in the canonical state.
 
-    shards: the cut by which optimizer state is sharded now
+    shards: the cut of the optimizer state now
     stays:  the kinds of state that remain in shards
     """
     if wanted.lr_warmup and not in_step(was):
@@ -274,7 +274,7 @@ async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: hand
 
 
 async def spread_out(run: Changing) -> None:
-    """Lays the model out by the partition before the first step. Each rank has built it whole."""
+    """Lays out the model, which each rank has built whole, by the partition before the first step."""
     began = run.experiment
     await repartition(run, WHOLE, Lying(spread_of(began, run.model, run.learner)))
     run.enter(began, began)
@@ -284,13 +284,12 @@ async def spread_out(run: Changing) -> None:
 def foreign(was: Experiment, wanted: Experiment) -> bool:
     """Whether residuals lose their meaning in the switch.
 
-    A residual of gradients has no meaning for displacements. A residual of moments belongs to the moments of one
-    strategy, and the next strategy begins with new moments.
+    A residual of gradients has no meaning for displacements. A residual of moments belongs to one strategy's moments.
     """
     kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
     return len(kinds) > 1 or "moments" in kinds
 
 
 def in_step(e: Experiment) -> bool:
-    """Whether all ranks keep a common step: they all meet in it, or each waits for its neighbours or a server."""
+    """Whether all ranks keep a common step, even if a rank waits only for its neighbours or a server."""
     return e.strategy.lockstep or e.strategy.propagation(e.ranks) > 0

@@ -1,4 +1,4 @@
-"""Checks, before anything moves, whether a run's model can be laid out and trained by another experiment."""
+"""Checks, before anything moves, whether another experiment can lay out and train a run's model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workbench.settings import KnobError
 
 
 def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
-    """Returns why `e` cannot train the model or a rank's part of it, and what to do instead; or None."""
+    """Returns why `e` cannot train the model or a rank's part of it, and what to do; or None."""
     shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
     if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
         return reason
@@ -45,7 +45,7 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
 
 
 def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
-    """Returns why a member of `e` cannot train parameters of these dtypes, given by name; or None."""
+    """Returns why a member of `e` cannot train parameters of these dtypes, by name; or None."""
     wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
     every: list[tuple[str, Any]] = [("strategy=DDP", e.strategy), *wrapped]
     for other, member in every:
@@ -97,7 +97,7 @@ _TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by task:
 
 
 def _require_tried(run: Any, wanted: Experiment) -> None:
-    """Tries one batch on the whole model and on the spread one, once for each way to spread."""
+    """Tries one batch, whole and spread, once for each way to spread."""
     way = wanted.partition
 
     def tried(model: nn.Module, batch: Any) -> None:
@@ -110,13 +110,13 @@ def _require_tried(run: Any, wanted: Experiment) -> None:
 
 
 def _require_parts(run: Any, wanted: Experiment) -> None:
-    """Tries one batch on the whole model and part by part."""
+    """Tries one batch, whole and part by part."""
     said = f"strategy={type(wanted.strategy).__name__}"
     _once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
 
 
 def _once(run: Any, wanted: Experiment, what: Any, tried: Callable[[nn.Module, Any], None]) -> None:
-    """Runs a trial on a separate whole model. For the same `what` and batch size it repeats only the KnobError."""
+    """Runs a trial on a separate whole model, or repeats the KnobError of an earlier trial."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
         made[key] = _tried(run, wanted, tried)
@@ -137,7 +137,7 @@ def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]
 
 
 def _ask_slots(run: Any, wanted: Experiment) -> None:
-    """Raises KnobError for optimizer state whose shape does not show how to move it to other ranks."""
+    """Raises KnobError for optimizer state whose shape does not show how to move it."""
     if cut(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
         return
     shapes = {place.name: place.param.shape for place in run.layout.order}

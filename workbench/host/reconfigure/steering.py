@@ -1,9 +1,9 @@
 """Asks a policy and makes its decisions, the same on both hosts.
 
 A *look* is the boundary at which rank 0 asks the policy. It is planned like a change: all ranks reach it before the
-same step, or meet for it if they keep no common step. Each rank reports the numbers that it has noted since the last
-look. Rank 0 asks the policy, and all ranks make its decisions as ordinary changes. Only rank 0 runs the policy, so a
-policy may be any code.
+same step, or meet for it if they keep no common step. The ranks report the numbers noted since the last look, rank 0
+asks the policy, and all ranks make its decisions as ordinary changes. Only rank 0 runs the policy, so a policy may be
+any code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Look(Change):
 class Steering:
     """One rank's part in asking the policy.
 
-    names: the Samples that this rank notes for the policy
+    names: the Samples that the policy reads
     steps: the number of steps since the last look
     made:  all changes so far, by people and by policies, the same on all ranks
     """
@@ -49,11 +49,11 @@ class Steering:
         self._noted: dict[str, list[float]] = {}
         self._state: Any = None
         self._known = False  # whether the policy has its state
-        self._given = False  # whether the planned changes hold its decisions, as in a replay; then it only looks
+        self._given = False  # whether the plan holds its decisions, as in a replay; then it only looks
         self._next: Look | None = None  # the next look; every other Look is void
         self._held: dict[str, int] = {}  # paths that people have set, with the step that followed
         self.made: list[Change] = []
-        self._after: list[int] = []  # of each change in `made`, how many changes the run had obeyed before
+        self._after: list[int] = []  # by change in `made`, the number of changes obeyed before it
         self._refused: set[str] = set()  # refused decisions, not tried again until a change is made
         self._said: set[str] = set()
 
@@ -64,7 +64,7 @@ class Steering:
         return policy if isinstance(policy, Policy) else None
 
     def hear(self, name: str, value: float) -> None:
-        """Notes a value that this rank writes into the record, if the policy reads it."""
+        """Notes a value for the record, if the policy reads it."""
         if name in self.names:
             self._noted.setdefault(name, []).append(float(value))
 
@@ -76,14 +76,14 @@ class Steering:
         self._plan(-1)
 
     def begin_again(self) -> None:
-        """Plans a new look after the ranks of the run have changed. All are at the same step."""
+        """Plans a new look after the run's ranks have changed. All are at the same step."""
         self._forget()
         self._plan(self.run.rank.step - 1)
 
     def _plan(self, after: int, at: int | None = None) -> None:
         """Plans the next look, later than `after` or before step `at`, behind all changes due by then.
 
-        Plans none if the policy is absent or paused, or if the run ends before.
+        Plans none without an active policy, or after the run's last step.
         """
         run, policy = self.run, self.policy
         run.planned = [change for change in run.planned if not isinstance(change, Look)]
@@ -102,19 +102,19 @@ class Steering:
         return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
 
     def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
-        """Restores a checkpoint's state and earlier changes. Runs after `begin`."""
+        """Restores a checkpoint's state and changes, after `begin`."""
         following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
         vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
             self._plan(following - 1, following)
 
     def undo(self, changes: int) -> None:
-        """Drops all changes made after the run's first `changes` obeyed ones."""
+        """Drops the changes made after the run's first `changes` obeyed ones."""
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
     async def agree(self) -> None:
-        """Takes `made` and the held paths from the rank that knows most. Some ranks are new or were behind."""
+        """Takes `made` and the held paths from the rank that knows most, because some ranks are new or were behind."""
         by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
@@ -131,7 +131,7 @@ class Steering:
         return max(at, after + 1)
 
     async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
-        """Awaits `obeyed`, whether a change is made. Updates the policy's state by it, and returns it."""
+        """Awaits whether a change is made, updates the policy's state, and returns whether it was made."""
         change = self._full(change)
         if made := await obeyed:
             await self._heed(change)
@@ -140,7 +140,7 @@ class Steering:
         return made
 
     async def _heed(self, change: Change) -> None:
-        """Updates the state after a change with full paths was made. The next look moves if it set the policy."""
+        """Updates the state after a change with full paths. If it set the policy, plans a new look."""
         self._refused.clear()
         self.made.append(change)
         self._after.append(self.run.obeyed)
@@ -156,7 +156,7 @@ class Steering:
             self._plan((await self.run.gather(self.run.rank.step))[0])
 
     def _full(self, change: Change) -> Change:
-        """Returns `change` with full paths, by the current experiment; unchanged if they do not resolve."""
+        """Returns `change` with full paths; unchanged if they do not resolve."""
         try:
             return resolved(self.run.experiment, change)[0]
         except KnobError:
@@ -166,7 +166,7 @@ class Steering:
         self.steps, self._noted = 0, {}
 
     async def look(self, look: Look) -> bool:
-        """Asks the policy and makes its decisions. Returns whether a change was made. All ranks call it together.
+        """Asks the policy and makes its decisions, on all ranks together. Returns whether a change was made.
 
         Does nothing if an earlier change at this boundary has paused or replaced the policy.
         """
@@ -184,7 +184,7 @@ class Steering:
         return len(self.made) > made
 
     async def _make(self, decision: list[Change]) -> None:
-        """Makes all changes of a decision, or none if some rank cannot make one change."""
+        """Makes all changes of a decision, or none if some rank cannot make one."""
         if part := await refused(self.run, decision):
             self._refused.add(_key(part))
             return
@@ -193,7 +193,7 @@ class Steering:
                 break  # it must wait until an earlier part has completed
 
     async def _seen(self) -> Seen:
-        """Gathers the numbers that all ranks have noted since the last look."""
+        """Gathers all ranks' numbers since the last look."""
         run, numbers = self.run, {}
         steps = await run.gather(run.rank.step)
         for name in self.names:
@@ -205,7 +205,7 @@ class Steering:
         return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
 
     def _asked(self, seen: Seen) -> str:
-        """On rank 0: returns the policy's decisions as JSON of plain changes; if it fails, a change that pauses it."""
+        """On rank 0: returns the policy's decisions as JSON; if it fails, a change that pauses it."""
         policy, name = self.policy, type(self.policy).__name__
         if self._given or policy is None:
             return "[]"
@@ -249,7 +249,7 @@ class Steering:
                 yield [change.plain() for change in decision]
 
     def _say(self, what: str, text: str, named: bool = False) -> None:
-        """Records a Mark "policy" on rank 0, once until a change sets the policy again."""
+        """Records a Mark "policy" on rank 0, once until a change sets the policy."""
         if self.run.rank.id == 0 and what not in self._said:
             self._said.add(what)
             name = type(self.policy).__name__
@@ -257,7 +257,7 @@ class Steering:
 
 
 class Overheard:
-    """A rank's recorder that also passes samples and compute times to the rank's Steering."""
+    """A recorder that also passes samples and compute times to Steering."""
 
     def __init__(self, record: Any, steering: Steering) -> None:
         self._record, self._hear = record, steering.hear
@@ -276,7 +276,7 @@ class Overheard:
 
 
 def _mean(noted: list[float], count: int) -> float:
-    """Returns the mean; NaN if nothing was noted, if the sum overflows, or for infinities of both signs."""
+    """Returns the mean; NaN for no numbers, an overflow, or infinities of both signs."""
     try:
         return math.fsum(noted) / count if count and noted else math.nan
     except (OverflowError, ValueError):
@@ -284,7 +284,7 @@ def _mean(noted: list[float], count: int) -> float:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two paths are equal, or one contains the other."""
+    """Whether one path equals or contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
@@ -293,7 +293,7 @@ def _key(change: Change) -> str:
 
 
 def _as_int(x: float) -> int:
-    """Returns the bits of `x` as an integer, because ranks gather integers."""
+    """Returns the bits of `x`, because ranks gather integers."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 

@@ -21,14 +21,14 @@ from workbench.tasks import Learner
 Again = Callable[[Callable[[], Tensor]], Tensor]
 
 PIPELINE = "partition=Pipeline"
-# The mean loss of micro-batches may differ from a batch's loss by this share, because their numbers of targets differ.
+# The micro-batches' mean loss may differ by this share from the batch's, because their numbers of targets differ.
 FAR = 0.2
 
 
 def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count: int) -> None:
     """Raises KnobError if `model`, spread this way, would not learn the same.
 
-    model: whole; the caller does not use it afterwards
+    model: whole; the trial may change it
     count: the number of micro-batches
     """
     if spread.stages:
@@ -40,9 +40,7 @@ def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count:
 def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> None:
     """Raises KnobError if `model`, passed part by part, would not learn the same.
 
-    A model without declared parts is passed whole and needs no check.
-
-    said: names the setting in the error message
+    A model without declared parts is passed whole. `said` names the setting in the message.
     """
     try:
         parts = parts_of(model, learner)
@@ -80,7 +78,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
 
 def _composed(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
               batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Returns the loss of the model, the loss of its parts in sequence, and how often the loss calls the model."""
+    """Returns the model's loss, the loss of its parts in sequence, and how often the loss calls the model."""
     calls: list[int] = []
 
     def composed(*inputs: Any, **named: Any) -> Any:

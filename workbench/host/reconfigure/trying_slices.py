@@ -1,8 +1,7 @@
 """Tries one batch before a model is sliced: all slices together must learn what the whole model does.
 
-The trial runs in double precision, so that rounding hides no errors. It runs on the CPU, because there a pass can wait
-for another pass in the middle of autograd. A model that cannot compute in double precision keeps its own, which hides
-more errors.
+Double precision keeps rounding from hiding errors. A model that cannot compute in it keeps its own precision. The trial
+runs on the CPU, because there a pass can wait for another pass in the middle of autograd.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from workbench.tasks import Learner
 # Keys: double precision or not. A gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
 NEAR = {True: 1e-6, False: 2e-2}
 LEAST = {True: 1e-9, False: 1e-5}
-STIR = 0.02  # scale of the noise on each parameter: a layer of zeros would hide errors of the layers before it
+STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
 
 
 class _Still(TorchFunctionMode):
-    """Removes randomness within the block, because slices may draw other numbers than the whole model."""
+    """Removes randomness within the block, because slices draw other numbers than the whole model."""
 
     NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
 
@@ -46,7 +45,7 @@ class _Still(TorchFunctionMode):
 def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
     """Raises KnobError if ranks with slices would compute other gradients or another loss.
 
-    model: whole; the caller does not use it afterwards
+    model: whole; the trial changes it
     """
     rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), on_cpu(batch, None)
     with torch.no_grad():
@@ -91,7 +90,7 @@ def _learned(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dic
 
 def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: Any,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """Returns the loss of rank k, and the gradients of its slices and of the parameters that it owns."""
+    """Returns rank k's loss, and the gradients of its slices and of the parameters that it owns."""
     with computing(part, split, k, ask, draws=False) as slices, slices.summing():
         return _learned(part, learner, batch)
 
@@ -119,7 +118,7 @@ def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[f
 
 
 def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
-    """Returns the whole gradient of a parameter from its slices, or from its owner; zero for a missing gradient."""
+    """Returns a parameter's whole gradient from its slices or its owner; zero for a missing one."""
     if name not in split.sliced:
         return found[split.owners[name]].get(name, torch.zeros_like(like))
     made = split.sliced[name]
@@ -129,7 +128,7 @@ def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tenso
 
 
 def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Moves the tensors of a batch to the CPU, and converts floats to `dtype` if it is not None."""
+    """Moves a batch's tensors to the CPU, and converts floats to `dtype` if it is not None."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
     if isinstance(batch, dict):

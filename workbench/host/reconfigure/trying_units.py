@@ -20,15 +20,15 @@ from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
-STIR = 0.02  # scale of the noise on each parameter: a layer of zeros would hide errors of the layers before it
-NEAR = {True: 1e-9, False: 2e-2}  # by double precision: the loss may change by this share if units change their order
+STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
+NEAR = {True: 1e-9, False: 2e-2}  # by double precision: relative change of the loss that the units' order may cause
 _TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
 
 
 def require_narrow(run: Any, wanted: Experiment) -> None:
     """Raises KnobError if `wanted`'s strategy trains sub-models and this model has none.
 
-    Tries one batch on a separate model once: the units in another order must compute the same loss.
+    Tries one batch once on a separate model: with the units in another order the loss must be the same.
     """
     if not wanted.strategy.narrows:
         return
