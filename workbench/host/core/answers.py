@@ -1,4 +1,4 @@
-"""Results of requests. All ranks keep them, because the rank that records a result may be lost first."""
+"""Results of requests. All ranks keep them, because the recording rank may be lost first."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import Any
 
 
 async def used_up(run: Any) -> int:
-    """Returns how many examples are used up at a common boundary; 0 if the data have no index or none is drawn.
+    """Returns how many examples are used up at a common boundary; 0 if data have no index.
 
-    If some ranks are behind, the run leaves out the examples that they have not drawn.
+    Also 0 if no rank draws. If some ranks are behind, the run leaves out the examples that they have not drawn.
     """
     if not run.learner.indexed:
         return 0

@@ -1,4 +1,4 @@
-"""Drives a coroutine: performs each Op that it awaits, and sends the answer in, until it ends.
+"""Drives a coroutine to its end: performs each Op that it awaits, and sends the answer in.
 
 The engine drives every coroutine by this loop: a step, its background, a child on a lane, a step from inside autograd.
 In the simulator an answer may take time, so a fiber is the loop (workbench/sim/clock/fiber.py).
@@ -16,7 +16,7 @@ FREE = nullcontext()
 
 
 class Later(BaseException):
-    """Raised by an Op's performer to leave the loop, because another caller resumes the coroutine."""
+    """Raised by an Op's performer to leave the loop. Another caller resumes the coroutine."""
 
 
 class Ended(BaseException):

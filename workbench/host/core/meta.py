@@ -17,7 +17,7 @@ FILLS = frozenset(
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips random fills of tensors without values, because only for them torch would import 300 modules."""
+    """Skips random fills of meta tensors, because torch would import 300 modules for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -28,7 +28,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def outline(learner: Learner, built: bool = True) -> nn.Module:
-    """Returns the task's model on the meta device: built there, or else built with values and copied without them.
+    """Returns the task's model on the meta device: built there, or a copy without values.
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
 
@@ -65,7 +65,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def put_on_cpu(model: nn.Module) -> None:
-    """Replaces the meta tensors of a model by CPU tensors without values. Tied parameters stay tied."""
+    """Replaces a model's meta tensors by CPU tensors without values. Tied parameters stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, p in module._parameters.items():

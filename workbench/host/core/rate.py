@@ -1,4 +1,4 @@
-"""One rank's learning rate while it trains: its warmup, its changes, and how ranks agree on it."""
+"""One rank's learning rate while it trains: warmup, changes, and how ranks agree on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE = 2**40  # a factor of 1 as a whole number, for ranks to agree on
 
 
 class Rate:
-    """One rank's learning rate. At a start or a change its factor rises linearly from the current value.
+    """One rank's learning rate. At a start or a change its factor rises linearly.
 
     own:   the optimizer's rate, used if the experiment sets none
     begun: the step from which the factor rises

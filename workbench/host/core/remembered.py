@@ -1,4 +1,4 @@
-"""Applies the owners' rules for a rank's own state when it leaves a strategy, and records them.
+"""Applies the owners' rules for a rank's state when it leaves a strategy, and records them.
 
 Owners declare rules by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`. `host/transfer/own.py` carries the
 state of compression. See "The hand-over" in workbench/DESIGN.md.
@@ -27,7 +27,7 @@ SAID = {
 
 
 def names(state: Any) -> set[str]:
-    """Returns the names of a strategy's state: attributes, and the buffers and parts of each Memory in it."""
+    """Returns the names of a strategy's state: attributes, and buffers and parts of Memories."""
     if state is None:
         return set()
     if isinstance(state, Memory):
@@ -41,12 +41,12 @@ def names(state: Any) -> set[str]:
 
 
 def rule(own: Mapping[str, str], name: str) -> str:
-    """Returns the rule for `name`, by exact name or by the first pattern that fits; "" if undeclared."""
+    """Returns the rule for `name`, by exact name or the first pattern that fits; else ""."""
     return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
 
 
 def tell(run: Changing, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool) -> None:
-    """Records in a Mark "own" what becomes of the state of `was.strategy`, which the ranks have left.
+    """Records in a Mark "own" what becomes of the state of `was.strategy` after a switch.
 
     Rank 0 records it, and servers, which have other state.
 

@@ -1,4 +1,4 @@
-"""All-reduces by messages, on both hosts: the choice of the algorithm, and one rank's part in it."""
+"""All-reduces by messages, on both hosts: choice of the algorithm, and one rank's part."""
 
 from __future__ import annotations
 

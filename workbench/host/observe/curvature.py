@@ -55,7 +55,7 @@ def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
 
 
 class _Sums:
-    """One layer's sums of a a^T (inputs) and g g^T (slopes), with their numbers of loss terms and of slopes."""
+    """One layer's sums of a a^T (inputs) and g g^T (slopes), and of how many terms and slopes."""
 
     def __init__(self, layer: Layer) -> None:
         kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
@@ -64,12 +64,12 @@ class _Sums:
 
 
 class Collecting:
-    """Collects inputs and slopes of Linear layers and convolutions, from the next forward until `factors`.
+    """Collects inputs and slopes of Linear layers and convolutions, from now until `factors`.
 
-    The loss must be the mean over the N rows of a Linear layer, or the N images of a convolution. So the gradient of
-    one example's loss is N times autograd's. A convolution's inputs are summed over the T places of an image, and its
-    slopes are averaged. All batches have equal weight. A layer that is called again in a pass adds rows of inputs, and
-    gradients of the same N terms.
+    It assumes that the loss is the mean over the N rows of a Linear layer, or the N images of a convolution. So the
+    gradient of one example's loss is N times autograd's. A convolution's inputs are summed over the T places of an
+    image, and its slopes are averaged. All batches have equal weight. A layer that is called again in a pass adds rows
+    of inputs, and gradients of the same N terms.
 
     scale: the factor of the loss in the current backward
     """
@@ -84,7 +84,7 @@ class Collecting:
             self._removers.append(layer.register_forward_hook(partial(self._fed, name)))
 
     def factors(self) -> list[Factors]:
-        """Returns each layer's factors in the model's order, zeros for an uncalled layer, and removes the hooks."""
+        """Returns the layers' factors in the model's order, zeros without a call. Removes the hooks."""
         for remover in self._removers:
             remover.remove()
         found = []
@@ -112,7 +112,7 @@ class Collecting:
 
 
 class Products:
-    """Products with the Gauss-Newton matrix J^T H J of one batch, at the parameters at construction.
+    """Products with the Gauss-Newton matrix J^T H J of one batch, at the initial parameters.
 
     J is the Jacobian of the model's output, H the Hessian of the loss with respect to that output. J v is the
     derivative of u -> J^T u. So a product is 3 backwards through one retained graph (Pearlmutter 1994; Schraudolph
@@ -192,7 +192,7 @@ def _cut(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
 
 
 class Curvature:
-    """One rank's curvature estimates. Hosts report passes and updates, and a strategy asks for estimates."""
+    """One rank's curvature estimates. Hosts report passes and updates; a strategy asks."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: Layout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
@@ -237,9 +237,9 @@ class Curvature:
 
     @contextmanager
     def _again(self, step: int) -> Iterator[None]:
-        """Encloses another computation of the batch, with the step's random numbers and without buffer writes.
+        """Encloses another computation of the batch, with the step's random numbers.
 
-        Raises StrategyError before a forward and after the update.
+        It discards buffer writes. Raises StrategyError before a forward and after the update.
         """
         if self._batch is None:
             raise StrategyError("a batch's loss was asked for again before its forward, or after the update")

@@ -16,7 +16,7 @@ Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank'
 
 
 def numbers(evaluate: Any, model: nn.Module) -> dict[str, float]:
-    """Runs a task's `evaluate` without gradients. Returns its numbers by name, {} without `evaluate`."""
+    """Runs a task's `evaluate` without gradients. Returns its numbers by name, or {}."""
     if evaluate is None:
         return {}
     was = model.training
@@ -62,7 +62,7 @@ def kept_beside(strategy: Any, ranks: int, held: int, others: int) -> int:
 
 @contextmanager
 def holding(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
-    """Gives the tensors these values within the block, and then their own back, from `kept` if given."""
+    """Gives the tensors these values within the block, and then their own, from `kept` if given."""
     kept = [x.detach().clone() for x in tensors] if kept is None else kept
     for x, value in zip(tensors, values, strict=True):
         x.data.copy_(value)

@@ -1,4 +1,4 @@
-"""Finds the layers of a model that have Kronecker factors, and the rows of their inputs and slopes.
+"""Finds the layers that have Kronecker factors, and the rows of their inputs and slopes.
 
 A slope is the gradient of a layer's output. A Linear layer's rows are its inputs. A convolution is a Linear layer of
 patches: one row for each place of its window, with elements in the order of the weight.
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
-    """Returns the layers that have factors, by name. Their parameters are all trained, and no other module's.
+    """Returns the layers that have factors, by name: their parameters are trained and unshared.
 
     Derived classes have none, because they may compute something else. Grouped convolutions have none, because their
     weight is several matrices. Convolutions that pad with anything but zeros have none.

@@ -1,4 +1,4 @@
-"""Watches one rank's losses for non-finite values, and its gradients if bad steps are skipped; on both hosts.
+"""Watches one rank's losses for non-finite values, and its gradients if it skips bad steps.
 
 A step costs only a check of its loss. If that is not finite, the rank computes the batch again to find the layer. To
 skip steps, it reads all gradients once before each update. Whole replicas need no exchange for that, because they
@@ -64,7 +64,7 @@ class Finite:
     # -- losses --
 
     def passed(self, loss: Tensor, batch: Any) -> None:
-        """Checks the loss of a forward. If it is not finite, finds the cause before an update hides it."""
+        """Checks a forward's loss. If it is not finite, finds the cause before an update hides it."""
         if self._found is None and not math.isfinite(float(loss)):
             self._found = self._blame(batch)
 
@@ -93,7 +93,7 @@ class Finite:
         return 0 < times * self._best < mean and mean > self.first
 
     def _alarm(self, name: str, detail: dict[str, Any]) -> None:
-        """Records an alarm and acts by `on_nan`, once until a good loss or a pause."""
+        """Records an alarm and acts by `on_nan`, once until a good loss or the end of a pause."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})
@@ -182,7 +182,7 @@ class Finite:
 
 
 def finite(grads: Any) -> bool:
-    """Whether all numbers of these gradients, some of which may be None, are finite. On a GPU this synchronizes."""
+    """Whether all numbers of these gradients (or None) are finite. On a GPU this synchronizes."""
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True

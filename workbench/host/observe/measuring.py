@@ -18,7 +18,7 @@ from workbench.rank import Op
 
 
 class Measuring:
-    """Decides when one rank measures, by steps and exchanges only. So all ranks that keep step decide alike."""
+    """Decides when one rank measures, by steps and exchanges only: the same on ranks in step."""
 
     def __init__(self) -> None:
         self.last = 0  # the last measured step

@@ -1,4 +1,4 @@
-"""Finds the layer that a non-finite number came from, by computing a batch again or from current values."""
+"""Finds the layer of a non-finite number, by computing a batch again or from current values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
 
 
 def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
-    """Returns the first layer in backward order whose gradient of `batch` is not finite; None if all are finite."""
+    """Returns the first layer in backward order with a non-finite gradient of `batch`, or None."""
     called: list[str] = []
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -80,7 +80,10 @@ def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
 
 
 def in_gradients(model: nn.Module) -> Found:
-    """Returns the first layer in backward order whose current gradient, maybe summed over ranks, is not finite."""
+    """Returns the first layer in backward order with a non-finite gradient now.
+
+    The gradient may be the sum over ranks.
+    """
     wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)}
     return _last(list(_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite")
 

@@ -23,7 +23,7 @@ WARM = 3  # passes before the timed ones
 
 
 class Unit(NamedTuple):
-    """A part between two possible cuts, with its seconds for one micro-batch forward and backward.
+    """A part between two possible cuts, and its seconds per micro-batch forward and backward.
 
     The first part includes the work before the model's call, and the last part the loss.
     """
@@ -34,10 +34,10 @@ class Unit(NamedTuple):
 
 
 def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]:
-    """Returns median times over `rounds` passes of one micro-batch after WARM untimed ones, on one thread like a rank.
+    """Returns median times over `rounds` passes of one micro-batch, after WARM untimed passes.
 
-    Computes the parts in sequence, like stages of one part each. Raises KnobError if the task defines no parts, or if
-    an output cannot cross between ranks.
+    It uses one thread, like a rank, and computes the parts in sequence, like stages of one part each. Raises KnobError
+    if the task defines no parts, or if an output cannot cross between ranks.
     """
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
@@ -71,9 +71,9 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
 
 
 def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
-    """Returns the bytes of each part's output for one micro-batch, without the last part's. Computes no values.
+    """Returns the bytes of each part's output for one micro-batch, without the last part's.
 
-    Raises KnobError if the parts do not run on the meta device.
+    Computes no values. Raises KnobError if the parts do not run on the meta device.
     """
     try:
         with torch.random.fork_rng(), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Meetings of tensor-parallel ranks in the middle of a pass: Megatron-LM's f and g, and more.
+"""Meetings of tensor-parallel ranks in the middle of a pass: Megatron-LM's f, g and more.
 
 Before a Colwise layer, f sums gradients in backward only. After a Rowwise layer, g sums outputs in forward only. The
 caller's `ask` performs a meeting: by collectives, on a virtual clock, or within one process. A codec may replace the
@@ -106,12 +106,12 @@ def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
 
 
 def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
-    """Sums `x` over ranks and keeps this rank's positions. Backward gathers the gradients."""
+    """Sums `x` over ranks and keeps this rank's positions. Backward gathers."""
     return _across(x, others, Combining("scatter", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
 def taken(x: Tensor, others: Others, name: str) -> Tensor:
-    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers the gradients."""
+    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers."""
     return _across(x, others, Combining("own", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
@@ -142,7 +142,7 @@ class _OneSum(torch.autograd.Function):
 
 
 def summed_at_the_end(params: Sequence[Tensor], others: Others) -> tuple[Tensor, ...]:
-    """Returns views for one forward to read in place of the parameters. One meeting sums all their gradients.
+    """Returns views to read in place of the parameters. One meeting sums all their gradients.
 
     Each view is a node of its own, because autograd runs the newest ready node. So gradients arrive at the last
     parameter first, on real ranks and with sizes only.

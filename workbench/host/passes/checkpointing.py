@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward computes the activations of some units of a model again.
+"""Activation checkpointing: backward computes activations of some units of a model again.
 
 A *unit* is a part between which stages may be cut, such as a transformer's block. It must be a Module of the model, or
 hold one such Module, which has children. torch.utils.checkpoint repeats a unit with the same random numbers. Ranks that
@@ -48,7 +48,7 @@ def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.M
 
 
 def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
-    """Returns the part if it is a Module of the model, or the one such Module in it if that has children."""
+    """Returns the part, or its only child if that has children, if a Module of the model."""
     if id(part) in own:
         return part
     inner = list(part.children())
@@ -146,7 +146,7 @@ def _noted(x: Any) -> Any:
 
 
 class _BuffersAside:
-    """Discards a unit's buffer writes within the block, so that running statistics count each batch once.
+    """Discards a unit's buffer writes, so that running statistics count each batch once.
 
     Each recomputation enters it. A retained graph has several.
     """
@@ -167,7 +167,10 @@ class _BuffersAside:
 
 
 def received_twice(name: str) -> StrategyError:
-    """Returns the error for a parameter's second gradient in one exchanged backward. torch's DDP refuses it, too."""
+    """Returns the error for a parameter's second gradient in one exchanged backward.
+
+    torch's DDP refuses it, too.
+    """
     return StrategyError(
         f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
         f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"

@@ -86,7 +86,7 @@ def require_floats(x: Tensor, name: str) -> None:
 
 
 def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) -> tuple[Tensor, Payload]:
-    """Performs a meeting with payloads of `x`. Returns the answer and the payloads, () without a codec."""
+    """Performs a meeting with payloads of `x`. Returns the answer and the payloads, if any."""
     if not meeting.what:
         return x.view_as(x), ()
     if coder is None or meeting.what == "own":
@@ -137,7 +137,7 @@ def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> t
 
 
 def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
-    """Returns the choices in the payloads of `count` parts that mask the gradient; () if none does."""
+    """Returns the choices in `count` parts' payloads that mask the gradient; () if none does."""
     if not (payload and coding.masks and isinstance(coding.there, Chooses)):
         return ()
     each = len(payload) // count

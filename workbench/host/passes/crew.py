@@ -78,7 +78,7 @@ class _Member:
 
 
 def together(works: Sequence[Work]) -> list[Any]:
-    """Runs all passes and returns their results. Each pass gets a function that performs a meeting.
+    """Runs all passes, each with a function that performs meetings, and returns their results.
 
     Raises the first error of a pass, or RuntimeError if passes ask for different meetings.
     """

@@ -1,4 +1,4 @@
-"""Messages between two stages: activations and their gradients, as they are or as a codec's payload.
+"""Messages between two stages: activations and gradients, or a codec's payloads of them.
 
 An empty tensor precedes a payload. Its shape holds the number of tensors and the decoded shape. A codec may send only a
 part of an activation, as TopK does. Then only that part of the gradient may cross. Both stages know the part already.

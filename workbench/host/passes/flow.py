@@ -24,8 +24,8 @@ from workbench.rank import Rank, StrategyError
 class Flow:
     """Micro-batches of the current and later batches between forward and backward.
 
-    `micro` counts from the current batch's first micro-batch. `number` gives the name of a micro-batch in messages and
-    spans. It is the same from forward to backward, and unique in flight.
+    `micro` counts from the current batch's first micro-batch. Messages and spans use `number` instead. It is the same
+    from forward to backward, and unique in flight.
 
     batches:  the number of batches completed since the pipeline was empty
     steps:    the run's number of steps; 0: no end is known. No batch after the last one goes forward
@@ -117,7 +117,7 @@ class Flow:
 
     @property
     def stashed(self) -> Iterator[Tensor]:
-        """Yields copies of weights that a backward will read, and of buffers that `clear` may restore."""
+        """Yields copies of weights that a backward will read, and buffers that `clear` may restore."""
         yield from self.versions.kept
         for held in self._before.values():
             yield from held

@@ -57,7 +57,7 @@ class Halves:
 
 
 def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:
-    """Returns, by node on the way from `made` to `x`, the parameters that branch off there, last node first.
+    """Returns, by node from `made` to `x`, parameters that branch off there, last node first.
 
     None if a parameter branches off from several nodes, because it might count twice.
     """

@@ -1,4 +1,4 @@
-"""Finds the hidden units that a sub-model can leave out, by the task's plan or in a Sequential.
+"""Finds hidden units that a sub-model can leave out, by the task's plan or in a Sequential.
 
 Every sub-model keeps all other units.
 """
@@ -81,7 +81,7 @@ def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own:
 
 
 def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
-    """Yields the units between two layers of a Sequential with only unit-by-unit modules between them."""
+    """Yields the units between two layers with only unit-by-unit modules between them."""
     own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
     made: tuple[str, Any, int] | None = None  # the layer before, and how many units it has
     flat = False  # whether a Flatten follows it
@@ -115,7 +115,7 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
 
 
 def _alone(module: Any, own: set[int]) -> bool:
-    """Whether `module` is a Linear or ungrouped convolution whose parameters learn and are not shared."""
+    """Whether it is a Linear or ungrouped convolution with unshared parameters that learn."""
     if type(module) is nn.Linear or (type(module) in _CONV and module.groups == 1):
         return all(id(p) in own for p in (module.weight, module.bias) if p is not None)
     return False

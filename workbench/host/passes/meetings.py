@@ -80,7 +80,7 @@ class Plans(NamedTuple):
         return list(self.backward if phase == "backward" else self.forward)
 
     def ready(self, layout: Layout) -> list[float]:
-        """Returns, by bucket, the share of a backward after which it and all earlier buckets are full."""
+        """Returns, by bucket, the share of a backward that fills it and all earlier buckets."""
         return list(accumulate((max(self.come.get(p.name, 0.0) for p in b.parts) for b in layout.buckets), max))
 
 

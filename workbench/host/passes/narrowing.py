@@ -114,7 +114,7 @@ class Narrowing:
         self._cuts, self._optimizer = [], None
 
     def step(self, longest: float, by: Callable[[], None] | None) -> float | None:
-        """Steps the sub-model's optimizer. If `longest` > 0, clips the gradient's norm and returns it."""
+        """Steps the sub-model's optimizer. If `longest` > 0, clips gradients and returns their norm."""
         norm = None
         params = [p for p in self._model.parameters() if p.requires_grad]
         if longest:

@@ -53,7 +53,10 @@ def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Sm
 
 
 def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[Smaller]:
-    """Returns the replacements without values, given the numbers of kept units. Ranks that share a model share them."""
+    """Returns the replacements without values, given the numbers of kept units.
+
+    Ranks that share a model share the replacements.
+    """
     made = _SIZED.setdefault(model, {})
     if counts not in made:
         made[counts] = smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
@@ -73,9 +76,9 @@ def restore(parameters: Iterable[Smaller]) -> None:
 
 
 def computes(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
-    """Returns a sub-model's share of the whole forward's floating-point operations, counted on the meta device.
+    """Returns a sub-model's share of the whole forward's floating-point operations.
 
-    None if the model does not run there.
+    Counts them on the meta device. None if the model does not run there.
     """
     made = _COUNTED.setdefault(learner, {})
     key = e.batch, counts

@@ -1,4 +1,4 @@
-"""Computes one pipeline stage: the user's own loss, with only this stage's parts as the model."""
+"""Computes one pipeline stage: the user's own loss, with this stage's parts as the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Handed(BaseException):
-    """Leaves the user's loss at the end of a stage before the last. An `except Exception` does not catch it."""
+    """Leaves the user's loss at the end of a stage before the last.
+
+    It is no Exception, so that the user's code does not catch it.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -27,7 +30,7 @@ Pass = tuple[int, int]  # a micro-batch, and one of this stage's pieces
 
 
 class Piece:
-    """One stage with its pieces of the model, and its micro-batches between forward and backward.
+    """One stage: its pieces of the model, and its micro-batches between forward and backward.
 
     opened: by micro-batch and piece, the output, whose graph holds what backward needs
     """
@@ -39,7 +42,7 @@ class Piece:
         self._halves: dict[Pass, Halves | Tensor] = {}  # backwards that wait for their second half
 
     def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
-        """Returns a piece's output for a micro-batch, detached. The model's last piece returns the loss.
+        """Returns a piece's output for a micro-batch, detached. The last piece returns the loss.
 
         x: the previous piece's output; None on the first piece
         """
@@ -64,7 +67,7 @@ class Piece:
         return made.detach()
 
     def backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """Returns the gradient of a piece's input, given that of its output; None on the first piece.
+        """Returns the gradient of a piece's input, given its output's; None on the first piece.
 
         grad: on the model's last piece a factor of the loss
         """
@@ -159,7 +162,7 @@ def entering(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cuts `batch` into `count` equal parts along its tensors' first dimension. Raises TaskError if it cannot."""
+    """Cuts a batch into equal parts along the first dimension. Raises TaskError if it cannot."""
     if count == 1:
         return [batch]
     sizes = {x.shape[0] for x in tensors_of(batch) if x.dim()}

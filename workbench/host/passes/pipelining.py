@@ -2,10 +2,10 @@
 
 The hosts compute these Ops:
 
-- Op("stage_forward", x, micro, chunk) returns a piece's output, the last piece's loss.
+- Op("stage_forward", x, micro, chunk) returns a piece's output, or the last piece's loss.
 - Op("stage_backward", grad, micro, chunk) returns the gradient of the piece's input.
-- Op("stage_inputs", grad, micro, chunk) does the same, but Op("stage_weights", micro, chunk) then computes the
-  gradients of parameters.
+- Op("stage_inputs", grad, micro, chunk) returns it without gradients of parameters.
+- Op("stage_weights", micro, chunk) computes the gradients of parameters afterwards.
 
 A stage sends each message to its neighbour as soon as it has the tensor.
 """
@@ -33,7 +33,10 @@ LOSS = "loss"  # names the last stage's message with the loss
 
 
 async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
-    """Raises StrategyError if a replica's stages drew different batches. Checks the first batch after a cut."""
+    """Raises StrategyError if a replica's stages drew different batches.
+
+    The caller checks only the first batch after a cut.
+    """
     told = checksum({str(number): x for number, x in enumerate(tensors_of(batch))})
     mine = torch.tensor([told], device=device)
     rows = await rank.all_gather(mine, "batch")
@@ -45,7 +48,7 @@ async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
 
 
 async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, step: int) -> Tensor:
-    """Runs one batch in the order of the schedule. Returns its loss, the mean over its micro-batches.
+    """Runs one batch in the schedule's order. Returns its loss, the mean over micro-batches.
 
     rank:   this rank among the stages of its replica
     share:  the weight of each micro-batch's loss, so that gradients add up to the batch's
@@ -99,7 +102,7 @@ async def drained(flow: Flow) -> None:
 
 
 async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
-    """Returns the whole model's output on all stages. All have the inputs, and each computes its `pieces`."""
+    """Returns the whole model's output on all stages, for inputs that all stages have."""
     last = rank.size - 1
     x: Any = None
     for number, parts in enumerate(pieces):
@@ -146,5 +149,5 @@ async def _answered(rank: Rank, source: int) -> Any:
 
 
 def pass_name(phase: str, micro: int, chunk: int, pieces: int) -> str:
-    """Returns a pass's Span name: "forward 3", or "forward 3.1" for the second of several pieces."""
+    """Returns a pass's Span name: "forward 3", or "forward 3.1" if there are several pieces."""
     return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

@@ -29,7 +29,7 @@ _FOUND: WeakKeyDictionary[Learner, dict[Any, Shares | str]] = WeakKeyDictionary(
 
 
 def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
-    """Returns, by piece of the model, which share of its forward's floating-point operations backward repeats.
+    """Returns, by piece, which share of its forward's floating-point operations backward repeats.
 
     0 if the model does not run on the meta device. Raises KnobError if only the checkpointed model fails there.
     """

@@ -217,7 +217,7 @@ class _Forward:
 
 
 def _dropped(param: nn.Parameter) -> None:
-    """Drops the gradient of a parameter that another rank owns, and has the same gradient of."""
+    """Drops a common parameter's gradient, because its owner, another rank, has the same one."""
     param.grad = None
 
 
@@ -256,7 +256,7 @@ async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
 
 
 def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
-    """Copies a whole model with rank `index`'s slices only. It never copies a sliced parameter whole."""
+    """Copies a whole model with rank `index`'s slices, without copying sliced parameters whole."""
     known: dict[int, Any] = {}
     for name, made in split.sliced.items():
         p = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""The versions of a stage's weights that its passes read: the current weights, or copies of older ones.
+"""The versions of a stage's weights that its passes read: current weights, or older copies.
 
 Autograd keeps a reference to a version in place of the weights. So a version is copied only if a pass will still read
 it when the weights change. A pass that reads a copy runs while the parameters' data points into the copy. Code that

@@ -1,4 +1,4 @@
-"""Passes a model piece by piece, so that one batch's forward takes memory that another's backward frees."""
+"""Passes a model piece by piece: a forward takes memory that another batch's backward frees."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class _Risen:
 
 
 class Waves:
-    """The batches that one rank computes in pieces. A batch *rises* (forward) and *falls* (backward).
+    """Batches that a rank computes in pieces. They *rise* (forward) and *fall* (backward).
 
-    If it falls by pieces, each piece has its own graph, which begins at its input. Then only the next piece's graph
-    holds an output.
+    If a batch falls by pieces, each piece has its own graph, which begins at its input. Then only the next piece's
+    graph holds an output.
     """
 
     def __init__(self, model: nn.Module, learner: Any) -> None:
@@ -76,7 +76,7 @@ class Waves:
             yield from (SimpleNamespace(grad_fn=edge.node) for edge, _ in risen.graphs if edge is not None)
 
     def rise(self, draw: Callable[[], Any], micro: int, piece: int, of: int, falls: bool) -> tuple[Any, Tensor | None]:
-        """Runs a batch forward through one piece. Returns the batch, and after the last piece its loss."""
+        """Runs a batch forward through a piece. Returns the batch, and its loss after the last piece."""
         if piece == 0:
             if micro in self._risen:
                 raise StrategyError(f"batch {micro} rises anew before it has fallen")

@@ -1,6 +1,6 @@
-"""Applies a change between two steps on every rank, and hands over between strategies, on both hosts.
+"""Applies a change between two steps on every rank, and hands over between strategies.
 
-A hand-over is a coroutine of a step's verbs, so a host drives it, too. Leaving a strategy brings every rank to the
+A hand-over is a coroutine of a step's verbs, so either host drives it, too. Leaving a strategy brings every rank to the
 canonical state: one value of parameters and optimizer state. Entering starts there. So S strategies need 2 S adapters,
 not S squared. Afterwards a hash of the parameters must be equal on all ranks.
 """
@@ -36,9 +36,9 @@ from workbench.tasks import at_rate, rate
 
 
 async def obey(run: Changing, change: Change) -> bool:
-    """Makes one change on all ranks between the same two steps, or refuses it. Returns whether it was made.
+    """Makes or refuses one change on all ranks between the same two steps.
 
-    A Mark "change" or "refused" records the result.
+    Returns whether it was made. A Mark "change" or "refused" records the result.
     """
     wanted, reason = None, ""
     try:
@@ -59,7 +59,7 @@ async def obey(run: Changing, change: Change) -> bool:
 
 
 async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
-    """Returns the first joint change that some rank cannot make, and records it as refused; else None."""
+    """Returns the first joint change that some rank cannot make, and records it; else None."""
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:
@@ -82,7 +82,7 @@ def _refusal(change: Change, reason: str) -> dict[str, Any]:
 
 
 def _answer(run: Changing, by: int, name: str, detail: dict[str, Any]) -> None:
-    """Records a change's result by a Mark of rank `by`. All ranks keep the Answer in case that rank is lost."""
+    """Records a change's result by rank `by`. All ranks keep it, because that rank may be lost."""
     run.answer = Answer(name, run.rank.step, run.now, detail)
     if run.rank.id == by:
         run.mark(name, detail)
@@ -149,7 +149,7 @@ def _wrapped_by(e: Experiment) -> tuple[Any, ...]:
 
 
 def take_role(run: Changing, wanted: Experiment) -> None:
-    """Sets this rank's role, trainer or server, and its place in the mesh. Rank 0 records the servers."""
+    """Sets this rank's role, trainer or server, and its mesh. Rank 0 records the servers."""
     rank, strategy = run.rank, wanted.strategy
     arrange(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
@@ -162,7 +162,7 @@ def take_role(run: Changing, wanted: Experiment) -> None:
 
 
 def arrange(run: Changing, wanted: Experiment) -> bool:
-    """Arranges the training ranks as `wanted` says. Returns whether the mesh, and so every group, is new."""
+    """Arranges the training ranks as `wanted` says. Returns whether the mesh is new."""
     rank = run.rank
     made = mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
     if (made.dims, made.ranks) == (rank.mesh.dims, rank.mesh.ranks):
@@ -199,7 +199,7 @@ def _idle(e: Experiment) -> list[str]:
 
 
 def _renew(run: Changing, wanted: Experiment) -> None:
-    """Replaces the optimizer at the current rate. A Mark records which state the new one takes over."""
+    """Replaces the optimizer at the current rate. A Mark records which state the new one gets."""
     made = run.make_optimizer(wanted)
     if rate(made) != run.rank.lr:
         at_rate(made, run.rank.lr)
@@ -251,7 +251,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
 
 async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: handover.Cut | None,
                 stays: Collection[str]) -> None:  # fmt: skip
-    """Leaves the strategy: each rank gets whole tensors of its part of the model, in the canonical state.
+    """Leaves the strategy: each rank gets its part of the canonical state as whole tensors.
 
     shards: the cut of the optimizer state now
     stays:  the kinds of state that remain in shards
@@ -274,7 +274,7 @@ async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: hand
 
 
 async def spread_out(run: Changing) -> None:
-    """Lays out the model, which each rank has built whole, by the partition before the first step."""
+    """Lays out the model by the partition before the first step. Each rank has built it whole."""
     began = run.experiment
     await repartition(run, WHOLE, Lying(spread_of(began, run.model, run.learner)))
     run.enter(began, began)
@@ -291,5 +291,5 @@ def foreign(was: Experiment, wanted: Experiment) -> bool:
 
 
 def in_step(e: Experiment) -> bool:
-    """Whether all ranks keep a common step, even if a rank waits only for its neighbours or a server."""
+    """Whether all ranks keep a common step, even if they wait only for neighbours or a server."""
     return e.strategy.lockstep or e.strategy.propagation(e.ranks) > 0

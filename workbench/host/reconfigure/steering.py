@@ -51,7 +51,7 @@ class Steering:
         self._known = False  # whether the policy has its state
         self._given = False  # whether the plan holds its decisions, as in a replay; then it only looks
         self._next: Look | None = None  # the next look; every other Look is void
-        self._held: dict[str, int] = {}  # paths that people have set, with the step that followed
+        self._held: dict[str, int] = {}  # held paths: set by people, with the step that followed
         self.made: list[Change] = []
         self._after: list[int] = []  # by change in `made`, the number of changes obeyed before it
         self._refused: set[str] = set()  # refused decisions, not tried again until a change is made
@@ -81,7 +81,7 @@ class Steering:
         self._plan(self.run.rank.step - 1)
 
     def _plan(self, after: int, at: int | None = None) -> None:
-        """Plans the next look, later than `after` or before step `at`, behind all changes due by then.
+        """Plans the next look, later than `after` or before step `at`, behind changes due by then.
 
         Plans none without an active policy, or after the run's last step.
         """
@@ -98,7 +98,7 @@ class Steering:
             run.planned.insert(bisect_right(steps, at), self._next)
 
     def kept(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint without `made`, which grows and is the same on all ranks."""
+        """Returns the state for a checkpoint, without `made`, which grows and is equal on all ranks."""
         return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
 
     def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
@@ -114,7 +114,7 @@ class Steering:
         del self.made[count:], self._after[count:]
 
     async def agree(self) -> None:
-        """Takes `made` and the held paths from the rank that knows most, because some ranks are new or were behind."""
+        """Takes `made` and held paths from the rank that knows most. Some ranks are new or behind."""
         by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
@@ -122,7 +122,7 @@ class Steering:
         self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
 
     def _looks(self, policy: Policy, after: int) -> int:
-        """Returns the step before which the policy looks next, later than `after`; by `look_every` if it fails."""
+        """Returns the step of the next look, later than `after`; by `look_every` if the policy fails."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
         except FAILURES as error:
@@ -131,7 +131,7 @@ class Steering:
         return max(at, after + 1)
 
     async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
-        """Awaits whether a change is made, updates the policy's state, and returns whether it was made."""
+        """Awaits whether a change is made, updates the policy's state, and returns the result."""
         change = self._full(change)
         if made := await obeyed:
             await self._heed(change)
@@ -166,7 +166,7 @@ class Steering:
         self.steps, self._noted = 0, {}
 
     async def look(self, look: Look) -> bool:
-        """Asks the policy and makes its decisions, on all ranks together. Returns whether a change was made.
+        """Asks the policy and makes its decisions, on all ranks. Returns whether a change was made.
 
         Does nothing if an earlier change at this boundary has paused or replaced the policy.
         """
@@ -228,7 +228,7 @@ class Steering:
             return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
 
     def _wanted(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
-        """Yields decisions that change a setting, were not refused before, and leave paths set by people alone."""
+        """Yields decisions that are new, were not refused before, and touch no path set by people."""
         name, now = type(policy).__name__, seen.experiment
         for reason, changes in policy.decide(seen, self._state):
             after, decision = now, []

@@ -1,4 +1,4 @@
-"""Tries one batch before a model is spread: its parts must compute and learn what the whole model does."""
+"""Tries one batch before a model is spread: the parts must learn what the whole model does."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
 
 def _composed(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
               batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Returns the model's loss, the loss of its parts in sequence, and how often the loss calls the model."""
+    """Returns the model's loss, its parts' loss, and how often the loss calls the model."""
     calls: list[int] = []
 
     def composed(*inputs: Any, **named: Any) -> Any:
@@ -128,7 +128,7 @@ def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> Non
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[Again]:
-    """Yields a function that computes with the same random numbers each time. Restores the model afterwards."""
+    """Yields a function that computes with fixed random numbers. Restores the model afterwards."""
     was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
 
     def again(compute: Callable[[], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tries one batch before a model is sliced: all slices together must learn what the whole model does.
+"""Tries one batch before a model is sliced: all slices must learn what the whole model does.
 
 Double precision keeps rounding from hiding errors. A model that cannot compute in it keeps its own precision. The trial
 runs on the CPU, because there a pass can wait for another pass in the middle of autograd.
@@ -30,7 +30,7 @@ STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors 
 
 
 class _Still(TorchFunctionMode):
-    """Removes randomness within the block, because slices draw other numbers than the whole model."""
+    """Removes randomness, because slices draw other numbers than the whole model."""
 
     NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
 
@@ -65,7 +65,10 @@ def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -
 
 
 def _whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
-    """Returns whether the trial is in double precision, the whole model's loss and gradients, and the batch used."""
+    """Computes the whole model's loss and gradients, in double precision if it can.
+
+    Returns whether it can, the results, and the batch used.
+    """
     dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
     try:
         wide = on_cpu(batch, torch.float64)

@@ -1,4 +1,4 @@
-"""Tries one batch before ranks train sub-models: the model's hidden units must be interchangeable."""
+"""Tries one batch before ranks train sub-models: hidden units must be interchangeable."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
 
 
 def _losses(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
-    """Returns whether the model computes in double precision, and a function for its loss with fixed random numbers."""
+    """Converts the model to double precision if it can compute in it.
+
+    Returns whether it can, and a function for the loss with fixed random numbers.
+    """
     state = torch.get_rng_state()
 
     def loss(inputs: Any) -> float:
