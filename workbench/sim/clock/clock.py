@@ -1,4 +1,4 @@
-"""The virtual clock: events in order of time, and at equal times in the order in which they were set."""
+"""The virtual clock: runs events in order of time, and events at one time in the order in which they were set."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 
 class Resumable(Protocol):
-    """Whatever can be woken at a time: a fiber, a meeting that ends."""
+    """Anything that the clock can resume at a time: a fiber, or a collective that ends."""
 
     def resume(self, value: Any) -> None: ...
 
 
 class Clock:
-    """Seconds since the simulated run began; it jumps from one event to the next.
+    """Seconds since the simulated run began. The clock jumps from one event to the next.
 
     >>> clock = Clock()
     >>> class Bell:
@@ -26,12 +26,12 @@ class Clock:
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
-        self._times: list[float] = []  # a heap, each once: alike ranks are due in their thousands at one time
+        self._times: list[float] = []  # a heap without duplicates: thousands of equal ranks are due at one time
         self._due: dict[float, list[tuple[Resumable, Any]]] = {}  # by time
-        self._aside: dict[float, int] = {}  # by time, how many of these are waited for by nobody
+        self._aside: dict[float, int] = {}  # by time: how many of these events do not keep the clock running
 
     def at(self, t: float, what: Resumable, value: Any = None) -> None:
-        """Resumes `what` with `value` at time `t`, which is not over."""
+        """Resumes `what` with `value` at time `t`, now or later."""
         due = self._due.get(t)
         if due is not None:
             due.append((what, value))
@@ -40,18 +40,18 @@ class Clock:
             heappush(self._times, t)
 
     def aside(self, t: float, what: Resumable) -> None:
-        """Resumes `what` at time `t` if the clock comes to that, which does not run for it alone."""
+        """Resumes `what` at time `t` if the clock gets there. This event alone does not keep the clock running."""
         self._aside[t] = self._aside.get(t, 0) + 1
         self.at(t, what)
 
     def _runs(self) -> bool:
-        """Is anything left that does not only happen aside?"""
+        """Returns whether an event is left that keeps the clock running."""
         if len(self._times) > len(self._aside):
             return True
         return any(len(self._due[t]) > self._aside.get(t, 0) for t in self._times)
 
     def run(self, at_once: int = 1_000_000) -> bool:
-        """Runs until nothing is left to happen; False when so much has happened at one time and there is more."""
+        """Runs until no event is left. Returns False if `at_once` events have happened at one time and more remain."""
         times, every = self._times, self._due
         while times and (not self._aside or self._runs()):
             self.now = now = heappop(times)
@@ -60,7 +60,7 @@ class Clock:
                 if happened >= at_once:
                     heappush(times, now)
                     return False
-                every[now] = []  # what is set for this very time happens after all that was
+                every[now] = []  # events that are set for this time now happen after the ones already due
                 for what, value in due:
                     what.resume(value)
                 happened += len(due)

@@ -1,8 +1,7 @@
-"""Collectives: ranks come one by one, the last one sets it going, and all leave together.
+"""Collectives: ranks arrive one by one, the last one starts the transfer, and all ranks leave together.
 
-The n-th collective that a rank asks for on a lane among a group meets the n-th of every other rank of the group on
-that lane; that they ask for the same thing is checked. With real tensors the result is computed in rank order, so it is
-always the same.
+On each lane, the n-th collective of a rank in a group meets the n-th of every other rank in that group. All ranks must
+request the same operation. Results on real tensors are computed in rank order, so they are deterministic.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Mismatch(StrategyError):
-    """Two ranks met on a lane and asked for different things."""
+    """Two ranks met on a lane with different requests."""
 
 
 class Collective:
-    """One collective under way, of all ranks or of a group."""
+    """One collective under way, among all ranks or a group."""
 
     __slots__ = ("asked", "fibers", "group", "here", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
                  "world", "x", "xs")
@@ -47,7 +46,7 @@ class Collective:
         self.asked, self.t0, self.steps = [0.0] * here, [0.0] * here, [0] * here
 
     def join(self, fiber: Fiber, op: Op) -> None:
-        """A rank has come."""
+        """Adds a rank that has arrived. Raises Mismatch if its request differs from the first rank's."""
         x = op.args[0]
         fiber.host.ledger.buffers.take(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
@@ -66,7 +65,7 @@ class Collective:
         now = world.clock.now
         began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group, self.here)
         ranks = None if self.group is None else self.here
-        whole = ranks is None  # then as one block for them all
+        whole = ranks is None  # if so, one block records all ranks
         asked, t0 = (np.array(self.asked), np.array(self.t0)) if whole else (self.asked, self.t0)
         lane = "measuring" if self.op.measures else "comm"
         if world.ports.path(fabric, self.group).shaped and lane == "comm":
@@ -74,7 +73,7 @@ class Collective:
             world.record.block("port", self.name, self.steps, begins, begins, own, 0, ranks)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
-            lengths = np.array(self.size)  # every rank's own bytes at once: rank by rank it would take p^3
+            lengths = np.array(self.size)  # the bytes of every rank at once, because rank by rank costs p^3
             sent = (lengths.sum(1) - lengths.diagonal())[self._places()] * self.x[0].element_size()
         world.record.block(lane, self.name, self.steps, asked, t0, end, sent, ranks)
         for r, nbytes in zip(self.here, each(sent), strict=False):
@@ -82,19 +81,19 @@ class Collective:
         world.clock.at(end, self)
 
     def resume(self, _: Any) -> None:
-        """The collective is over: everybody goes on; nobody does where a rank was missed on the way."""
+        """Ends the collective and resumes every rank, unless a rank was missed in between."""
         if self.world.missed:
             return
         results = self._results()
         now = self.world.clock.now
         for fiber, value in zip(self.fibers, results, strict=True):
             fiber.resumed = now
-            if not isinstance(fiber, Child):  # a background; what a child holds is given back when it ends
+            if not isinstance(fiber, Child):  # a background's buffers; a child returns its own when it ends
                 fiber.host.ledger.buffers.give(fiber)
             fiber.resume(value)
 
     def _results(self) -> list[Any]:
-        """What each rank is answered; real tensors are added up in rank order."""
+        """Returns the result for each rank. Real tensors are added up in rank order."""
         verb, x, p = self.op.verb, self.x, self.p
         if verb == "all_to_allv":
             return self._swapped()
@@ -126,13 +125,15 @@ class Collective:
         raise AssertionError(verb)
 
     def _swapped(self) -> list[Any]:
-        """What each rank gets of an all-to-all of unlike lengths; of ranks that are not here, the shapes."""
+        """Returns what each rank receives of an all-to-all with unequal lengths. If some ranks are not simulated, the
+        tensors have shapes only.
+        """
         if len(self.here) == self.p:
             return [[x[r].clone() for x in self.xs] for r in range(self.p)]
         return [[self.x[0].new_empty(sizes[r]) for sizes in self.size] for r in self._places()]
 
     def _places(self) -> list[int]:
-        """Which of the group the simulated ones are."""
+        """Returns the positions of the simulated ranks in the group."""
         return list(self.here) if self.group is None else [self.group.index(r) for r in self.here]
 
     def _mismatch(self, fiber: Fiber, op: Op) -> Mismatch:
@@ -146,7 +147,7 @@ class Collective:
 
 
 def _size(op: Op) -> Any:
-    """What all ranks must agree in: the bytes that each hands in, or who sends how many to whom."""
+    """Returns the size that all ranks must agree on: the bytes that each contributes, or the matrix of lengths."""
     if op.verb == "all_to_allv":
         return op.args[1]
     return op.args[0].numel() * op.args[0].element_size()
@@ -169,7 +170,7 @@ def _merge(total: Tensor, other: Tensor, how: str) -> None:
 
 
 def _shape_of(verb: str, x: Tensor, p: int) -> Tensor:
-    """The answer's shape, without data."""
+    """Returns a tensor with the result's shape, without data."""
     match verb:
         case "all_gather":
             return x.new_empty((p, *x.shape))

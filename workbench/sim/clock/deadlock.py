@@ -1,4 +1,4 @@
-"""When nothing can happen any more though ranks wait, or time stands still though things happen: who does what."""
+"""Explains a deadlock: which ranks wait for what, or which requests repeat while time stands still."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from workbench.rank import Op
 from workbench.sim.clock.fiber import Fiber
 
 MANY = 8  # ranks that are listed one by one
-NOTED = 1_000  # things that are looked at to say what goes on for ever
+NOTED = 1_000  # events that run to find out which requests repeat
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other and nothing is under way that could free them, or they go round and no time passes."""
+    """Ranks wait for each other and no pending event can free them, or they loop and no time passes."""
 
 
 def told(world: Any) -> str:
-    """The whole of it in words."""
+    """Returns the explanation of a deadlock."""
     lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
     for lane, meetings in world.open.items():
         for meeting in meetings.values():
@@ -40,7 +40,7 @@ def told(world: Any) -> str:
 
 
 def _others(world: Any) -> list[str]:
-    """What the ranks do that are in no operation of the network."""
+    """Returns lines about the ranks that are in no network operation."""
     found: dict[str, list[int]] = {}
     for session, life in zip(world.sessions, world.lives, strict=True):
         on = life.on.on if isinstance(life.on, Fiber) else life.on
@@ -54,7 +54,7 @@ def _others(world: Any) -> list[str]:
 
 
 def standing(world: Any) -> str:
-    """What is asked again and again while the clock stands still, found by letting a little more of it happen."""
+    """Returns the requests that repeat while the clock stands still. Runs some more events to count them."""
     asked: Counter[str] = Counter()
 
     def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
@@ -73,7 +73,7 @@ def standing(world: Any) -> str:
 
 
 def spinning(fiber: Fiber, op: Op) -> str:
-    """Who asks for ever, and for what last."""
+    """Returns an explanation for a fiber that makes the same request forever."""
     return (
         f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_who(fiber)}: "
         f"{op.verb} {_kind(op)}".rstrip() + "\nwhat it asks for in its loop takes no time: let it wait for something"
@@ -85,7 +85,7 @@ def _who(fiber: Fiber) -> str:
 
 
 def _kind(op: Op) -> str:
-    """The name that an operation goes by, where it has one."""
+    """Returns the operation's name, or "" if it has none."""
     return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
 
 

@@ -1,4 +1,4 @@
-"""What a virtual rank draws, and the rows of embedding tables that it reads and steps; none of it takes time."""
+"""The batches that a virtual rank draws, and the embedding rows that it reads and updates. This takes no time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Drawing:
 
 
 class Drawn:
-    """The part of Sizes that stands for batches, which nobody knows."""
+    """The part of Sizes that stands for batches, which have no contents here."""
 
-    examples: Callable[[], int] = int  # its session's: how many make a batch
+    examples: Callable[[], int] = int  # of its session: examples per batch
     taken = 0  # batches so far
     whole: Any
 
@@ -51,14 +51,14 @@ class Drawn:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
     def batch_nbytes(self, batch: int) -> int:
-        """Of the tensors of a batch of so many examples."""
+        """Returns the bytes of the tensors in a batch of `batch` examples."""
         return int(self.whole.passes.nbytes(batch))
 
     def client(self, index: int, count: int) -> None:
-        """Nobody knows whose examples a batch has."""
+        """Does nothing: no example exists here, so no client owns one."""
 
     def look_up(self) -> dict[str, torch.Tensor]:
-        """The rows that one batch reads stand for those of all."""
+        """Returns the rows that one batch reads. They stand for the rows of every batch."""
         return dict(self.whole.rows(self.examples(), self.layout))
 
     def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -66,5 +66,5 @@ class Drawn:
         return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
 
     def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        """Nothing moves; from the first step on the optimizer remembers something."""
+        """Changes no row. From the first step on, the optimizer holds state."""
         self.stepped_apart()

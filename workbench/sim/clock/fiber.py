@@ -1,7 +1,7 @@
-"""Fibers: coroutines under way on one rank, and the lanes on which children run one after the other.
+"""Fibers (coroutines under way on one rank) and lanes, on which children run one after the other.
 
-A fiber is resumed with an answer and runs until it asks for something that takes time. A step is a fiber, and so
-are its background and every child. See "The trampoline" in workbench/DESIGN.md; here nothing is unusual.
+A fiber gets an answer and runs until it requests something that takes time. A step, its background and every child are
+fibers. See "The trampoline" in workbench/DESIGN.md; the simulator needs no autograd hooks for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from workbench.sim.clock.collective import Collective
     from workbench.sim.compute.host import Host
 
-PARK = object()  # a verb's answer: go on later
+PARK = object()  # a verb's answer: the fiber goes on later
 END = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
-ROOM = 32  # children that rank 0 chooses at a time, at most, as on the engine
-MANY = 1_000_000  # answers in a row that took no time: whoever asks on will do so for ever
+ROOM = 32  # as on the engine: the most children that rank 0 chooses at a time
+MANY = 1_000_000  # answers in a row without time passing; after so many, the loop counts as endless
 
 
 class Fiber:
@@ -34,16 +34,16 @@ class Fiber:
         self.host, self.coro, self.name, self.origin = host, coro, name, origin
         self.resumed = host.clock.now
         self.step = host.rank.step
-        self.lane: Lane | None = None  # whose turn this is; None for a step
+        self.lane: Lane | None = None  # the lane on which it runs; None for a step
         self.done = False
         self.value: Any = None
         self.waiter: Fiber | None = None
         self.since = 0.0  # when the waiter began to wait
-        self.on: Any = None  # what it waits for, to say so when nothing can happen any more
+        self.on: Any = None  # the object of its wait, to explain a deadlock
         self.passing: Any = None  # the pass over buckets that it iterates
 
     def resume(self, value: Any) -> None:
-        """Runs on with the answer to what it asked for."""
+        """Resumes the coroutine with the answer to its last request."""
         coro, verbs = self.coro, self.host.verbs
         send = coro.send
         try:
@@ -69,13 +69,13 @@ class Fiber:
         return self.coro.throw(StopAsyncIteration())
 
     def name_in(self, error: BaseException) -> None:
-        """Notes in an error where it happened, once."""
+        """Adds a note to an error that says where it happened, once."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
             error.add_note(f"on virtual rank {rank.id} in step {rank.step}, {self.name}, at {now:.6f} s")
 
     def end(self, value: Any) -> None:
-        """The coroutine has returned."""
+        """Ends the fiber: its coroutine has returned `value`."""
         self.done, self.value = True, value
         self.host.ended(self)
 
@@ -93,14 +93,14 @@ class Child(Fiber):
         self.step = host.rank.step
         self.done = False
         self.value = self.waiter = self.on = self.passing = None
-        self.by: Any = None  # an optimizer's settings when it was started
+        self.by: Any = None  # the optimizer's settings when the child started
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
         buffers, waiter = self.host.ledger.buffers, self.waiter
         buffers.give(self, value)
         assert self.lane is not None
-        self.lane.next()  # what this child returns is there when that begins
+        self.lane.next()  # the next child can use what this child returns
         if waiter is not None:
             buffers.give(self)
             host, since = self.host, self.since
@@ -110,7 +110,7 @@ class Child(Fiber):
 
 
 class CodedChild(Child):
-    """A child whose own work between two operations takes the time that its codec is known to take on so many bytes."""
+    """A child that spends time on its own work between two operations: the codec's cost for `nbytes` bytes."""
 
     __slots__ = ("measures", "nbytes", "op", "stretch")
 
@@ -118,7 +118,7 @@ class CodedChild(Child):
                  nbytes: int) -> None:
         super().__init__(host, coro, name, origin, priority, share)
         self.nbytes, self.stretch = nbytes, 0
-        self.measures = False  # was what it asked for last a part of measuring? Then what follows is no codec's work
+        self.measures = False  # whether its last request was part of measuring; if so, what follows is not codec work
         self.op: Op | None = None
 
     def resume(self, value: Any) -> None:
@@ -131,7 +131,7 @@ class CodedChild(Child):
                 if value is PARK:
                     return
             self.op = self.coro.send(value)
-            while self.op.verb == "sample":  # takes no time, and what was done before it goes on after it
+            while self.op.verb == "sample":  # takes no time and does not end the stretch of work
                 self.op = self.coro.send(self.host.verbs["sample"](self, self.op))
         except StopIteration as stop:
             self._work(_Then(self.end, stop.value))
@@ -142,7 +142,7 @@ class CodedChild(Child):
             self._work(_Then(self.resume, _PERFORM))
 
     def _work(self, then: _Then) -> None:
-        """A stretch of own work has been done; it takes its time before `then`."""
+        """Spends the time of one stretch of the child's own work, then calls `then`."""
         seconds = 0.0 if self.measures else self.host.stretch_seconds(self.stretch, self.nbytes)
         self.stretch += 1
         clock = self.host.clock
@@ -152,7 +152,7 @@ class CodedChild(Child):
 
 
 class _Then:
-    """Calls something when its time has come."""
+    """Calls a function with a value at a set time."""
 
     __slots__ = ("call", "value")
 
@@ -164,11 +164,10 @@ class _Then:
 
 
 class Lane:
-    """One lane of one rank: children run one after the other; collectives on it meet those of the other ranks.
+    """One lane of one rank: children run one after the other, and their collectives meet those of other ranks.
 
-    Children run in the order of their start, but those with priorities, of which as many as come one after the other
-    overtake each other. Of these rank 0 decides: what it begins next is what every rank begins next, so that ranks
-    whose children come at different times still agree.
+    Children run in the order of their start. Consecutive children with priorities may overtake each other. Rank 0
+    decides their order for every rank, so ranks agree even if their children start at different times.
     """
 
     __slots__ = ("begun", "busy", "host", "met", "name", "open", "order", "queue", "started")
@@ -177,7 +176,7 @@ class Lane:
         self.host, self.name = host, name
         self.busy: Child | None = None
         self.queue: deque[Child] = deque()
-        self.met: dict[Group | None, int] = {}  # collectives asked for so far, by group
+        self.met: dict[Group | None, int] = {}  # collectives requested so far, by group
         # collectives under way, by group and number
         self.open: dict[tuple[Group | None, int], Collective] = host.world.open.setdefault(name, {})
         self.order = host.world.orders.setdefault(name, Order())
@@ -185,19 +184,19 @@ class Lane:
         self.started = self.begun = 0
 
     def add(self, child: Child) -> None:
-        """Puts a child behind those that were started before it."""
+        """Queues a child behind the ones that were started before it."""
         child.lane, child.number = self, self.started
         self.started += 1
         self.queue.append(child)
         self.go()
 
     def next(self) -> None:
-        """The child on this lane is over."""
+        """Frees the lane after its child has ended, and begins the next one."""
         self.busy = None
         self.go()
 
     def go(self) -> None:
-        """Begins the next child, if the lane is free and its turn has come."""
+        """Begins the next child, if the lane is free and that child's turn has come."""
         if self.busy is not None or not self.queue:
             return
         first = self.queue[0]
@@ -213,31 +212,31 @@ class Lane:
         child.resume(None)
 
     def count_anew(self) -> None:
-        """Nothing waits, and all ranks count from here."""
+        """Resets the counts of children. No child may be waiting, and all ranks reset together."""
         self.started = self.begun = 0
         if not self.host.index:
             self.order.forget()
 
     @property
     def aside(self) -> str:
-        """What the messages of its all-reduces are told apart by from those of the first lane's."""
+        """The suffix that distinguishes messages of this lane's all-reduces from those of the first lane."""
         return "" if self.name == "comm" else f" on {self.name}".rstrip()
 
     def unfinished(self) -> list[Child]:
-        """The child whose turn it is and those that wait."""
+        """Returns the running child and the waiting ones."""
         return [*([self.busy] if self.busy else []), *self.queue]
 
 
 class Order:
-    """The order in which children of a lane begin that have priorities: rank 0's, on every rank."""
+    """Rank 0's order of children with priorities on one lane, which every rank follows."""
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
-        self._chosen: dict[int, int] = {}  # by how many have begun before it, the number of a child
+        self._chosen: dict[int, int] = {}  # a child's number, by how many children have begun before it
         self._asking = False
 
     def turn(self, lane: Lane) -> Child | None:
-        """The child of a lane whose turn it is, if that is known and it was started there."""
+        """Returns the child of a lane that may begin, or None if the order is unknown or that child has not started."""
         number = self._chosen.get(lane.begun)
         if number is None:
             if not lane.host.index and not self._asking:
@@ -246,11 +245,11 @@ class Order:
         return next((child for child in lane.queue if child.number == number), None)
 
     def forget(self) -> None:
-        """What was chosen so far has begun."""
+        """Forgets the choices: every chosen child has begun."""
         self._chosen.clear()
 
     def _choose(self, lane: Lane) -> None:
-        """Rank 0 chooses of what is there, until the shares make one, and tells: that takes as long as any flag."""
+        """Chooses queued children on rank 0 until their shares add up to 1. It counts after `flag()` seconds."""
         free = list(takewhile(lambda child: child.priority > 0, lane.queue))
         found: list[int] = []
         share = 0.0

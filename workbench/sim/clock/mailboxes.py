@@ -1,4 +1,4 @@
-"""Messages between two ranks: posted at once, taken in the order in which they come."""
+"""Messages between two ranks: posted without waiting, received in order of arrival."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Message(NamedTuple):
-    """A message that has come, or is on its way: (any shape) data."""
+    """A message that has arrived or is on its way: (any shape) data."""
 
     source: int
     to: int
@@ -25,7 +25,7 @@ class Message(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A fiber that waits for a message: from `source`, which it named itself, or `replayed`, or from anyone."""
+    """A fiber that waits for a message: from `source`, from `replayed` (the recorded sender), or from any rank."""
 
     fiber: Fiber
     into: Tensor | None
@@ -48,7 +48,7 @@ class Mailboxes:
         self.waiting: dict[tuple[int, str], list[_Wait]] = {}
 
     def send(self, fiber: Fiber, tensor: Tensor, to: int, kind: str) -> None:
-        """Posts a copy of `tensor`; it comes when both ports have carried it."""
+        """Posts a copy of `tensor`. It arrives when both ports have carried it."""
         world, source = self.world, fiber.host.index
         if not 0 <= to < world.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {world.size - 1}")
@@ -65,7 +65,7 @@ class Mailboxes:
         world.clock.at(comes, _Arrival(self, Message(source, to, kind, data)))
 
     def recv(self, fiber: Fiber, into: Tensor | None, source: int | None, kind: str) -> Any:
-        """The next message of `kind`, or the fiber waits for it."""
+        """Returns the next message of `kind`, or parks the fiber until one arrives."""
         world, index = self.world, fiber.host.index
         replayed = world.replay.sender(index, kind) if world.replay is not None and source is None else None
         wait = _Wait(fiber, into, source, replayed, kind, world.clock.now)
@@ -79,7 +79,7 @@ class Mailboxes:
         return PARK
 
     def come(self, message: Message) -> None:
-        """A message is here, but on no way that ends as a rank is missed."""
+        """Delivers a message, unless a rank has been missed since it was sent."""
         if self.world.missed:
             return
         waiting = self.waiting.get((message.to, message.kind), [])
@@ -91,7 +91,10 @@ class Mailboxes:
         self._come.setdefault((message.to, message.kind), deque()).append(message)
 
     def nothing_more(self) -> bool:
-        """Nothing is under way: who waits for a message while its rank leaves is told that none will come."""
+        """Answers None to one fiber that waits for a message on a leaving rank. Returns False if no such fiber exists.
+
+        Call it when no event is pending.
+        """
         for (index, kind), waiting in self.waiting.items():
             for place, wait in enumerate(waiting):
                 if wait.fiber.host.leaving:
@@ -104,7 +107,7 @@ class Mailboxes:
         return False
 
     def _taken(self, wait: _Wait, message: Message) -> tuple[Tensor, int]:
-        """Writes down, as the engine does, how long a step has waited and whose message was the next of anyone's."""
+        """Records how long a step has waited and, after a receive from any rank, which rank the message came from."""
         host, now = wait.fiber.host, self.world.clock.now
         if now > wait.since and wait.fiber.lane is None:
             name = message_name("recv", wait.kind, **{"from": wait.source})
@@ -115,7 +118,7 @@ class Mailboxes:
 
 
 class _Arrival:
-    """A message's arrival."""
+    """The arrival of a message, as an event."""
 
     __slots__ = ("mail", "message")
 

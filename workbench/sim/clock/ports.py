@@ -1,8 +1,9 @@
-"""What crossing the network costs: each rank's one port, shared by all its lanes and messages.
+"""Prices network operations: each rank has one port, which all its lanes and messages share.
 
-On a shaped Link exactly as the engine shapes: time runs from the arrival of the last participant, operations queue
-on the port, in and out do not disturb each other. Off a Link by the measured cost of a collective, if there is one;
-on one none ends before its transfer does, either: a short one waits for processes to take turns, not for the Link.
+A shaped Link follows the engine's shaping exactly. Time starts when the last participant arrives, operations queue on
+the port, and sending and receiving do not slow each other. Without a shaped Link, a collective costs what was measured,
+or nothing. A collective on a shaped Link never ends before its real transfer: short ones wait for processes that take
+turns on a core.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.rank import Group
 from workbench.sim.costs.costs import Costs
 
-FLAG = 1e-5  # seconds that agreeing on one bit takes at least, so that a background that does nothing still ends
+FLAG = 1e-5  # minimum seconds to agree on one flag, so that an idle background still ends
 
 
 class Ports:
@@ -25,8 +26,8 @@ class Ports:
 
     def __init__(self, size: int, costs: Costs | None, seed: int) -> None:
         self.size, self.costs, self.seed = size, costs, seed
-        self.free = np.zeros(size)  # when each port is free again to send
-        self.taken = [0.0] * size  # and to take in
+        self.free = np.zeros(size)  # when each port can send again
+        self.taken = [0.0] * size  # when each port can receive again
         self._messages = [0] * size
         self._chokes: dict[Fabric, np.ndarray] = {}
         self._price = lru_cache(maxsize=4096)(self._priced)
@@ -34,7 +35,7 @@ class Ports:
     def meet(
         self, now: float, fabric: Fabric, load: Load, number: int, group: Group | None, ranks: Sequence[int]
     ) -> tuple[float, np.ndarray | float, float]:
-        """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all).
+        """Prices the `number`-th collective of a lane at its last arrival: (begin, each port's end, end for all).
 
         ranks: those of the group that are simulated
         """
@@ -58,11 +59,11 @@ class Ports:
         if self.costs is None:
             return began, own, end
         wire = self.costs.linked if any(self.costs.linked) else self.costs.wire
-        bare = wire.seconds(load.busiest, load.messages)  # it really happens first, then ranks sleep
+        bare = wire.seconds(load.busiest, load.messages)  # the real transfer runs first, then ranks sleep
         return began, own, now + later(end + self.costs.late - now, bare)
 
     def post(self, now: float, fabric: Fabric, source: int, to: int, nbytes: int) -> tuple[float, float, float]:
-        """A message: (when it begins to leave, when it has left, when it has come)."""
+        """Prices a message: (when it begins to leave, when it has left, when it has arrived)."""
         if source == to:
             return now, now, now
         self._messages[source] += 1
@@ -81,21 +82,21 @@ class Ports:
         return began, left, come
 
     def _posted(self, link: Link, fabric: Fabric, nbytes: int) -> float:
-        """Seconds of a message off any Link: what one was measured to take; else what a collective would."""
+        """Returns a message's seconds on an unshaped Link: as measured for messages, or a collective's price."""
         if self.costs is not None and any(self.costs.post):
             return self.costs.post.seconds(nbytes, 1)
         return self._price(link, fabric.shared, even("send", nbytes, self.size))
 
     def path(self, fabric: Fabric, group: Group | None) -> Link:
-        """Over which Link a collective of a group, or of all ranks, goes."""
+        """Returns the Link that a collective of a group, or of all ranks, crosses."""
         return fabric.path(range(self.size) if group is None else group.ranks)
 
     def flag(self) -> float:
-        """Seconds that it takes to agree on one bit, beside all traffic."""
+        """Returns the seconds to agree on one flag, independent of other traffic."""
         return max(FLAG, self.costs.wire.seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
 
     def chokes(self, fabric: Fabric) -> np.ndarray:
-        """(size,) how many times longer than healthy each port is busy."""
+        """(size,) factors by which each port is slower than a healthy one."""
         found = self._chokes.get(fabric)
         if found is None:
             found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])
@@ -108,8 +109,8 @@ class Ports:
 
 
 def later(own: float, bare: float) -> float:
-    """Which of two ends is expected: a Link's own, after so many seconds, or that of a transfer which takes `bare`.
+    """Returns the expected end of a collective: of the Link's shaping or of the real transfer, the later one.
 
-    What processes that take turns on a core wait for each other is spread evenly from 0 to twice its mean.
+    own, bare: seconds of the two; the real one is uniform between 0 and `2 * bare`, because processes take turns
     """
     return own if own >= 2 * bare else own + (2 * bare - own) ** 2 / (4 * bare)

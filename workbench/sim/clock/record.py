@@ -1,7 +1,7 @@
-"""The record of a simulated run: rows are kept as numbers and put into the tables at the end, by when they ended.
+"""Records a simulated run: stores rows as numbers, and sorts them into tables by end time when the run is over.
 
-Spans of a collective come as one block for all ranks, all others one by one; a span costs 46 bytes. A wait that
-lasts no time says nothing and is not written down: that is the only difference from what the engine writes.
+A collective's spans are one block for all ranks; other spans are single rows. A span costs 46 bytes. Unlike the engine,
+the simulator does not record a wait of zero length.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Numbers = Sequence[float] | np.ndarray
 
 
 def each(numbers: float | np.ndarray) -> Iterable[Any]:
-    """One number after the other, of an array; or the same again and again."""
+    """Yields the entries of an array, or one number forever."""
     return numbers.tolist() if isinstance(numbers, np.ndarray) else repeat(numbers)
 
 
 class Record:
-    """Spans, samples and marks of all ranks of a simulated run, or of one generation of them."""
+    """Spans, samples and marks of all ranks of a simulated run, or of one generation."""
 
     def __init__(self, members: Sequence[int]) -> None:
-        """members: by place, the number by which each rank is recorded"""
+        """members: by place, the number under which each rank is recorded"""
         self._code: dict[str, int] = {}  # of lanes and names of spans
         self._named: dict[str, int] = {}  # of names of samples
         self._single = bytearray()  # spans one after the other, a number per column
@@ -44,7 +44,7 @@ class Record:
         self._ranks = np.array(members, dtype="i2")
 
     def code(self, text: str) -> int:
-        """The number that stands for a lane or a name."""
+        """Returns the number that stands for a lane or a name."""
         found = self._code.get(text)
         if found is None:
             found = self._code[text] = len(self._code)
@@ -58,7 +58,7 @@ class Record:
 
     def block(self, lane: str, name: str, steps: Sequence[int], asked: Numbers, t0: Numbers,
               t1: np.ndarray | float, nbytes: float | np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """One span on every rank, or on each of `ranks`: steps, asked, t0: (p,); t1: (p,) or one for all."""
+        """Records one span on every rank, or on each of `ranks`: steps, asked, t0: (p,); t1: (p,) or one for all."""
         if ranks is None:
             return self._blocks.append((self.code(lane), self.code(name), steps, asked, t0, t1, nbytes))
         for rank, step, since, begun, end, n in zip(ranks, steps, asked, t0, each(t1), each(nbytes), strict=False):
@@ -72,7 +72,7 @@ class Record:
 
     @staticmethod
     def timeline(records: Sequence[Record]) -> Timeline:
-        """The tables of one generation after the other. Call it once: what was kept is given up on the way."""
+        """Returns the tables of consecutive generations. Call it once, because it frees the rows."""
         out = Timeline()
         for record in records:
             record._tell(out)
@@ -106,7 +106,7 @@ class Record:
 
 
 def _numbers(packed: bytearray, columns: Sequence[str]) -> np.ndarray:
-    """(rows, columns) of what was packed row by row."""
+    """Unpacks rows that were packed one by one: (rows, columns)."""
     return np.frombuffer(packed, "f8").reshape(-1, len(columns)) if packed else np.empty((0, len(columns)))
 
 

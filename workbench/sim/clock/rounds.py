@@ -1,4 +1,4 @@
-"""When a background comes round: at most once per step, for sooner there is nothing new."""
+"""Schedules the rounds of a background: at most one per step, because nothing is new in between."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 class Rounds:
-    """One rank's `again`. In a replay it is answered after the steps after which the engine's was."""
+    """One rank's `again` verb. A replay answers it after the same steps as the engine did."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.is_idle = False  # will the step not move on before a meeting?
-        self._steps = 0  # made so far
-        self._seen = 0  # of them, by the background
-        self._until = 0.0  # the rest that the background asked for is over
-        self._alone = False  # does the background ask this rank only?
-        self._group: Group | None = None  # or a group; None: all ranks
-        self._resting: Fiber | None = None  # the background, until there is something new
+        self.is_idle = False  # whether the step waits for a meeting and moves no further
+        self._steps = 0  # steps made so far
+        self._seen = 0  # how many of them the background has seen
+        self._until = 0.0  # when the rest that the background requested is over
+        self._alone = False  # whether the background involves this rank alone
+        self._group: Group | None = None  # the group of the round; None: all ranks
+        self._resting: Fiber | None = None  # the background, until a step is new
 
     def again(self, fiber: Fiber, op: Op) -> Any:
-        """The verb."""
+        """Performs the verb: answers now, or parks the background until a step is new and its rest is over."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
         (rest, self._alone), self._group = op.args, op.group
@@ -39,22 +39,22 @@ class Rounds:
         return self._ask(fiber)
 
     def moved(self) -> None:
-        """The step has moved on."""
+        """Notes that a step has ended."""
         self._steps += 1
         self._wake()
 
     def resume(self, _: Any) -> None:
-        """The rest is over."""
+        """Wakes the background after its rest."""
         self._wake()
 
     def idle(self) -> None:
-        """The step will not move on before a meeting."""
+        """Notes that the step makes no progress before a meeting."""
         self.is_idle = True
         self._wake()
 
     @property
     def newest(self) -> int:
-        """The step that was made last, from 1, which is also said where none was made yet."""
+        """The number of the last step, at least 1 even before the first one."""
         return max(self.host.rank.step, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""The simulated world: all ranks on one clock, the places where they meet, and what to say when nothing can happen."""
+"""The simulated world: all ranks on one clock, the places where they meet, and the detection of deadlocks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from workbench.sim.clock.record import Record
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.replay import Replay
 
-AT_ONCE = 500_000  # things that happen at one time, and more per rank, before time is said to stand still
+AT_ONCE = 500_000  # events at one time (and more per rank) before the run counts as standing still
 PER_RANK = 2_000
-NOTICED = 0.23  # seconds after which a rank is missed that has crashed: the median of 101 kills of real ones
+NOTICED = 0.23  # seconds until the other ranks notice a crash: the median of 101 kills of real ranks
 
 
 class Stopped(BaseException):
-    """A rank ends the simulation before its last step, for all: `on_nan` says so."""
+    """A rank ends the simulation for all ranks before its last step, as `on_nan` demands."""
 
 
 class World:
-    """All that the ranks of one simulation have in common.
+    """State that the ranks of one simulation share.
 
-    first:   so many of its `size` ranks are simulated, which stand for those that are as far into their own replicas
-    members: by place, the number that a rank has for life; now: when they begin
-    fallen:  places of those who have crashed; parted: how others than they go on from here, if they have come together
+    first:   how many of the `size` ranks are simulated; each stands for the ranks at its position in the other replicas
+    members: by place, the rank's number in the run; now: when these ranks begin
+    fallen:  places of crashed ranks; parted: new ranks and settings, if the ranks have met to let more ranks join
     """
 
     def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool,
@@ -56,8 +56,8 @@ class World:
         # by what is said and to which group: what the first rank has said, how often each asked, and who waits
         self._said: dict[tuple[str, Group | None], tuple[list[Any], Counter[int], list[Fiber]]] = {}
         self.ended = 0
-        self.over = False  # have all ranks done their steps?
-        self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
+        self.over = False  # whether all ranks have finished their steps
+        self.done: set[int] = set()  # ranks that are idle until the next meeting
         self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
         self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
         self.wanted = False  # has a rank asked for a meeting, because its model has unfrozen a parameter?
@@ -67,7 +67,7 @@ class World:
         self.saved: Any = None  # by rank, what it goes on from
         self.mortal = False  # may ranks crash?
         self.fallen: set[int] = set()
-        self.missed = self.stopped = False  # do the others know of it? Did a rank end the simulation?
+        self.missed = self.stopped = False  # whether ranks know of a crash; whether a rank ended the simulation
         self.parted: Any = None
 
     @property
@@ -75,9 +75,9 @@ class World:
         return self._hosts
 
     def run(self, sessions: list[Any], came: Came | None = None) -> None:
-        """Lets all ranks live, to their end, or until some are lost or they have parted; came: how they came here.
+        """Runs all ranks to their end, to a loss of ranks, or until ranks join. came: how these ranks came together.
 
-        Raises Deadlock when they wait for each other, or go on without time passing.
+        Raises Deadlock if ranks wait for each other, or loop and no time passes.
         """
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
@@ -92,19 +92,19 @@ class World:
 
     @property
     def left(self) -> list[Any]:
-        """The sessions that neither have crashed nor are over."""
+        """The sessions that have neither crashed nor ended."""
         return [s for s, life in zip(self.sessions, self.lives, strict=True)
                 if not life.done and s.rank.id not in self.fallen]  # fmt: skip
 
     def crashes(self, fiber: Fiber) -> None:
-        """A rank is lost where it stands; the others notice `NOTICED` seconds later."""
+        """Notes that a rank crashes now. The other ranks notice it `NOTICED` seconds later."""
         if not self.fallen:
             self.clock.at(self.clock.now + NOTICED, Bell(self._miss))
         self.fallen.add(fiber.host.index)
         fiber.host.fall()
 
     def _miss(self) -> None:
-        """From now on nothing comes about that ranks do together, and each stops where it next asks for that."""
+        """Lets no joint operation complete from now on. Each rank stops at its next one."""
         self.missed = True
         for host in self._hosts:
             host.cut_off()
@@ -122,18 +122,18 @@ class World:
         raise Deadlock(standing(self))
 
     def _happen(self) -> None:
-        """Lets everything happen that is under way."""
+        """Runs all pending events. Raises Deadlock if time stands still."""
         if not self.clock.run(AT_ONCE + PER_RANK * self.first):
             raise Deadlock(standing(self))
 
     def spins(self, fiber: Fiber, op: Op) -> None:
-        """A fiber goes on asking for what takes no time."""
+        """Raises Deadlock for a fiber whose requests take no time and never end."""
         raise Deadlock(spinning(fiber, op))
 
     def close(self) -> None:
-        """Closes what has not run to its end, so that nothing is left over after a failure."""
+        """Closes unfinished coroutines, so that none is left after a failure."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # what was yet to be started is never awaited then
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never started are not awaited
             for host in self._hosts:
                 for fiber in host.unfinished():
                     fiber.coro.close()
@@ -143,7 +143,7 @@ class World:
                 fiber.coro.close()
 
     def here(self, group: Group | None) -> Sequence[int]:
-        """Of the ranks of a group, or of all, those that are simulated."""
+        """Returns the simulated ranks of a group, or of all ranks."""
         if group is None:
             return range(self.first)
         found = self._here.get(group)
@@ -152,14 +152,17 @@ class World:
         return found
 
     def place(self, group: Group, rank: int) -> int:
-        """Which of the simulated ranks of a group `rank` is."""
+        """Returns the position of `rank` among the simulated ranks of a group."""
         return group.index(rank) if self.first == self.size else self.here(group).index(rank)
 
-    # -- meeting beside the network --
+    # -- meetings outside the network --
 
     def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
                  seconds: float, group: Group | None = None) -> Any:
-        """Gathers `mine` of every rank, or of a group's; the last one's `joint` answers them all, `seconds` later."""
+        """Gathers `mine` from every rank of a group, or of all. The last rank calls `joint`, which answers every rank.
+
+        seconds: how long after the last arrival the ranks get their answers
+        """
         come = self._gathered.setdefault((what, group), {})
         come[fiber.host.index] = fiber, mine
         fiber.on = what
@@ -195,7 +198,7 @@ class World:
         return mine
 
     def ask_again(self, fiber: Fiber, group: Group | None = None) -> Any:
-        """Each rank's newest step while any rank's, or any's of a group, go on; then 0, for all of them at once."""
+        """Gathers all ranks, or a group, and answers each with its newest step, or 0 if every rank is idle."""
         hosts = self.hosts if group is None else [self.hosts[r] for r in self.here(group)]
 
         def answer(_: list[Any]) -> list[int]:
@@ -209,7 +212,7 @@ class World:
         return self.together(fiber, "again", None, answer, self.ports.flag(), group)
 
     def listen(self, fiber: Fiber) -> None:
-        """A rank that has nothing to do waits for the next call."""
+        """Lets an idle rank wait for the next call."""
         self._listening.append(fiber)
 
     def hands(self, rank: int) -> Hands:
@@ -222,7 +225,7 @@ class World:
         self._wake()
 
     def call(self, step: int) -> None:
-        """Rank 0 calls all ranks together, at their step `step` where they have one in common."""
+        """Calls all ranks to a meeting. With `propagation` they meet at `step`, otherwise at their next boundary."""
         self.meets = step
         self._wake()
 
@@ -253,7 +256,7 @@ class Hands:
 
 
 class Bell:
-    """Calls something when its time has come."""
+    """Calls a function at a set time."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
