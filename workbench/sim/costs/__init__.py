@@ -1,1 +1,1 @@
-"""What computation and communication cost."""
+"""The costs of computation and communication."""

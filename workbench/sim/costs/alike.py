@@ -1,8 +1,8 @@
-"""When the ranks of one replica may stand for those at their place in all others, so that thousands cost as few do.
+"""Decides whether one replica's ranks may stand for all replicas, so that thousands of ranks cost as little as a few.
 
-Replicas that compute alike, over wires that are alike, and meet in nothing but collectives do the same at the same
-time. Then the first replica's ranks are simulated alone, in groups of their full size. All of them: the slices of one
-stage are not alike, for each looks after other parameters that all have (`Split.owners`), so it exchanges other bytes.
+Replicas do the same at the same time if they compute alike, over equal links, and meet only in collectives. Then only
+the first replica's ranks are simulated, in groups of full size. All its ranks are needed: the slices of a stage
+exchange different bytes, because each slice owns different shared parameters (`Split.owners`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVEN = "simulate all ranks (alike=False)"
 
 
 def unlike(e: Experiment, costs: Costs | None) -> str | None:
-    """Why the ranks of `e`'s first replica cannot stand for all, in a sentence that says what would do; or None."""
+    """Returns why the first replica's ranks cannot stand for all, with a remedy; None if they can."""
     if not e.strategy.alike:
         return f"strategy={type(e.strategy).__name__}: its ranks do unlike things, so none stands for others; {EVEN}"
     if e.policy.decides:

@@ -1,4 +1,4 @@
-"""Costs: what the parts of a step cost, measured from a run or stated, so that a simulation can price them."""
+"""Costs: the prices of a step's parts, measured from a run or given by hand, for simulations."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What compute, codecs and the bare wire cost; what a Fabric or a `pace` states is not asked here.
+    """Prices of compute, codecs and the unshaped network. A Fabric and a `pace` state their own costs.
 
     forward, backward, update: seconds of one pass on each rank, as numbers or Durations; one value serves all ranks
-    codec:    by compressor (`Costs.kind`), what each stretch of work on a bucket between two operations takes:
-              (encode, decode) for most, while the rank's step waits. A number is seconds per byte; Line(seconds,
-              seconds per byte) has a part that is of every stretch, however small the bucket
-    beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
-    slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
-    wire:     what a collective costs where the Link is not shaped
-    linked:   what its transfer takes at least where it is, between processes that sleep and take turns; not known: as
-              `wire` says
-    post:     the same of a message, between ranks without such a Link; not known: as a collective of its bytes
+    codec:    by compressor (`Costs.kind`): the prices of each stretch of work on a bucket between two operations, while
+              the rank's step waits; for most compressors (encode, decode). A number is seconds per byte.
+              Line(seconds, seconds per byte) adds a fixed part per stretch, whatever the size of the bucket
+    beside:   these prices while the rank computes and may share a core with the codec; a compressor not listed here
+              has the prices of `codec`
+    slows:    extra seconds of compute for each second that a codec works at the same time
+    wire:     price of a collective on an unshaped Link
+    linked:   least price of the transfer on a shaped Link, between processes that sleep and take turns; if unknown:
+      `wire`
+    post:     price of a message on an unshaped Link; if unknown: the price of a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
-    between:  seconds of a step that belong to nothing else
+    between:  seconds of a step that belong to no other part
     evaluate: seconds of one evaluation
-    parts:    seconds of a forward and of a backward of each part of the model (see `balance`), of which the proportions
-              count where it is cut into stages; none: they are as numbers of parameters
-    coder:    by compressor, what encoding and decoding an activation takes, as above, where it crosses between two
-              stages, or between the ranks of one
-    flop:     by name, seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
-    asked:    seconds of what else a strategy may ask for: "curve", "value" and "factors", and "collect", by which a
-              backward is longer that is listened to; without, a curve takes a forward and a backward, a value a forward
-    density:  share of elements that a choice by their values keeps, for simulations with sizes only; 0: not known
+    parts:    seconds of a forward and of a backward of each part of the model (see `balance`). Only their proportions
+              count, when the model is cut into stages; empty: proportional to the numbers of parameters
+    coder:    by compressor: prices of encoding and decoding an activation that crosses between stages, or between the
+              ranks of one stage
+    flop:     by name: seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
+    asked:    seconds of a strategy's other requests: "curve", "value" and "factors", and "collect", the extra seconds
+              of a backward that collects factors. Without them a curve costs a forward and a backward, a value a
+              forward
+    density:  share of elements that a value-based compressor keeps, for simulations with sizes only; 0: unknown
 
-    Where an experiment states a `pace`, compute takes what the pace says or what is measured, whichever is longer.
+    If an experiment states a `pace`, compute takes the longer of the pace and the measured time.
     """
 
     forward: tuple[Duration, ...] = (Duration(0.0),)
@@ -76,34 +78,35 @@ class Costs:
 
     @classmethod
     def measured(cls, run: Run) -> Costs:
-        """Calibrated from a recorded run, real or simulated, without its first steps and those beside a change.
+        """Calibrates from a recorded run, real or simulated. Excludes the first steps and the steps next to a change.
 
-        Fitted: each rank's median and spread (1.4826 MAD) of forward, backward and update, less what faults
-        stretched; per compressor what each stretch of codec work takes until the last rank was through it, in the mean,
-        with compute beside it and without, by the byte, or by a Line where the largest is twice the smallest, and by
-        how much such compute was longer; off a Link the wire's two numbers by least squares over the medians of each
-        collective's transfer (last arrival to end), on one how late collectives end, and the mean of those for which
-        it asks less than a third of what they take; the median of what a step lasts beyond compute and waiting; the
-        evaluation; the median of the Samples "density", which compressors write whose choice depends on the data.
+        Per rank, forward, backward and update get the median and spread (1.4826 MAD), with faults removed. Each stretch
+        of codec work gets the mean time until the last rank has finished it, with and without compute at the same time.
+        Its price is per byte, or a Line if the largest bucket is at least twice the smallest. `slows` comes from steps
+        with different compressors.
+
+        On an unshaped Link the 2 numbers of `wire` are a least-squares fit to the median transfers (last arrival to
+        end). On a shaped Link, `late` is measured. `linked` is the mean transfer of collectives that take over 3 times
+        as long as their Link demands. `between`, `evaluate` and `density` are medians.
         """
         return cls(**measured(run))
 
     def times(self, n: float) -> Costs:
-        """These costs where every rank computes n times as much in a step."""
+        """Returns these costs with n times as much compute per step on every rank."""
         found: dict[str, Any] = {p: tuple(d._replace(seconds=n * d.seconds) for d in getattr(self, p)) for p in PHASES}
         return replace(self, **found)
 
     def at_least(self, seconds: Mapping[str, float]) -> Costs:
-        """These costs with phases that take so long on every rank, if they take less."""
+        """Returns these costs with each phase lasting at least this long on every rank."""
         found: dict[str, Any] = {p: tuple(d._replace(seconds=max(d.seconds, seconds[p])) for d in getattr(self, p))
                                  for p in PHASES}  # fmt: skip
         return replace(self, **found)
 
     def even(self, ranks: int) -> Costs:
-        """These costs with all ranks as fast as the slowest of so many is expected to be in a step.
+        """Returns these costs with all ranks as fast as the slowest of `ranks` is expected to be in a step.
 
-        Each rank's step is taken for a normal number of its own mean and spread, independent of the others'. So a step
-        is as long as expected where all ranks meet in each, and too long where they meet more rarely.
+        Each rank's step is modelled as an independent normal number with the rank's own mean and spread. The result is
+        correct if all ranks meet in each step, and too slow if they meet less often.
         """
         kinds = math.lcm(*(len(getattr(self, p)) for p in PHASES))
         each = [[getattr(self, p)[r % len(getattr(self, p))] for p in PHASES] for r in range(min(kinds, ranks))]
@@ -121,28 +124,28 @@ class Costs:
         return replace(self, **found)
 
     def seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
-        """Seconds of one pass on a rank in a step."""
+        """Returns the seconds of one pass on a rank in a step."""
         durations: tuple[Duration, ...] = getattr(self, phase)
         duration = durations[rank % len(durations)]
         return duration.draw(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
 
     def stretches(self, compressor: Any) -> tuple[Price, ...]:
-        """What each stretch of codec work costs; () where it costs nothing."""
+        """Returns the prices of each stretch of codec work, or () if it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
     def stretches_beside(self, compressor: Any) -> tuple[Price, ...]:
-        """The same while the rank computes."""
+        """Returns the same prices while the rank computes."""
         return self.beside.get(self.kind(compressor)) or self.stretches(compressor)
 
     def coding(self, compressor: Any, how: str, nbytes: int) -> float:
-        """Seconds that it takes to "encode" or "decode" an activation of so many bytes; 0 where nobody knows."""
+        """Returns the seconds to "encode" or "decode" an activation of `nbytes` bytes; 0 if unknown."""
         there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
         return taken(there if how == "encode" else back, nbytes)
 
     kind = staticmethod(kind)
 
     def __or__(self, other: Costs) -> Costs:
-        """These costs with the codecs, the arithmetic of strategies and the wires that `other` knows, too."""
+        """Adds the codecs and strategy arithmetic of `other`, and its wire prices if these costs have none."""
         names = ("codec", "beside", "coder", "flop", "asked")
         both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
         wires = ("wire", "linked", "post")

@@ -1,4 +1,4 @@
-"""What one part of a step costs: a phase on a rank, a collective off any Link; and whose codec it is."""
+"""The price types of a phase and of a collective on an unshaped Link, and the names of compressors' prices."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ PHASES = ("forward", "backward", "update")
 
 
 class Duration(NamedTuple):
-    """Seconds of a phase on one rank, and the standard deviation from step to step as a share of them."""
+    """Seconds of a phase on one rank, and their standard deviation between steps as a share of them."""
 
     seconds: float
     spread: float = 0.0
 
     def draw(self, key: str) -> float:
-        """The phase's seconds in one step: normal about `seconds`, cut at half of it; the same for the same key."""
+        """Returns the seconds in one step: normal around `seconds`, at least half of it, equal for equal keys."""
         if not self.spread:
             return self.seconds
         return self.seconds * max(0.5, 1.0 + self.spread * Random(key).gauss(0.0, 1.0))
 
 
 class AlphaBeta(NamedTuple):
-    """What a collective takes off any Link: alpha, seconds per message one after the other, and beta, per byte sent."""
+    """Price of a collective on an unshaped Link: alpha, seconds per consecutive message; beta, seconds per byte."""
 
     message: float = 0.0
     byte: float = 0.0
@@ -32,7 +32,7 @@ class AlphaBeta(NamedTuple):
 
 
 def kind(compressor: Any) -> str:
-    """The name under which a compressor's costs are kept: its type and what it wraps, without settings.
+    """Returns the name of a compressor's prices: its type and the type that it wraps, without settings.
 
     >>> from workbench import ErrorFeedback, TopK
     >>> kind(ErrorFeedback(of=TopK()))

@@ -1,4 +1,4 @@
-"""What a stretch of codec work takes: so much a byte, or a line, of which a part is of every stretch, however small."""
+"""Prices of a stretch of codec work: seconds per byte, or a line with a fixed part per stretch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-APART = 2.0  # times the smallest: how large the largest must be for a line to be told from sizes
-LITTLE = 0.01  # of the shortest stretch: less that all have in common is none
+APART = 2.0  # the least ratio of the largest to the smallest size for which a line is fitted
+LITTLE = 0.01  # of the shortest stretch: a smaller fixed part counts as none
 
 
 class Line(NamedTuple):
-    """Seconds of every stretch, and more for each byte."""
+    """Fixed seconds per stretch, and seconds for each byte."""
 
     stretch: float
     byte: float
@@ -23,7 +23,7 @@ Price = float | Line  # a bare number: seconds per byte
 
 
 def taken(price: Price, nbytes: int) -> float:
-    """Seconds that so many bytes take.
+    """Returns the seconds for `nbytes` bytes.
 
     >>> taken(2e-9, 1_000_000), taken(Line(0.001, 2e-9), 1_000_000)
     (0.002, 0.003)
@@ -32,10 +32,11 @@ def taken(price: Price, nbytes: int) -> float:
 
 
 def priced(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], float]) -> Price:
-    """What fits stretches of (bytes, seconds): a line where their sizes tell one, else the middle of seconds per byte.
+    """Fits a price to stretches of (bytes, seconds): a Line if the sizes differ enough, else seconds per byte.
 
-    middle: of several numbers. A line is fitted by least squares over the middle of each size, relative errors, as
-    many times as it was found; neither of its numbers is negative.
+    middle: reduces several numbers to one. The line fits relative errors by least squares, over the middle of each
+      size,
+    weighted by its count. Neither of its numbers is negative.
     """
     by = defaultdict[int, list[float]](list)
     for nbytes, seconds in found:
@@ -50,7 +51,7 @@ def priced(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], f
 
 
 def not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Least squares in two unknowns that cannot be negative; x: (rows, 2), y: (rows,)."""
+    """Solves least squares in two unknowns that cannot be negative; x: (rows, 2), y: (rows,)."""
     both, *_ = np.linalg.lstsq(x, y, rcond=None)
     if len(y) > 1 and np.linalg.matrix_rank(x) == 2 and (both >= 0).all():
         return float(both[0]), float(both[1])

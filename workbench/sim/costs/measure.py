@@ -1,7 +1,6 @@
-"""Calibrating: what compute, codecs and the bare wire cost, read from the record of a run.
+"""Calibration: reads the costs of compute, codecs and the unshaped network from the record of a run.
 
-Medians throughout, over steps that nothing disturbed. What a step consists of is in Costs; here is only how each
-of its numbers is found among the spans.
+It uses medians over undisturbed steps. Costs describes the fields; this module finds each number among the spans.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from workbench.sim.costs.lines import not_negative
 from workbench.sim.costs.measure_codecs import By, codecs, slows
 from workbench.sim.costs.measure_own import asked, coders, flops
 
-WARM = 2  # steps at the beginning and after a change that are not like the others
-SHORT = 3.0  # times as long as the Link asks
-FEW = 20  # collectives from which that can be told
-ENOUGH = 200  # steps that a median is taken over; more only cost time
+WARM = 2  # steps at the beginning and after a change that differ from other steps
+SHORT = 3.0  # factor of the measured time over the Link's, from which a transfer counts as longer than the Link
+FEW = 20  # the fewest collectives for this estimate
+ENOUGH = 200  # steps per median; more only cost time
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """The fields of a run's Costs; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
+    """Returns the fields of a run's Costs; see `Costs.measured`. Raises ValueError if the run has too few steps."""
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
     codec, beside = about.codecs()
@@ -42,7 +41,7 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 class _Recorded:
-    """A run's undisturbed steps, and the experiment that each of them was made under."""
+    """The undisturbed steps of a run, and the experiment of each step."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -70,15 +69,15 @@ class _Recorded:
         self.slows, self.least = slows(self.spans, self.at, self._bucket)
 
     def at(self, step: int) -> Experiment:
-        """The experiment as it was at a step."""
+        """Returns the experiment as it was at a step."""
         return next(e for at, e in reversed(self.changed) if at <= step)
 
     def _again(self, step: int) -> bool:
-        """Did a backward compute a part of its forward once more?"""
+        """Returns whether a backward computes a part of its forward once more."""
         return self.at(step).partition.recompute[0] != "none"
 
     def durations(self, phase: str) -> tuple[Duration, ...]:
-        """Median and spread of a phase on each rank, without what faults stretched."""
+        """Returns the median and spread of a phase on each rank, with faults removed."""
         rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
         rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
         rows = rows[np.isin(rows.step, self.least)] if self.slows else rows
@@ -89,24 +88,24 @@ class _Recorded:
         found = []
         for rank in self.ranks:
             steps, which = np.unique(rows.step[rows.rank == rank], return_inverse=True)
-            mine = np.bincount(which, seconds[rows.rank == rank], len(steps))  # a phase may have stood still in between
+            mine = np.bincount(which, seconds[rows.rank == rank], len(steps))  # a phase may have paused in between
             middle = float(np.median(mine)) if len(mine) else 0.0
             spread = 1.4826 * float(np.median(np.abs(mine - middle))) / middle if middle else 0.0
             found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
         return tuple(found) or (Duration(0.0),)
 
     def codecs(self) -> tuple[By, By]:
-        """What work on buckets costs, while the rank's step waits and while it computes."""
+        """Returns the prices of work on buckets, while the rank's step waits and while it computes."""
         return codecs(self.spans, self.at, self._bucket)
 
     def own(self) -> dict[str, Any]:
-        """What codecs inside of a model cost, and a strategy's own arithmetic: also where replicas are spread."""
+        """Returns the prices of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
         rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
         rows = rows[np.isin(rows.step, self.any)]
         return {"coder": coders(rows, self.at), "flop": flops(rows, samples), "asked": asked(self.spans)}
 
     def _bucket(self, step: int, name: str) -> int:
-        """The bytes of a bucket at a step; 0 if that is no bucket's name."""
+        """Returns the bytes of a bucket at a step; 0 if the name is no bucket's."""
         sizes: list[int] = []
         for at, _, detail in self.run.details("buckets"):
             if at <= max(step - 1, 0) or not sizes:
@@ -115,14 +114,14 @@ class _Recorded:
         return int(sizes[int(number)]) if number.isdigit() and int(number) < len(sizes) else 0
 
     def _collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
-        """Collectives of undisturbed steps on (or off) a Link that all ranks took part in, and which they are."""
+        """Returns all collectives, and a mask of complete ones in undisturbed steps on a shaped (or unshaped) Link."""
         c = lined_up(self.window)
         link = np.array([self.at(int(s)).fabric.path(self.ranks).shaped for s in c.step], bool)
         sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 
     def wire(self) -> AlphaBeta:
-        """What a collective costs off a Link: by least squares over the median transfer of each kind and size."""
+        """Fits the price of a collective on an unshaped Link to the median transfer of each kind and size."""
         c, which = self._collectives(shaped=False)
         p = len(self.ranks)
         if not which.any() or p < 2:
@@ -134,13 +133,13 @@ class _Recorded:
             found[messages, int(c.nbytes[i].max())].append(float(took[i]))
         x = np.array(list(found), float)
         y = np.array([np.median(v) for v in found.values()])
-        weight = 1.0 / np.maximum(y, 1e-9)  # relative errors count alike, or the largest bucket would decide alone
+        weight = 1.0 / np.maximum(y, 1e-9)  # relative errors, so that the largest bucket does not dominate
         best = not_negative(x * weight[:, None], y * weight)
         return AlphaBeta(*best)
 
     def _shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Of collectives on a Link, those alike together: how many messages each is, one after the other, and of each
-        the seconds that it took once all were there, and those that the ports ask.
+        """Yields groups of equal collectives on a shaped Link: (consecutive messages of each, measured seconds, seconds
+        that the ports need). Measured seconds begin when all ranks have arrived.
         """
         c, which = self._collectives(shaped=True)
         took = _alone(c)
@@ -152,20 +151,20 @@ class _Recorded:
             yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
 
     def late(self) -> float:
-        """How late a collective ends on a Link, against its own description; of those that the Link makes long."""
+        """Returns how late a collective ends on a shaped Link, from collectives that the Link dominates."""
         over = [took - own for _, took, own in self._shaped() if not _short(took, own)]
         late = float(np.median(np.concatenate(over))) if over else 0.0
         return late if late > 1e-9 else 0.0
 
     def linked(self) -> AlphaBeta:
-        """What the transfer itself takes on a Link: the mean of all that are alike and of which that asks little."""
+        """Returns the mean price per message of the transfer itself, from collectives that outlast their Link."""
         short = [(messages, took) for messages, took, own in self._shaped() if _short(took, own)]
         if sum(len(took) for _, took in short) < FEW:
             return AlphaBeta()
         return AlphaBeta(float(sum(took.sum() for _, took in short) / sum(n * len(took) for n, took in short)))
 
     def between(self) -> float:
-        """What a step lasts beyond computing and waiting."""
+        """Returns a step's median seconds without compute and waiting."""
         w = self.window
         rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
         rest = rest[self.kept & w.complete & ~w.disturbed]
@@ -173,21 +172,21 @@ class _Recorded:
         return middle if middle > 1e-9 else 0.0
 
     def evaluation(self) -> float:
-        """One evaluation, without waiting for those who come last."""
+        """Returns the seconds of one evaluation on its fastest rank, which does not wait for other ranks."""
         rows = self.run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
         return float(np.median(each)) if each else 0.0
 
     def density(self) -> float:
-        """The share of elements that a choice by their values kept; 0 where there was none."""
+        """Returns the share of elements that value-based compressors kept; 0 if the record has none."""
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
 
 
 def _alone(c: Arrivals) -> np.ndarray:
-    """Seconds that each took from its last arrival, or from the end of those before it: they cross one by one."""
+    """Returns each collective's seconds since its last arrival or the end of the one before: they cross one by one."""
     end = np.fmax.reduce(c.t1, axis=1)
     before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
     took: np.ndarray = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
@@ -195,19 +194,19 @@ def _alone(c: Arrivals) -> np.ndarray:
 
 
 def _short(took: np.ndarray, own: np.ndarray) -> bool:
-    """Do these collectives take far longer than the Link asks, so that they show what their transfer takes?"""
+    """Returns whether these collectives take much longer than their Link, and so show the transfer itself."""
     return bool(took.mean() > SHORT * own.mean())
 
 
 def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
-    """What a message costs off a Link, from when its rank could send it: by least squares over each size's median."""
+    """Fits the price of a message on an unshaped Link to the median of each size, from when its rank could send."""
     found: dict[int, list[float]] = defaultdict(list)
     sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
     sent = sent[np.array([not at(int(step)).fabric.shaped for step in sent.step], bool)]
     for rank in np.unique(sent.rank):
         mine = sent[sent.rank == rank]
         mine = mine[np.argsort(mine.t1, kind="stable")]
-        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # its messages leave one after the other
+        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # a rank's messages leave one after the other
         for nbytes, took in zip(mine.nbytes.tolist(), mine.t1 - np.maximum(mine.t0, before), strict=True):
             found[nbytes].append(float(took))
     x, y = np.array([(1.0, nbytes) for nbytes in found]), np.array([np.median(v) for v in found.values()])

@@ -1,8 +1,8 @@
-"""Calibrating codecs: what a stretch of their work takes until the last rank is through, beside compute and without.
+"""Calibrates codecs: the time until the last rank has finished a stretch, with and without compute at the same time.
 
-All ranks of a collective wait for the one that encodes longest; where threads share cores some are held up, and their
-stretches last several times the median one. So a stretch's time is the longest of all ranks', and of these the mean.
-Compute that shares a core with a codec lasts longer, too: by how much is read off steps under several compressors.
+All ranks of a collective wait for the slowest encoder. If threads share cores, some ranks are delayed, and their
+stretches take several times the median. So a stretch's time is the longest over ranks, and its price is the mean of
+these. Compute also slows down when it shares a core with a codec. Steps with different compressors show by how much.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from workbench.experiment import Experiment
 from workbench.sim.costs.durations import kind
 from workbench.sim.costs.lines import Price, priced
 
-DISTURBED = 0.05  # of the stretches, the longest: what the rest of the machine did, not the codec
-FEWEST = 5  # steps under a compressor from which it can be told how it slows compute
-LITTLE = 0.01  # of the compute: less work of codecs beside it tells nothing
+DISTURBED = 0.05  # share of the longest stretches, which the rest of the machine has disturbed
+FEWEST = 5  # steps under a compressor from which its slowdown of compute is known
+LITTLE = 0.01  # of the compute: less codec work at the same time shows nothing
 
 At = Callable[[int], Experiment]  # the experiment at a step
-Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if that is no bucket's
+Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if the name is no bucket's
 By = dict[str, tuple[Price, ...]]
 
 
 class _Stretches(NamedTuple):
-    """All stretches of work on buckets, by column: `number` collectives of its bucket came before one.
+    """All stretches of work on buckets, by column.
 
-    over: how much of it, in seconds, the rank computed meanwhile
+    number: how many collectives of its bucket came before a stretch
+    over: seconds of it in which the rank also computed
     """
 
     step: np.ndarray
@@ -41,13 +42,13 @@ class _Stretches(NamedTuple):
     seconds: np.ndarray
     over: np.ndarray
     nbytes: np.ndarray
-    met: dict[tuple[int, str], int]  # by step and bucket, how many collectives there were for it
+    met: dict[tuple[int, str], int]  # by step and bucket: the number of its collectives
 
 
 def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
-    """By compressor, the price of each stretch of work: while the rank's step waits, and while it computes.
+    """Returns by compressor the price of each stretch: while the rank's step waits, and while it computes.
 
-    One that is mostly too short to be written takes no time.
+    A stretch that is mostly too short to be recorded costs nothing.
     """
     found: dict[tuple[str, int, bool], list[tuple[int, float]]] = defaultdict(list)
     shown: dict[tuple[str, int], int] = defaultdict(int)
@@ -73,9 +74,9 @@ def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
 
 
 def slows(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int]]:
-    """(Seconds by which a rank computes longer for each that its codec works meanwhile, steps with least such work).
+    """Returns (extra seconds of compute per second of codec work at the same time, steps with the least such work).
 
-    From steps under several compressors and else alike; 0 and no steps where there are none.
+    It compares steps whose experiments differ only in the compressor. Returns (0, []) if there are too few.
     """
     groups: dict[Experiment, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for step in np.unique(spans.step).tolist():
@@ -115,7 +116,7 @@ def _stretches(spans: Any, nbytes: Bytes) -> _Stretches:
 
 
 def _together(all_: _Stretches) -> dict[tuple[int, str, int], np.ndarray]:
-    """By step, bucket and number the rows of all ranks."""
+    """Groups the rows of all ranks by step, bucket and number."""
     rows: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for i, key in enumerate(zip(all_.step.tolist(), all_.name, all_.number.tolist(), strict=True)):
         rows[key].append(i)
@@ -123,12 +124,12 @@ def _together(all_: _Stretches) -> dict[tuple[int, str, int], np.ndarray]:
 
 
 def _usual(compute: Any) -> float:
-    """The median seconds that a rank computes in a step."""
+    """Returns the median seconds that a rank computes in a step."""
     keys, which = np.unique(np.stack([compute.rank, compute.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), compute.t1 - compute.t0, keys.shape[1])))
 
 
 def _mean(values: list[float]) -> float:
-    """Without the most disturbed ones."""
+    """Returns the mean without the most disturbed values."""
     kept = sorted(values)[: max(1, round((1 - DISTURBED) * len(values)))]
     return float(np.mean(kept)) if kept else 0.0

@@ -1,4 +1,4 @@
-"""Calibrating, the second half: what codecs inside of a model and a strategy's own arithmetic cost."""
+"""Calibration, second part: the prices of codecs inside a model and of a strategy's own arithmetic."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ASKED = ("curve", "value", "factors")
 
 
 def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
-    """By compressor the price of encoding and of decoding what crosses inside of a replica, from medians.
+    """Returns by compressor the prices of encoding and decoding inside a replica, from medians.
 
-    spans: of steps that nothing disturbed; at: the experiment at a step
+    spans: of undisturbed steps; at: the experiment at a step
     """
     found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     codec = spans[spans.equal("lane", "codec") & (spans.nbytes > 0)]
@@ -33,13 +33,13 @@ def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price
 
 
 def flops(spans: Any, samples: Any) -> dict[str, float]:
-    """By name the median seconds per floating-point operation of strategies' own arithmetic."""
+    """Returns by name the median seconds per floating-point operation of strategies' own arithmetic."""
     names = sorted({str(name)[6:] for name in samples.name if str(name).startswith("flops ")})
     return {name: rate for name in names if (rate := _rate(spans, samples, name))}
 
 
 def _rate(spans: Any, samples: Any, name: str) -> float:
-    """Seconds of all such spans of a rank in a step over the operations that it said it did; the median of these."""
+    """Returns the median over ranks and steps of the seconds of these spans per recorded operation."""
     did: dict[tuple[int, int], float] = defaultdict(float)
     took: dict[tuple[int, int], float] = defaultdict(float)
     said = samples[samples.equal("name", f"flops {name}")]
@@ -52,7 +52,7 @@ def _rate(spans: Any, samples: Any, name: str) -> float:
 
 
 def asked(spans: Any) -> dict[str, float]:
-    """The median seconds of what else strategies asked for, by name; and by how much a backward was longer for it."""
+    """Returns by name the median seconds of strategies' other requests; "collect" is a backward's extra time."""
     compute = spans[spans.equal("lane", "compute")]
     found = {name: rows for name in ASKED if len(rows := compute[compute.equal("name", name)])}
     times = {name: _middle((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}
@@ -66,13 +66,13 @@ def asked(spans: Any) -> dict[str, float]:
 
 
 def _each(passes: Any) -> float:
-    """The median seconds of a rank's passes in a step."""
+    """Returns the median seconds of a rank's passes in a step."""
     keys, which = np.unique(np.stack([passes.rank, passes.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), passes.t1 - passes.t0, keys.shape[1])))
 
 
 def _backwards(passes: Any) -> float:
-    """How many forwards, and so backwards, a rank makes in a step."""
+    """Returns the number of forwards, and so of backwards, that a rank makes in a step."""
     rows = passes[passes.equal("name", "forward")]
     return len(rows) / max(1, len(np.unique(np.stack([rows.rank, rows.step]), axis=1).T))
 

@@ -1,7 +1,7 @@
-"""What chance decided in a run on the engine, read off its record: the simulator follows it instead of its own clock.
+"""Replays the random choices of a recorded run on the engine, so that the simulator follows them.
 
-Two things are left to chance where ranks keep no common step: whose message comes next, of those taken from anyone,
-and in which steps a background comes round. All else follows from them.
+If ranks keep no common step, two things depend on chance: which message a receive from any rank gets next, and in
+which steps a background runs its rounds. Everything else follows from these two.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from workbench.record.timeline import Timeline
 
 
 class Asked(NamedTuple):
-    """One time that a background asked whether to go on."""
+    """One request of a background to go on."""
 
-    steps: int  # that its rank had made by then
+    steps: int  # steps that its rank had made by then
     again: bool  # the answer
 
 
 class Replay:
-    """The recorded order of arrivals and of rounds; what is asked beyond the record's end is left to the simulator."""
+    """The recorded order of arrivals and rounds. After the record's end, the simulator decides."""
 
     def __init__(self, timeline: Timeline, ranks: int) -> None:
         rows = timeline.samples.rows()
@@ -36,19 +36,19 @@ class Replay:
                 self._senders.setdefault((rank, name[5:]), deque()).append(int(rows.value[i]))
 
     def sender(self, rank: int, kind: str) -> int | None:
-        """From whom `rank` took its next message of `kind` that could be anyone's; None beyond the record."""
+        """Returns the recorded sender of the next message of `kind` to `rank` from any rank; None after the end."""
         senders = self._senders.get((rank, kind))
         return senders.popleft() if senders else None
 
     def put_back(self, rank: int, kind: str, sender: int) -> None:
-        """Nothing came any more: `rank` takes that message when it asks the next time."""
+        """Returns an unused sender: `rank` received no message and takes this one at its next request."""
         self._senders[rank, kind].appendleft(sender)
 
     def round(self, rank: int) -> Asked:
-        """The round that a rank's background comes to next."""
+        """Returns the next recorded round of a rank's background."""
         return self._rounds[rank][0] if self._rounds[rank] else Asked(0, False)
 
     def answer(self, rank: int) -> int:
-        """`rank` has come to its next round: the step that it hears, or 0; it goes on to the one after."""
+        """Returns the step that `rank` gets as answer in its next round, or 0, and advances to the round after it."""
         round = self._rounds[rank].popleft() if self._rounds[rank] else Asked(0, False)
         return round.steps if round.again else 0
