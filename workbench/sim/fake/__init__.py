@@ -1,1 +1,1 @@
-"""Tensors that are a shape and a type, and nothing else."""
+"""Tensors without data: shapes and dtypes for simulations with sizes only."""

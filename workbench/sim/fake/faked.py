@@ -1,7 +1,7 @@
-"""The short way of `shapes.py` for tensors that only say that they lie on a CPU (torch's FakeTensor).
+"""The shortcut of `shapes.py` for torch's FakeTensors on a CPU.
 
-torch works out again at each call what it makes of such sizes, in 60 to 400 us; a plan asks a hundred thousand times.
-Here views are remembered, too: what memory is kept for a backward depends on who shares whose.
+torch recomputes such results at each call, in 60 to 400 us, and a plan needs 100,000 of them. Views are remembered,
+too, because the memory kept for a backward depends on which tensors share storage.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from workbench.sim.fake.shapes import MOST, SCALARS, VALUES, WORDS
 _CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
 _TENSORS = ("Tensor", "List[Tensor]")
-_NEW, _VIEW, _SELF = 0, 1, 2  # a storage of its own; the first argument's; the first argument itself
-_made: dict[Any, tuple[type | None, list[tuple[Any, ...]]]] = {}  # by operation and sizes: a sequence or None; what
-_never: set[Any] = set()  # operations that make something else
+_NEW, _VIEW, _SELF = 0, 1, 2  # new storage; the first argument's storage; the first argument itself
+_made: dict[Any, tuple[type | None, list[tuple[Any, ...]]]] = {}  # by operation and sizes: (sequence type, results)
+_never: set[Any] = set()  # operations with other results
 
 
 class Faked(TorchDispatchMode):
-    """Inside, what torch makes of plain tensors that say that they lie on a CPU is worked out once for such sizes."""
+    """A mode in which torch computes each result on plain CPU FakeTensors once per combination of sizes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As `Shapes`."""
+        """Returns False for the same reason as `Shapes`."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +53,7 @@ class Faked(TorchDispatchMode):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` and its arguments are told by; None where it changes something, or they are not plain."""
+    """Returns the key of an operation and its arguments; None if it changes an argument, or if one is not plain."""
     telling = _telling(func)
     if telling is None or not args or type(args[0]) is not FakeTensor:
         return None
@@ -81,7 +81,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _telling(func: Any) -> tuple[bool, ...] | None:
-    """By argument, whether a number there may be one of a shape's; None where anything is changed or read."""
+    """Returns for each argument whether its number can affect a shape; None if it changes or returns anything else."""
     schema = func._schema
     if schema.is_mutable or not schema.returns or any(str(x.type) not in _TENSORS for x in schema.returns):
         return None
@@ -89,7 +89,7 @@ def _telling(func: Any) -> tuple[bool, ...] | None:
 
 
 def _told(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:
-    """What was made, in numbers; None where they do not say all of it."""
+    """Returns a description of the result; None if the description would be incomplete."""
     kind, others = type(made) if type(made) in (list, tuple) else None, {_where(x) for x in args[1:] if _is_fake(x)}
     found = list[tuple[Any, ...]]()
     for x in (made,) if kind is None else made:
@@ -120,7 +120,7 @@ def _where(x: Tensor) -> int:
 
 
 def _again(found: tuple[Any, ...], first: Any) -> Tensor:
-    """The like of what was made before."""
+    """Returns a new result like the remembered one."""
     if found[0] == _SELF:
         return first
     how, shape, strides, offset, dtype = found

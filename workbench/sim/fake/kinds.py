@@ -1,4 +1,4 @@
-"""A tensor that is a shape and a dtype and nothing else, and all that tells one such from another."""
+"""`Shaped`, a tensor without data, and `Kind`, its shape and dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Kind:
-    """All that tells one `Shaped` from another but its memory; there is one of each, told by what it is."""
+    """All properties of a `Shaped` except its memory. Equal properties share one object."""
 
     __slots__ = ("dtype", "nbytes", "numel", "offset", "shape", "strides", "width")
 
@@ -18,14 +18,14 @@ class Kind:
         self.shape, self.strides, self.offset, self.dtype = shape, strides, offset, dtype
         self.numel, self.width = shape.numel(), dtype.itemsize
         reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if self.numel else 0
-        self.nbytes = reach * self.width  # of the memory that one has which is no view
+        self.nbytes = reach * self.width  # of the memory of a tensor that is not a view
 
 
 _kinds: dict[Any, Kind] = {}
 
 
 def kind_of(x: Any) -> Kind | None:
-    """What a tensor of torch's is, where that says all of it."""
+    """Returns the Kind of a torch tensor, or None if a Kind cannot describe the tensor."""
     if type(x) is not Tensor or not x.is_meta or x.requires_grad or x.layout is not torch.strided:
         return None
     if x.is_conj() or x.is_neg():
@@ -41,7 +41,7 @@ def _kind(*told: Any) -> Kind:
 
 
 class Room:
-    """Where a `Shaped` lies, as a storage of torch's: what tells it apart while it lives, and its bytes."""
+    """The storage of a `Shaped`, with the interface of torch's: an identity while it exists, and a size in bytes."""
 
     __slots__ = ("__weakref__", "_cdata", "_nbytes")
 
@@ -58,7 +58,7 @@ _NOTHING = torch.empty(0, device="meta")
 class Shaped(Tensor):
     """Stands for a tensor of the meta device.
 
-    It is one of torch's, with nothing in it: torch's C code reads the memory of whatever `isinstance` says is a tensor.
+    It is an empty torch tensor, because torch's C code reads the memory of every object that is an instance of Tensor.
     """
 
     __slots__ = ("_actual", "_room", "base", "kind")
@@ -74,13 +74,13 @@ class Shaped(Tensor):
         return Tensor._make_subclass(cls, _NOTHING)
 
     def __init__(self, kind: Kind, base: Shaped | None = None, actual: Tensor | None = None) -> None:
-        """base: whose memory this is a view of; actual: a tensor of torch's for which it stands"""
+        """base: the tensor whose memory this one views; actual: the torch tensor for which it stands"""
         self.kind, self.base, self._actual = kind, base, actual
         self._room: Any = None
 
     @property
     def actual(self) -> Tensor:
-        """torch's own tensor in its place, always the same."""
+        """torch's tensor in its place, always the same object."""
         if self._actual is None:
             kind, dtype = self.kind, self.kind.dtype
             if self.base is None:
@@ -99,7 +99,7 @@ class Shaped(Tensor):
             self._room = Room(-id(self), self.kind.nbytes) if at is None else at.untyped_storage()
         return self._room
 
-    # -- what is asked most --
+    # -- the most frequent requests --
 
     shape = property(lambda self: self.kind.shape)
     dtype = property(lambda self: self.kind.dtype)
@@ -135,5 +135,5 @@ class Shaped(Tensor):
 
     @property
     def root(self) -> Shaped:
-        """Whose memory it has."""
+        """The tensor that owns the memory."""
         return self if self.base is None else self.base

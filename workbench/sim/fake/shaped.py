@@ -1,9 +1,9 @@
-"""Tensors that are a shape and a dtype and nothing else: what strategies compute with where there are sizes only.
+"""Tensors without data, with which strategies compute in simulations with sizes only.
 
-torch takes 2 to 200 us to say what an operation on its meta device makes; a thousand ranks ask millions of times. A
-`Shaped` is asked in Python. What an operation makes of such sizes is found once, by torch itself, and known from then
-on: a tensor with memory of its own, a view of an argument, an argument itself, or a plain value. So no operation has a
-rule here, and what torch refuses it still refuses. Where torch's own tensor is wanted, one stands in (`actual`).
+torch takes 2 to 200 us for an operation on its meta device, and a thousand ranks need millions. A `Shaped` answers in
+Python. The first time, torch itself runs an operation on such sizes, and the kind of its result is remembered: new
+memory, a view of an argument, an argument, or a plain value. So no operation needs a rule here, and torch's errors
+stay. Where torch needs its own tensor, `actual` stands in.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from torch import Tensor
 from workbench.rank import Bucket
 from workbench.sim.fake.kinds import Shaped, kind_of
 
-MOST = 50_000  # operations on such sizes that are remembered
-_CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # what is made: a value, an argument, memory anew, a view, some
+MOST = 50_000  # remembered operations, at most
+_CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 
 Known = tuple[Any, ...]
 
 
 _known: dict[Any, Known] = {}  # by operation and arguments
-_default: list[torch.dtype] = [torch.get_default_dtype()]  # under which that was found
+_default: list[torch.dtype] = [torch.get_default_dtype()]  # the default dtype of `_known`
 
 
 def shaped(x: Any) -> Any:
-    """Stands for a plain tensor of the meta device, whose memory it has; anything else is left as it is."""
+    """Returns a stand-in that shares the memory of a plain meta tensor. Anything else is returned unchanged."""
     return x if (kind := kind_of(x)) is None else Shaped(kind, None, x)
 
 
 def stands_in(bucket: Bucket) -> Bucket:
-    """A bucket whose data `shaped` has made, in its place."""
+    """Replaces a bucket's data by `shaped` data, in place."""
     bucket.data = shaped(bucket.data)
     return bucket
 
 
 def begin() -> None:
-    """Before a simulation: forgets what was found under another default dtype."""
+    """Forgets results that were found under another default dtype. Call it before a simulation."""
     if _default[0] is not torch.get_default_dtype() or len(_known) > MOST:
         _known.clear()
         _default[0] = torch.get_default_dtype()
 
 
-# -- what an operation makes --
+# -- results of operations --
 
 
 def _answer(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What `func` makes. plain: it is arithmetic, whose numbers have a say in no shape."""
+    """Returns the result of `func`. plain: it is arithmetic, and numbers do not affect its shapes."""
     try:
         key = (func, *[x.kind if type(x) is Shaped else _told(x, plain) for x in args])
         if kwargs:
@@ -80,11 +80,11 @@ def _again(known: Known, args: tuple[Any, ...]) -> Any:
 
 
 class _Unclear(Exception):
-    """Of these arguments nothing can be known."""
+    """The arguments cannot be part of a key."""
 
 
 def _told(x: Any, plain: bool) -> Any:
-    """What `x` is told by among an operation's arguments."""
+    """Returns the key of one argument of an operation. Raises _Unclear if it has none."""
     kind = type(x)
     if kind is Shaped:
         return x.kind
@@ -104,14 +104,14 @@ def _told(x: Any, plain: bool) -> Any:
 
 
 def _asked(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
-    """What torch says, and that as it is known from then on; None where it is to be asked again."""
-    stands: dict[int, Shaped] = {}  # by torch's tensor, for whom it stood in
-    lies: dict[int, int] = {}  # by storage, the first argument that lies there
+    """Lets torch run the operation. Returns its result, and the form to remember; None if it must run every time."""
+    stands: dict[int, Shaped] = {}  # by torch's tensor: the Shaped that it replaced
+    lies: dict[int, int] = {}  # by storage: the first argument in it
     for at, x in enumerate(args):
         if isinstance(x, Tensor) and x.layout is torch.strided:
             lies.setdefault(_actual(x, stands).untyped_storage()._cdata, at)
     made = func(*_actual(args, stands), **_actual(kwargs or {}, stands))
-    if isinstance(made, (list, tuple)) and type(made) is not torch.Size:  # what has names, too, as of a maximum
+    if isinstance(made, (list, tuple)) and type(made) is not torch.Size:  # also named tuples, as of a maximum
         parts = [_found(x, args, stands, lies) for x in made]
         known = [found for _, found in parts]
         several = (_SEVERAL, type(made), known) if None not in known else None
@@ -135,7 +135,7 @@ def _actual(x: Any, stands: dict[int, Shaped]) -> Any:
 
 def _found(made: Any, args: tuple[Any, ...], stands: dict[int, Shaped], lies: dict[int, int]
            ) -> tuple[Any, Known | None]:  # fmt: skip
-    """One thing that was made, as it is handed out and as it is known."""
+    """Returns one result in the form for the caller and in the form to remember."""
     if not isinstance(made, Tensor):
         plain = made is None or type(made) in (bool, int, float, str, torch.dtype, torch.device, torch.Size)
         return made, (_CONST, made) if plain else None
@@ -150,7 +150,7 @@ def _found(made: Any, args: tuple[Any, ...], stands: dict[int, Shaped], lies: di
     if at >= 0:
         of = args[at] if type(args[at]) is Shaped else shaped(args[at])
         return Shaped(kind, of.root), (_VIEW, kind, at)
-    for of in stands.values():  # a view of what was in a list
+    for of in stands.values():  # a view of a tensor in a list
         if of.actual.untyped_storage()._cdata == made.untyped_storage()._cdata:
             return Shaped(kind, of.root), None
     whole = made.storage_offset() == 0 and made.untyped_storage().nbytes() == kind.nbytes
@@ -169,7 +169,7 @@ _NAMES = {*_ARITHMETIC, *(f"{name}_" for name in _ARITHMETIC), *(f"__{w}{name}__
                                                                  for w in ("", "r", "i"))}  # fmt: skip
 _PLAIN = {found for where in (Tensor, torch) for name in _NAMES if (found := getattr(where, name, None)) is not None}
 _VALUES = ("data_ptr", "storage", "is_set_to", "__reduce_ex__", "__array__", "requires_grad_", "set_", "resize_")
-_NEVER = {getattr(Tensor, name) for name in _VALUES}  # say more than sizes do
+_NEVER = {getattr(Tensor, name) for name in _VALUES}  # their results depend on more than sizes
 _OWN = {"__class__", "__dict__", "__doc__", "__module__", "__weakref__", "__new__", "__init__", "__init_subclass__",
         "__getattribute__", "__setattr__", "__delattr__", "__subclasshook__", "__dir__", "__sizeof__",
         "__torch_dispatch__", "__torch_function__", "__hash__", "__getstate__", "__reduce__", "__slots__"}  # fmt: skip
@@ -183,7 +183,7 @@ def _method(func: Callable[..., Any], plain: bool) -> Callable[..., Any]:
 
 
 def _attribute(name: str) -> property:
-    """One that tells nothing but what sizes tell is known; all others torch's tensor says."""
+    """Returns a property: from the shortcut if sizes determine the attribute, otherwise from torch's tensor."""
 
     def views(x: Any) -> Any:
         return getattr(x, name)

@@ -1,8 +1,8 @@
-"""Arithmetic on sizes, by a short way: what has the shape of its arguments is not worked out anew each time.
+"""A shortcut for operations on the meta device: remembers the shapes that each operation returns.
 
-torch decides the shape of `a * b` on the meta device in Python, in 60 us; a thousand ranks ask for it a million times.
-So what an operation made of such sizes once is known from then on. What is not plain (views, lists, tensors of another
-kind) goes torch's own way, and so do its errors.
+torch computes the shape of `a * b` on the meta device in Python, in 60 us, and a thousand ranks need it a million
+times. This mode runs an operation once per combination of sizes. Unusual arguments or results (views, lists, other
+tensor types) take torch's own path and raise torch's own errors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from workbench.host.core.operators import make_operators_once
 
 make_operators_once()
 _aten = torch.ops.aten
-_MADE = {  # makes a tensor like its first argument
+_MADE = {  # returns a new tensor like its first argument
     _aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _aten.div.Tensor, _aten.maximum.default,
     _aten.minimum.default, _aten.neg.default, _aten.sqrt.default, _aten.abs.default, _aten.sign.default,
 }  # fmt: skip
-_CHANGED = {  # changes its first argument, which it returns
+_CHANGED = {  # changes its first argument and returns it
     _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor, _aten.lerp_.Scalar, _aten.lerp_.Tensor,
     _aten.addcmul_.default, _aten.addcdiv_.default, _aten.copy_.default, _aten.sqrt_.default, _aten.neg_.default,
     _aten.zero_.default, _aten.fill_.Scalar,
@@ -31,18 +31,18 @@ _NUMBERS = (int, float)
 _PLAIN = (Tensor, nn.Parameter)
 SCALARS = (int, float, bool)
 WORDS = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-VALUES = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")  # types of what has a kind, and no say in shapes
-MOST = 20_000  # operations on such sizes that are remembered
-_made: dict[Any, tuple[Any, ...]] = {}  # by operation and its arguments' sizes: shape, strides, dtype of what it makes
-_kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation, which of its arguments' numbers have a say in shapes
+VALUES = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")  # types of arguments that cannot affect a shape
+MOST = 20_000  # remembered operations, at most
+_made: dict[Any, tuple[Any, ...]] = {}  # by operation and argument sizes: each result's shape, strides, dtype
+_kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation: which arguments' numbers can affect a shape
 
 
 class Shapes(TorchDispatchMode):
-    """Inside, plain arithmetic on plain tensors of the meta device takes the short way."""
+    """A mode in which plain operations on plain meta tensors take the shortcut."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch wraps what follows, and loads its compiler for it, which costs seconds and half of each call."""
+        """Returns False, because torch otherwise loads its compiler, which costs seconds and half of each call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +74,7 @@ class Shapes(TorchDispatchMode):
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` and sizes of its arguments are told by; None where it makes no tensors anew of plain ones alone."""
+    """Returns the key of an operation and its arguments; None if the operation cannot be remembered."""
     if func not in _kinds:
         _kinds[func] = _kind(func)
     telling = _kinds[func]
@@ -105,7 +105,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _kind(func: Any) -> tuple[bool, ...] | None:
-    """By argument, whether a number there may be one of a shape's; None where it makes anything but tensors anew."""
+    """Returns for each argument whether its number can affect a shape; None if the operation returns no new tensors."""
     schema = func._schema
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     if schema.is_mutable or not fresh or not schema.returns:
@@ -114,7 +114,7 @@ def _kind(func: Any) -> tuple[bool, ...] | None:
 
 
 def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
-    """Shape, strides and dtype of what was made, if that is all there is to it."""
+    """Returns the shape, strides and dtype of a result, or None if they do not describe it completely."""
     if type(made) is not Tensor or not made.is_meta or made.storage_offset() or made.is_conj() or made.is_neg():
         return None
     found = made.shape, made.stride(), made.dtype
@@ -125,7 +125,7 @@ def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
 
 
 def _alike(args: Sequence[Any]) -> bool:
-    """Are they tensors of floating-point numbers, of one shape and dtype, and numbers beside the first?"""
+    """Returns whether the arguments are floating-point tensors of one shape and dtype, or numbers after the first."""
     first = args[0]
     if type(first) is not Tensor or not first.is_meta or not first.is_floating_point():
         return False
@@ -139,7 +139,7 @@ def _alike(args: Sequence[Any]) -> bool:
 
 
 def _joined(parts: Sequence[Tensor]) -> int:
-    """The length of vectors of one dtype, one after the other; -1 where they are anything else."""
+    """Returns the total length of vectors of one dtype; -1 for anything else."""
     dtype, length = parts[0].dtype, 0
     for x in parts:
         if type(x) is not Tensor or not x.is_meta or x.dim() != 1 or x.dtype is not dtype:
