@@ -1,4 +1,4 @@
-"""What a tuner may set: by knob the values, or the range, in which it is searched, and all settings together."""
+"""The search space of a tuner: values or a range for each knob, and all combinations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from workbench.sim.plan.trials import Settings, value_words
 from workbench.strategies.byte_scheduler import ByteScheduler
 from workbench.strategies.local_sgd import LocalSGD
 
-BYTES = ("strategy.partition_mb", "strategy.credit_mb")  # what ByteScheduler's authors tune
-MOST = 512  # settings of lists, all together
+BYTES = ("strategy.partition_mb", "strategy.credit_mb")  # the knobs that ByteScheduler's authors tune
+MOST = 512  # combinations of listed values, at most
 Trying = Mapping[str, Any] | Sequence[str] | None
-POINTS = 5  # of a range, of which the simulator is asked
+POINTS = 5  # points of a range that the simulator evaluates
 
 
 class Dimension(NamedTuple):
-    """One knob, by its whole path: the values that it may have, or, where there are none, the range of `knob`."""
+    """One knob by its full path, with the values to try. Without values, the range of `knob` is searched."""
 
     path: str
     values: tuple[Any, ...]
@@ -34,12 +34,12 @@ class Dimension(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The values as text, of which Optuna chooses one."""
+        """The values as text, for Optuna's categorical distribution."""
         return tuple(value_words(value) for value in self.values)
 
     @property
     def points(self) -> tuple[Any, ...]:
-        """The values; of a range some that lie in it evenly."""
+        """The values, or evenly spaced points of the range."""
         if self.values:
             return self.values
         low, high, whole = float(self.knob.low or 0), float(self.knob.high or 0), self.knob.kind is int
@@ -50,7 +50,7 @@ class Dimension(NamedTuple):
 
 
 def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]]) -> list[Dimension]:
-    """What is searched: `asked` is None for what is usual, a list of knobs, or values (a list) or a range by knob.
+    """Returns the search space. asked: None for `usual`, a list of knobs, or by knob a list of values or a range.
 
     Raises KnobError.
     """
@@ -75,9 +75,7 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
 
 
 def usual(e: Experiment) -> dict[str, list[Any]]:
-    """What is tried where nobody says what: bucket, compressor and its ratio, strategy and its period, and, where a
-    replica is cut in stages, the micro-batches.
-    """
+    """Returns the default search space: bucket, compressor, strategy, and the micro-batches of a pipeline."""
     found: dict[str, list[Any]] = {"bucket_mb": [e.bucket_mb / 4, e.bucket_mb, min(e.bucket_mb * 4, 1024.0)]}
     codecs = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
     found["compressor"] = [c for c in codecs if _can(e, "compressor", c)]
@@ -98,7 +96,7 @@ def _can(e: Experiment, path: str, value: Any) -> bool:
 
 
 def _dimension(e: Experiment, path: str, asked: Any) -> Dimension:
-    """Of a list of values, or of a range."""
+    """Returns the dimension of a list of values, or of a range."""
     if isinstance(asked, tuple):
         return _ranged(e, path, asked)
     full, knob = resolve(e, path)
@@ -110,7 +108,7 @@ def _dimension(e: Experiment, path: str, asked: Any) -> Dimension:
 
 
 def _read(e: Experiment, path: str, value: Any) -> Any:
-    """The value as it would stand in the experiment; as it was given where that takes another setting, too."""
+    """Returns the value as the experiment would hold it, or as given if it also needs other settings."""
     try:
         return reduce(getattr, path.split("."), e.set(path, value))
     except KnobError:
@@ -121,7 +119,7 @@ def _read(e: Experiment, path: str, value: Any) -> Any:
 
 
 def _ranged(e: Experiment, path: str, within: tuple[float, float] | None) -> Dimension:
-    """The knob at `path`, named by its whole path, with the range in which it is searched, or its choices."""
+    """Returns the dimension of the knob at `path`: its range, or its choices."""
     full, knob = resolve(e, path)
     if not (knob.live and (knob.choices or knob.kind is bool or (knob.kind in (int, float) and knob.low is not None))):
         raise KnobError(f"{path}: must be a live knob with a range or with choices, to be tuned; it is {knob.allowed}")
@@ -136,29 +134,29 @@ def _ranged(e: Experiment, path: str, within: tuple[float, float] | None) -> Dim
 
 
 def _range(within: Any) -> bool:
-    """Are these two numbers, the lower one first?"""
+    """Returns whether `within` is two numbers, the lower one first."""
     two = isinstance(within, (list, tuple)) and len(within) == 2
     return two and all(isinstance(x, (int, float)) for x in within) and bool(within[0] < within[1])
 
 
 def candidates(dims: Sequence[Dimension]) -> Iterator[Settings]:
-    """All settings; of ranges their points."""
+    """Yields all settings, with the points of ranges."""
     for values in itertools.product(*(d.points for d in dims)):
         yield {d.path: value for d, value in zip(dims, values, strict=True)}
 
 
 def in_force(e: Experiment, dims: Sequence[Dimension]) -> Settings:
-    """What `e` has of what is tuned."""
+    """Returns the tuned settings as `e` has them."""
     return {d.path: reduce(getattr, d.path.split("."), e) for d in dims}
 
 
 def under(e: Experiment, settings: Settings) -> Experiment:
-    """`e` with these set. Raises KnobError."""
+    """Returns `e` with these settings. Raises KnobError."""
     return given.turned(e, settings.items())
 
 
 def learns_alike(before: Experiment, after: Experiment) -> bool:
-    """Is what is learned the same under both, but for the order of sums? Then no loss has to be asked."""
+    """Returns whether both experiments learn the same, up to the order of sums. If so, no loss needs to be compared."""
     exact = before.strategy.exact and after.strategy.exact
     same = before.strategy == after.strategy or (exact and before.strategy.batches(1) == after.strategy.batches(1))
     coded = after.compressor == before.compressor or isinstance(after.compressor, Dense)

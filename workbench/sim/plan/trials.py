@@ -1,4 +1,4 @@
-"""What a tuner has tried: a setting, the seconds of its step with their interval, its loss, a verdict."""
+"""The trials of a tuner: settings, seconds per step with an interval, loss and verdict."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from workbench.analysis.steps.words import duration
 from workbench.settings import in_words, to_plain
 
-Settings = dict[str, Any]  # by whole path
+Settings = dict[str, Any]  # by full path
 HEAD = ("trial", "setting", "seconds per step", "simulated", "steps", "loss", "verdict")
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its interval at some confidence."""
+    """A mean and the ends of its confidence interval."""
 
     low: float
     mid: float
@@ -27,18 +27,19 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A setting and what was found of it.
+    """Settings and their measurements.
 
-    settings:  by path, all that is tuned
-    seconds:   mean per step, less than that where a step trains several batches (`strategy.accumulate`); None where it
-               was refused, or never measured
-    low, high: the ends of its interval at the confidence that was asked for
-    predicted: what the simulator says, in seconds; None where it says nothing
-    steps:     that it took of the run, those included that had to settle
-    loss:      by how much its loss lies above where the trend before leads, as a share; None: nothing had to be learned
-    ranks:     that trained together
-    verdict:   in words; "" before it has begun
-    fit:       may it be used? Not where it was refused, came to harm or did not show that its loss keeps to the trend
+    settings:  by path, every tuned knob
+    seconds:   mean per batch: a step's seconds over its batches (`strategy.accumulate`); None if refused or not
+      measured
+    low, high: the ends of its confidence interval
+    predicted: the simulator's prediction in seconds, or None
+    steps:     steps of the run that the trial took, including those to settle
+    loss:      by how much the loss exceeds its earlier trend, as a share; None: no loss needed to be compared
+    ranks:     how many ranks trained
+    verdict:   text; "" before the trial has begun
+    fit:       whether the settings may be used: not if refused, broken off, or without proof that the loss keeps its
+      trend
     """
 
     settings: Settings
@@ -54,7 +55,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As HEAD names them, without the number."""
+        """The cells of a table row in the order of HEAD, without the number."""
         took = "" if self.seconds is None else duration(self.seconds)
         if self.seconds is not None and self.high > self.low:
             took += f" ± {duration((self.high - self.low) / 2)}"
@@ -65,9 +66,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` has found, and all that it has tried, in order; what was set before is the first. It shows a table.
+    """The result of `tune` with all its trials in order. The first is the settings in force before. It shows a table.
 
-    left_out: settings that were not tried, since the simulator says that they are far slower, or they cannot be
+    left_out: settings not tried, because they are invalid or the simulator predicts that they are far slower
     """
 
     best: Trial
@@ -76,7 +77,7 @@ class Tuned:
 
     @property
     def steps(self) -> int:
-        """Steps of the run that all trials took together."""
+        """The steps of the run that all trials took."""
         return sum(trial.steps for trial in self.trials)
 
     def __repr__(self) -> str:
@@ -93,12 +94,12 @@ class Tuned:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    """Settings as one would write them: `bucket_mb=4, compressor=TopK(density=0.01)`."""
+    """Returns settings as code: `bucket_mb=4, compressor=TopK(density=0.01)`."""
     return ", ".join(f"{path.rsplit('.', 1)[-1]}={value_words(value)}" for path, value in settings.items())
 
 
 def value_words(value: Any) -> str:
-    """A value as one would write it, a member without what it has by itself: `PowerSGD`, `LocalSGD(every=16)`."""
+    """Returns a value as code, without a member's default knobs: `PowerSGD`, `LocalSGD(every=16)`."""
     if isinstance(value, float):
         return f"{value:g}"
     plain = to_plain(value)
@@ -113,9 +114,9 @@ def value_words(value: Any) -> str:
 
 
 def interval(values: Sequence[float], confidence: float, looks: int = 1) -> Interval:
-    """Of the mean of independent values, by Student's t; `looks` is at how many times one stops at an interval.
+    """Returns the interval of the mean of independent values, by Student's t. looks: how often the caller looks.
 
-    Each look has its share of the error (Bonferroni), so that over all of them it is at most 1 - confidence.
+    Each look gets an equal share of the error (Bonferroni), so the total error is at most 1 - confidence.
     """
     x = np.asarray(values, float)
     mid = float(x.mean())
@@ -126,7 +127,7 @@ def interval(values: Sequence[float], confidence: float, looks: int = 1) -> Inte
 
 
 def quantile(p: float, freedom: int) -> float:
-    """Of Student's t."""
+    """Returns a quantile of Student's t."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, p))
@@ -134,10 +135,10 @@ def quantile(p: float, freedom: int) -> float:
 
 def above_trend(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray],
                 confidence: float) -> Interval | None:  # fmt: skip
-    """By how much later losses lie above the trend of earlier ones, as a share of where it leads; one-sided ends.
+    """Returns by how much later losses exceed the trend of earlier ones, as a share of the trend, with one-sided ends.
 
-    before, after: (examples trained so far, loss) by step. The trend is a line in the logarithm of the examples, by
-    least squares; None where there are too few of either.
+    before, after: (examples trained so far, loss) by step. The trend is a least-squares line in the logarithm of the
+    examples. Returns None if either has too few steps.
     """
     (x, y), (later, found) = before, after
     if len(x) < 4 or not len(found):

@@ -1,1 +1,1 @@
-"""Search for the fastest setting."""
+"""Searches for the fastest settings."""

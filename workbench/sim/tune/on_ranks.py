@@ -1,4 +1,4 @@
-"""One trial on ranks that train: set it, wait until it has settled, and measure until it is told apart."""
+"""One trial on training ranks: applies settings, waits until they settle, and measures until the result is clear."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from workbench.sim.plan.trials import Interval, Settings, Trial, above_trend, in
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-ANSWER = 60.0  # seconds within which ranks that train answer a change
-LOOK = 0.05  # seconds between two looks at their record
-MORE = 1.5  # times as many steps from one look at the interval to the next
-TREND = 200  # steps that the trend of the loss is taken from
+ANSWER = 60.0  # seconds within which training ranks answer a change
+LOOK = 0.05  # seconds between two reads of their record
+MORE = 1.5  # factor of steps from one look at the interval to the next
+TREND = 200  # steps of the loss's trend, at most
 
 
 class Training(Protocol):
-    """Ranks that train and are steered: a Lab."""
+    """Ranks that train and can be controlled: a Lab."""
 
     changes: list[Any]  # PendingChanges: `id`, `path`, `applied_at`, `refused`
 
@@ -43,16 +43,16 @@ class Training(Protocol):
     @property
     def state(self) -> str: ...
 
-    def set(self, path: str, value: Any) -> Any: ...  # a PendingChange; it has `wait(seconds)`
+    def set(self, path: str, value: Any) -> Any: ...  # returns a PendingChange, which has `wait(seconds)`
 
 
 class Asked(NamedTuple):
-    """How long a trial goes on.
+    """When a trial ends.
 
-    confidence: of every interval, over all looks at it
-    precision:  half of the interval of a step's time, as a share of it, that is narrow enough
-    worse:      by how much the loss may lie above its trend, as a share; that it does not is shown at `confidence`
-    steps, most: at which the interval is looked at first, and at which a trial ends
+    confidence: of every interval, over all looks
+    precision:  half of the interval of a step's time, as a share of it, at which a trial ends
+    worse:      by how much the loss may exceed its trend, as a share, at `confidence`
+    steps, most: steps at the first look, and at the last
     settle:     steps after a change that do not count
     """
 
@@ -65,19 +65,19 @@ class Asked(NamedTuple):
 
 
 class Overruled(Exception):
-    """A person has set what is tuned."""
+    """A user has set a tuned knob by hand."""
 
 
 class Broken(Exception):
-    """The trial cannot go on, for a reason in words; the run can."""
+    """The trial cannot go on, but the run can. The text says why."""
 
 
 class OnRanks:
-    """Makes trials on `on`, one after the other.
+    """Runs trials on `on`, one after the other.
 
-    paths:  what is tuned, which a person may set instead
-    going:  asked often; raises what ends the search
-    shown:  told the trial under way, as it stands
+    paths:  tuned knobs, which a user may also set
+    going:  called often; raises an exception to end the search
+    shown:  receives the trial under way as it changes
     """
 
     def __init__(self, on: Training, asked: Asked, paths: Sequence[str], going: Callable[[], None],
@@ -86,12 +86,12 @@ class OnRanks:
         self.before = on.experiment
         self._mine: set[str] = set()
         self._heard = len(on.changes)
-        self._come_and_gone = 0  # Marks of members there were
-        self._before = 0  # steps whose losses make the trend
-        self._trend: list[tuple[int, int, int]] = []  # [first, stop) of steps whose losses make it, and batches of each
+        self._come_and_gone = 0  # number of Marks "members" before the trial
+        self._before = 0  # steps in the trend
+        self._trend: list[tuple[int, int, int]] = []  # (first, stop, batches per step) of the trend's steps
 
     def tried(self, trial: Trial, best: Trial | None) -> Trial:
-        """The trial with what was measured; its verdict says what became of it. Raises RunError where the run ends."""
+        """Returns the trial with its measurements and verdict. Raises RunError if the run ends."""
         run = self._run()
         began, trial = _newest(run), replace(trial, ranks=len(self.on.members))
         self._come_and_gone = len(run.details("members"))
@@ -105,7 +105,7 @@ class OnRanks:
         return replace(found, steps=max(0, _newest(self._run()) - began))
 
     def set(self, settings: Settings) -> int:
-        """Sets what is not so already; the first step that all of it acts on. Raises KnobError, changing nothing."""
+        """Applies settings and returns the first step under all of them. Raises KnobError and undoes the changes."""
         if not self.on.live:
             raise RunError("tune: the run has ended; train longer, or take fewer trials")
         former, asked = dict[str, Any](), []
@@ -129,7 +129,7 @@ class OnRanks:
         return max([first, *asked])
 
     def restore(self, settings: Settings) -> None:
-        """Sets what was in force before: on ranks that train; if the run has ended, for the next run."""
+        """Restores earlier settings on training ranks, or for the next run if this one has ended."""
         if self.on.live:
             try:
                 self.set(settings)
@@ -142,7 +142,7 @@ class OnRanks:
                 self.on.set(path, settings[path])
 
     def _answered(self, change: Any) -> int:
-        """The step that a change acts on first, however long a person has the run paused before."""
+        """Returns the first step under a change. Time in which a user has paused the run does not count as delay."""
         left = ANSWER
         while True:
             try:
@@ -162,10 +162,10 @@ class OnRanks:
         alike = learns_alike(self.before, e)
         number = 0
         while True:
-            live = self.on.live  # before its rows are read
+            live = self.on.live  # read before the run's rows
             self.going()
             self._undisturbed()
-            if (at := self.touched()) is not None:  # what came before is of another run
+            if (at := self.touched()) is not None:  # earlier steps ran under other settings
                 begin, number = max(begin, at + a.settle), 0
             run = self._run()
             loss = None if alike else self._loss(run, begin, weight)
@@ -187,7 +187,7 @@ class OnRanks:
             time.sleep(LOOK)
 
     def _verdict(self, trial: Trial, best: Trial | None, last: bool) -> str:
-        """What became of the trial, once that can be said; "" before."""
+        """Returns the trial's verdict, or "" if it is not clear yet."""
         a, loss = self.asked, trial.loss
         half = (trial.high - trial.low) / 2
         narrow = half <= a.precision * (trial.seconds or 0.0)
@@ -207,14 +207,14 @@ class OnRanks:
         return f"not told from the best before ({-faster:+.1%} of its step)"
 
     def _not_told(self, loss: Interval) -> str:
-        """Why a trial may not be used although its loss is not worse for certain, and what to do."""
+        """Explains why a trial with an uncertain loss is not usable, and what to do."""
         a = self.asked
         return (f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
                 f"{self._before} steps, and worse={a.worse:g} allows {a.worse:.1%}; let the run train longer before "
                 f"you tune, or give more steps (most=), or a larger worse=")  # fmt: skip
 
     def _loss(self, run: Run, begin: int, weight: int) -> Interval | None:
-        """By how much the losses from step `begin` on lie above their trend; None where nothing is learned."""
+        """Returns by how much the losses from step `begin` on exceed their trend; None if the run records no loss."""
         step, loss = losses(run)
         if not len(step):
             return None
@@ -231,7 +231,7 @@ class OnRanks:
         return found or Interval(-math.inf, 0.0, math.inf)  # there are too few losses to say anything
 
     def _undisturbed(self) -> None:
-        """Raises Broken where ranks were lost, or came in, since the trial began."""
+        """Raises Broken if ranks were lost or added since the trial began."""
         new = self._run().details("members")[self._come_and_gone :]
         if new:
             gone = sorted({rank for _, _, detail in new for rank in detail.get("gone", ())})
@@ -239,7 +239,7 @@ class OnRanks:
             raise Broken(f"{who} while it was tried")
 
     def touched(self) -> int | None:
-        """The step before which somebody else set another knob; None where nobody has. Raises Overruled."""
+        """Returns the step at which a user set another knob, or None. Raises Overruled if the knob is tuned."""
         new, self._heard = self.on.changes[self._heard:], len(self.on.changes)
         at = None
         for change in new:
@@ -257,7 +257,7 @@ class OnRanks:
 
 
 def _looks(least: int, most: int) -> Iterator[int]:
-    """At how many rounds the interval is looked at."""
+    """Yields the numbers of rounds at which to look at the interval."""
     n = max(2, least)
     while n < most:
         yield n
@@ -266,7 +266,7 @@ def _looks(least: int, most: int) -> Iterator[int]:
 
 
 def _rounds(lasted: list[float], each: int) -> list[float]:
-    """Mean seconds per step of each whole round of so many steps."""
+    """Returns the mean seconds per step of each complete round of `each` steps."""
     return [sum(lasted[i : i + each]) / each for i in range(0, len(lasted) - each + 1, each)]
 
 
@@ -282,15 +282,15 @@ def _value(e: Experiment, path: str) -> Any:
 
 
 def _newest(run: Run) -> int:
-    """The last step of which something is recorded; -1 before the first."""
+    """Returns the last recorded step; -1 if there is none."""
     rows = run.timeline.spans.rows()
     return int(rows.step.max()) if len(rows) else -1
 
 
 def lasted(run: Run, first: int, rank: int = 0) -> list[float]:
-    """What each step of a rank from step `first` on has lasted, in seconds and in their order.
+    """Returns the seconds of each step of a rank from step `first` on, in order.
 
-    Where a rank that has fallen behind skips some, they are the next ones that it makes.
+    If a late rank skips steps, its next steps follow in the list.
     """
     rows = run.timeline.spans.rows()
     rows = rows[(rows.rank == rank) & rows.equal("lane", "step") & (rows.step >= first)]
@@ -298,7 +298,7 @@ def lasted(run: Run, first: int, rank: int = 0) -> list[float]:
 
 
 def losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Of each step the mean over ranks of its losses: (steps, losses)."""
+    """Returns (steps, mean loss over ranks of each)."""
     rows = run.timeline.samples.rows()
     rows = rows[rows.equal("name", "loss")]
     steps, which = np.unique(rows.step, return_inverse=True)

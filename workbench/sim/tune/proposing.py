@@ -1,6 +1,6 @@
-"""What is tried next: the simulator's best first, then what Optuna's Gaussian process makes of what was measured.
+"""Proposes the next trial: first the simulator's fastest settings, then proposals of Optuna's Gaussian process.
 
-Optuna is imported only here, and only when something is tuned.
+Optuna is imported only here, and only when a search runs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from workbench.sim.plan.quick import Quick
 from workbench.sim.plan.space import Dimension, candidates, under
 from workbench.sim.plan.trials import Settings, Trial
 
-RANDOM = 10  # trials at random before the process proposes anything: Optuna's usual number
-AGAIN = 12  # times that the process may propose what is not to be tried, before the next in the simulator's order is
-SLOWER = 1.5  # times the best that is predicted: what is predicted to be slower is not tried
-AHEAD = 0.7  # of all trials those that the simulator proposes
-DOUBT = 1.0  # of a correction that rests on one trial half is believed: the weight of a ridge
+RANDOM = 10  # random trials before the process proposes anything: Optuna's default
+AGAIN = 12  # proposals of the process that may be unusable, before the simulator's next one is taken
+SLOWER = 1.5  # settings predicted to be slower than this many times the best are not tried
+AHEAD = 0.7  # share of all trials that the simulator proposes
+DOUBT = 1.0  # ridge weight: half of a correction is believed if it rests on one trial
 
 
 class Ordered(NamedTuple):
-    """Settings in the order in which the simulator would try them, what it says of each, and those left out."""
+    """Settings with their predicted seconds, fastest first, and the settings left out."""
 
     predicted: list[tuple[Settings, float]]
     left_out: tuple[Trial, ...]
 
 
 def ordered(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = SLOWER) -> Ordered:
-    """Asks the simulator about all settings; those that it cannot simulate come last, in their own order."""
+    """Orders all settings by the simulator's prediction. Settings that it cannot simulate come last, unordered."""
     quick, found, silent, out = Quick(e, costs), list[tuple[Settings, float]](), list[Settings](), list[Trial]()
     for settings in candidates(dims):
         try:
@@ -61,11 +61,11 @@ def ordered(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: floa
 
 
 class Proposer:
-    """Optuna's ask and tell over `dims`, fed with the simulator's order.
+    """Optuna's ask and tell over `dims`, with the simulator's order as prior knowledge.
 
-    order: None where there is none, as where the simulator itself is what is tuned
-    never: settings that are not to be tried, besides those that `order` leaves out
-    once:  is nothing tried twice, and may what is found be of no use? So it is on ranks that train
+    order: None if unknown, for example when the search itself runs on the simulator
+    never: settings that must not be tried, in addition to the ones that `order` leaves out
+    once:  for ranks that train: no setting is tried twice, and a result may be unusable
     """
 
     def __init__(self, dims: Sequence[Dimension], trials: int, seed: int, order: Ordered | None = None,
@@ -96,11 +96,11 @@ class Proposer:
         return self._predicted.get(_key(settings))
 
     def first(self, settings: Settings) -> Any:
-        """What is in force, which is tried first; None where it lies outside of what is searched."""
+        """Takes the settings in force as the first trial. Returns None if they are outside the search space."""
         return self._taken(self._asked(settings), settings)[0]
 
     def next(self) -> tuple[Any, Settings] | None:
-        """What to try next, and what to hand to `tell` with what came out; None where all has been tried."""
+        """Returns the next trial as (token for `tell`, settings), or None if all settings have been tried."""
         left = [settings for settings in self._queue if _key(settings) not in self._done]
         left.sort(key=self._corrected())
         if self._ahead and left:
@@ -117,7 +117,7 @@ class Proposer:
         return self._taken(self._asked(left[0]), left[0]) if left else None
 
     def tell(self, asked: Any, seconds: float | None, excess: float) -> None:
-        """What came out: seconds, None where it was refused; excess: above 0 where it may not be used."""
+        """Reports a result: seconds, or None if the trial was refused; excess: positive if it may not be used."""
         if seconds is not None and self._done[-1] in self._predicted:
             self._measured[self._done[-1]] = (self._last, math.log(seconds / self._predicted[self._done[-1]]))
         if asked is not None:
@@ -139,10 +139,10 @@ class Proposer:
         return asked, settings
 
     def _corrected(self) -> Callable[[Settings], float]:
-        """The simulator's word on settings, corrected by how far it was off: each value has a factor of its own.
+        """Returns a function that predicts log seconds: the simulator's prediction, corrected from the trials so far.
 
-        A codec whose time nobody knew, say, is slower wherever it is used. The factors' logarithms are a ridge
-        regression's over those measured.
+        Each value has a factor of its own. For example, a codec of unknown cost is slower wherever it is used. A ridge
+        regression over the measured trials gives the logarithms of the factors.
         """
         values = [(d.path, repr(point)) for d in self.dims for point in d.points]
 
@@ -158,7 +158,7 @@ class Proposer:
         return lambda settings: math.log(self._predicted.get(_key(settings), 1e9)) + float(row(settings) @ factors)
 
     def _asked(self, settings: Settings) -> Any:
-        """Optuna's trial of these very settings."""
+        """Returns Optuna's trial of exactly these settings."""
         if not all(_holds(d, settings[d.path]) for d in self.dims):
             return None
         params = {d.path: d.labels[d.values.index(settings[d.path])] if d.values else settings[d.path]
@@ -187,7 +187,7 @@ def _excess(trial: Any) -> tuple[float]:
 
 
 def _holds(d: Dimension, value: Any) -> bool:
-    """Is the value among those that are searched?"""
+    """Returns whether the search space contains the value."""
     knob: Knob = d.knob
     return value in d.values if d.values else bool(knob.low <= value <= knob.high)
 
@@ -202,7 +202,7 @@ def _optuna() -> Any:
 
 @contextmanager
 def _quietly(optuna: Any) -> Iterator[None]:
-    """What Optuna logs at every trial is not for a notebook."""
+    """Silences Optuna's log messages, which would fill a notebook."""
     said = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Knobs tuned by trying: `tune` on the simulator, or on ranks that train, where `sim/tune/tuning.py` searches."""
+"""`tune`: a search for fast settings on the simulator, or on training ranks through `sim/tune/tuning.py`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from workbench.sim.tune.tuning import Tuning, require, trials_of
 def tune(on: Experiment | Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
          trials: int | None = None, steps: int = 8, settle: int = 3, seed: int = 0, costs: Costs | None = None,
          **live: Any) -> Tuned:  # fmt: skip
-    """Searches for the settings with which a step is shortest, by Optuna's Gaussian process.
+    """Searches for the settings with the shortest step, by Optuna's Gaussian process.
 
-    on:     an Experiment, which is simulated, and nothing is changed. Or a Lab whose ranks train: `lab.tune(...)`, of
-            which this waits for the end
-    paths:  what is tuned, all of it knobs that may change live: by knob a list of values (numbers, or members with
-            their knobs, such as `LocalSGD(every=16)`) or a range `(low, high)`; or a list of knobs, each in its own
-            range. None: ByteScheduler's pieces and credit under that; else bucket, compressor, strategy and period,
-            and the micro-batches of a pipeline
-    within: by path, a narrower range (low, high), for a list of knobs
-    trials: how many settings are tried, of which the one in force is the first; None: 20, or 22 % of all settings if
+    on:     an Experiment, which is simulated and stays unchanged; or a Lab with training ranks: `lab.tune(...)`, and
+            then this call waits for the end
+    paths:  live knobs to tune: by knob a list of values (numbers, or members with their knobs, such as
+            `LocalSGD(every=16)`) or a range `(low, high)`; or a list of knobs, each in its own range. None: under
+            ByteScheduler its partition and credit; otherwise bucket, compressor, strategy and period, and a pipeline's
+            micro-batches
+    within: by path, a narrower range (low, high) for a list of knobs
+    trials: how many settings to try, including the one in force, which is first; None: 20, or 22 % of all settings if
             that is less
-    steps:  of a trial that count, after `settle` that do not; on ranks that train, when its interval is looked at first
-    costs:  for the simulator, as `simulate` takes it; of a lab what is measured from its run
+    steps:  steps of a trial that count, after `settle` steps that do not; on training ranks, the first look at the
+      interval
+    costs:  for the simulator, as in `simulate`; by default for a lab: measured from its run
     live:   see `Tuning`
 
-    A trial that is refused has no time. Where an Experiment is simulated, only time is looked at.
+    A refused trial has no time. On the simulator only time counts.
 
-    Raises KnobError for a knob that cannot be searched, a range that is none, a lab where no run is live, or no Optuna;
-    RunError where the run ends before the trials do.
+    Raises KnobError for a knob that cannot be searched, an invalid range, a lab without a live run, or missing Optuna;
+    RunError if the run ends before the trials do.
 
-    Reference: Peng et al., SOSP 2019, https://doi.org/10.1145/3341301.3359642 (ByteScheduler's two knobs, and by what);
+    Reference: Peng et al., SOSP 2019, https://doi.org/10.1145/3341301.3359642 (ByteScheduler's two knobs, and their
+      gain);
     Akiba et al., "Optuna", KDD 2019, https://arxiv.org/abs/1907.10902
     """
     if not isinstance(on, Experiment):

@@ -1,4 +1,4 @@
-"""A search on ranks that train: each trial is a change of the run under way; it can be watched, paused, overruled."""
+"""A search on training ranks. Each trial changes the live run. A user can watch, pause or overrule the search."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from workbench.sim.plan.trials import Settings, Trial, Tuned, words
 from workbench.sim.tune.on_ranks import LOOK, Asked, OnRanks, Overruled, Training
 from workbench.sim.tune.proposing import Ordered, Proposer, ordered
 
-TRIALS = 20  # at most, where nobody says how many
-SHARE = 0.22  # of lists of values so many of what they come to: a sweep's quarter of steps, with room
+TRIALS = 20  # the default number of trials, at most
+SHARE = 0.22  # share of all settings to try by default: under 25 % of a full sweep's steps, with some room
 
 
 class Stop(Exception):
-    """A person has seen enough."""
+    """A user has ended the search."""
 
 
 class Tuning:
-    """A search on ranks that train, on a thread of its own. `wait()` for its end, or look at it as it goes.
+    """A search on training ranks, on a thread of its own. Call `wait()`, or read its state while it runs.
 
     confidence: of each interval, whenever it is looked at
     precision:  a trial ends once half of the interval of its step's time is within this share of it; or as soon as it
@@ -39,9 +39,10 @@ class Tuning:
                 `workbench.sim.plan.judging` has the rule, by which `run.advice` goes, too
     keep:       the best stays set at the end; else what was set before comes back
 
-    A trial whose ranks are lost or whose change is refused is over, says so, and the next goes on. Where the number of
-    ranks has changed, what was in force before is measured anew, and only trials of as many ranks are compared. Who
-    sets by hand what is tuned ends the search, and that stays; a trial during which another knob is set begins anew.
+    If ranks are lost or a change is refused, the trial ends with that verdict and the next one begins. If the number of
+    ranks changes, the earlier settings are measured again, and only trials with as many ranks are compared. If a user
+    sets a tuned knob by hand, the search ends and the user's value stays. If a user sets another knob, the trial under
+    way restarts.
     """
 
     def __init__(self, on: Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
@@ -63,12 +64,12 @@ class Tuning:
         self.number = trials_of(trials, self.dims)
         self.trials: list[Trial] = []
         self.left_out: tuple[Trial, ...] = ()
-        self.state = "starting"  # then running, paused, and at the end done, stopped, overruled or failed
+        self.state = "starting"  # then running, paused; finally done, stopped, overruled or failed
         self.said = "it begins"
         self._former = in_force(on.experiment, self.dims)
         asked = Asked(confidence, precision, worse, steps, max(most, steps), settle)
         self._ranks = OnRanks(on, asked, [d.path for d in self.dims], self._going, self._shown)
-        Proposer(self.dims, self.number, seed)  # whether Optuna is there is said at once
+        Proposer(self.dims, self.number, seed)  # fails now if Optuna is missing
         self._paused, self._stopped, self._over = threading.Event(), threading.Event(), threading.Event()
         self._used: Trial | None = None
         self._error: BaseException | None = None
@@ -77,7 +78,7 @@ class Tuning:
         threading.Thread(target=self._work, name="tuner", daemon=True).start()
         return self
 
-    # -- what a person may do
+    # -- controls for a user
 
     @property
     def live(self) -> bool:
@@ -85,25 +86,25 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """Of the trials that may be used, with as many ranks as train now, the fastest; None before there is one."""
+        """The fastest usable trial with as many ranks as train now, or None."""
         now = len(self.on.members) or (self.trials[-1].ranks if self.trials else 0)
         alike = (trial for trial in self.trials if trial.ranks == now)
         order = in_order(alike, lambda trial: Evidence(trial.seconds or math.inf, trial.fit))
         return order[0] if order and order[0].fit else None
 
     def pause(self) -> None:
-        """No other trial begins; the run trains on, under the best so far."""
+        """Pauses the search before the next trial. The run trains on with the best settings so far."""
         self._paused.set()
 
     def resume(self) -> None:
         self._paused.clear()
 
     def stop(self) -> None:
-        """Ends the search; the best so far stays set, or, without `keep`, what was set before."""
+        """Ends the search. With `keep` the best settings stay, otherwise the earlier ones are restored."""
         self._stopped.set()
 
     def use(self, number: int) -> None:
-        """Sets what trial `number` (from 1) tried, and ends the search. Raises KnobError where there is none."""
+        """Applies the settings of trial `number` (from 1) and ends the search. Raises KnobError if there is none."""
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(self.trials):
             raise KnobError(f"number={short(number)}: must be a trial's, from 1 to {len(self.trials)}")
         self._used = self.trials[number - 1]
@@ -112,7 +113,10 @@ class Tuning:
         self._stopped.set()
 
     def wait(self, timeout: float | None = None) -> Tuned:
-        """Waits for the end; raises what ended it, TimeoutError if it goes on. An interrupt ends it: as before."""
+        """Waits for the end of the search and returns its result. Raises the search's error, or TimeoutError.
+
+        An interrupt ends the search and restores the earlier settings.
+        """
         try:
             if not self._over.wait(timeout):
                 raise TimeoutError(f"tune: still at trial {len(self.trials)} of {self.number}")
@@ -127,7 +131,7 @@ class Tuning:
 
     @property
     def found(self) -> Tuned:
-        """What there is so far. Raises KnobError where no trial may be used."""
+        """The result so far. Raises KnobError if no trial is usable."""
         if (best := self.best) is None:
             said = self.trials[-1].verdict if self.trials else "none has ended"
             raise KnobError(f"tune: none of {len(self.trials)} trials may be used, the last: {said}")
@@ -136,7 +140,7 @@ class Tuning:
     def __repr__(self) -> str:
         return f"Tuning, {self.state}: {self.said}" + (f"\n{self.found!r}" if self.best else "")
 
-    # -- the search (its own thread)
+    # -- the search (on its own thread)
 
     def _work(self) -> None:
         try:
@@ -161,7 +165,7 @@ class Tuning:
             while len(self.trials) < self.number:
                 self._hold()
                 if self.trials[-1].ranks != len(self.on.members):
-                    proposer = self._begin()  # with as many ranks as there are now
+                    proposer = self._begin()  # with the present number of ranks
                 elif (found := proposer.next()) is not None:
                     asked, settings = found
                     done = self._try(settings, proposer.predicted(settings))
@@ -172,13 +176,13 @@ class Tuning:
         self._end()
 
     def _begin(self) -> Proposer:
-        """Tries what was in force before, then asks the simulator; what broke a trial is not tried again."""
+        """Tries the settings in force before, then orders the candidates. Excludes settings that broke a trial."""
         broke = [trial.settings for trial in self.trials if trial.seconds is None]
         self._try(self._former, None)
         self.said = "the simulator is asked what to try next"
         order = self._order()
         out = order.left_out if order else ()
-        self.left_out = tuple(trial for trial in out if trial.settings != self._former)  # which has been tried
+        self.left_out = tuple(trial for trial in out if trial.settings != self._former)  # already tried
         proposer = Proposer(self.dims, self.number, self.seed, order, once=True, never=broke)
         first = proposer.first(self._former)
         self.trials[-1] = replace(self.trials[-1], predicted=proposer.predicted(self._former))
@@ -191,7 +195,7 @@ class Tuning:
         try:
             return ordered(self.on.experiment, self.dims, self.costs or Costs.measured(run))
         except (KnobError, RunError, ValueError):
-            return None  # nothing was measured yet: Optuna proposes alone
+            return None  # nothing is measured yet: Optuna proposes alone
 
     def _try(self, settings: Settings, predicted: float | None) -> Trial:
         trial = Trial(settings=settings, predicted=predicted, verdict="settling")
@@ -206,7 +210,7 @@ class Tuning:
         return self.trials[-1]
 
     def _hold(self) -> None:
-        """Between two trials: while a person has the search paused, the best so far is set."""
+        """Waits while a user has paused the search, with the best settings so far in force."""
         if self._paused.is_set() and self.best:
             self._ranks.set(self.best.settings)
         while self._paused.is_set():
@@ -232,7 +236,7 @@ class Tuning:
 
 
 def require(numbers: Any, trials: Any, seed: Any, within: Any) -> None:
-    """Raises KnobError for what `tune` cannot be asked."""
+    """Raises KnobError for invalid arguments of `tune`."""
     for name, number, least in (*numbers, *([("trials", trials, 1)] if trials is not None else [])):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise KnobError(f"{name}={number!r}: must be an integer of at least {least}")
@@ -243,7 +247,7 @@ def require(numbers: Any, trials: Any, seed: Any, within: Any) -> None:
 
 
 def trials_of(trials: int | None, dims: list[Dimension]) -> int:
-    """How many settings are tried."""
+    """Returns how many settings to try."""
     if trials is not None:
         return trials
     every = sum(1 for _ in candidates(dims)) if all(d.values for d in dims) else 5 * TRIALS
