@@ -1,1 +1,1 @@
-"""Predictions: what would another setting cost?."""
+"""Predictions of what other settings would cost."""

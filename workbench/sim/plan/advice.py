@@ -1,7 +1,7 @@
-"""What a step costs most, and what to try next: the causes that the record shows, each with the simulator's word.
+"""Advice: the main causes of slow steps in a record, and for each the next setting to try.
 
-A handful of other settings is simulated with the costs measured from the run, as `what_if` does; of those that help
-against a cause the fastest is named, if it helps beyond doubt. What no setting mends has a sentence of where to look.
+It simulates a few other settings with the run's own costs, as `what_if` does. For each cause it suggests the fastest
+setting, if the gain is clear. For causes that no setting can change, it says where to look.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from workbench.strategies.local_sgd import LocalSGD
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-WORTH = 0.03  # of a step: less is no advice
-TIMES = 4  # a bucket is made so many times larger, or smaller
-EVERY = 8  # steps between two meetings, where ranks met in each before
+WORTH = 0.03  # share of a step: smaller gains are no advice
+TIMES = 4  # factor between the present and the suggested bucket size
+EVERY = 8  # steps between two averages, if ranks meet in every step now
 HEAD = ("cause", "ranks", "per step", "share", "what is seen", "next thing to try")
 LOOK = {
     "input": "look at what loads the data: nothing here makes it faster",
@@ -46,11 +46,11 @@ LOOK |= dict.fromkeys(("forward", "backward", "optimizer", "codec"), "look at wh
 
 
 class Suggestion(NamedTuple):
-    """Settings to try, and what the simulator says of them.
+    """Settings to try, with the simulator's prediction.
 
-    faster: share by which an example takes less time than under the present settings, both simulated
-    error:  by how much the simulator is off for the present settings, as a share of what was measured
-    learns: may what is learned be another thing? Then the loss has to be watched
+    faster: share by which the time per example falls against the present settings, both simulated
+    error:  error of the simulation of the present settings, as a share of the measured time
+    learns: whether the settings may change what the model learns, so the loss needs watching
     """
 
     settings: dict[str, Any]
@@ -66,7 +66,7 @@ class Suggestion(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A cause, as `workbench.analysis.stragglers.causes` has it, with the next thing to try."""
+    """A cause from `workbench.analysis.stragglers.causes`, with the next thing to try."""
 
     cause: str
     ranks: tuple[int, ...]
@@ -77,19 +77,19 @@ class Advice(NamedTuple):
 
     @property
     def next(self) -> str:
-        """The next thing to try, in words; "" where nobody knows one."""
+        """The next thing to try, as text; "" if none is known."""
         look = LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
         return "; or ".join(filter(None, (*map(str, self.suggestions), look)))
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As HEAD names them."""
+        """The cells of a table row, in the order of HEAD."""
         who = listed(tuple(map(str, self.ranks))) if self.ranks else "all"
         return self.cause, who, duration(self.seconds), _percent(self.share), self.text, self.next
 
 
 class Advised(list[Advice]):
-    """Rows, the costliest first; it shows itself as a table in words.
+    """Rows, the costliest cause first. It shows itself as a table.
 
     unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
     unjudged:    why the record does not say what costs a step most; "" if it says
@@ -122,7 +122,7 @@ class Advised(list[Advice]):
 
 
 def advice(run: Run, last: int = LAST) -> Advised:
-    """The causes of the last `last` steps, with suggestions. It simulates, which takes a second or more.
+    """Returns the causes of the last `last` steps, with suggestions. Simulates for a second or more.
 
     If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
     `workbench.sim.plan.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are
@@ -138,7 +138,7 @@ def advice(run: Run, last: int = LAST) -> Advised:
                 try:
                     asked = asked or Asked(run)
                     known[kind] = _best(asked, kind)
-                except Exception as error:  # any of a user's own functions may fail, and the causes hold all the same
+                except Exception as error:  # a user's own functions may fail; the causes remain valid
                     known[kind], rows.unsimulated = (), text_of(error).rstrip(".") or class_of(error)
             rows.append(Advice(*f, known.get(kind, ())))
             work.step()
@@ -154,7 +154,7 @@ def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
     with doing(kind, len(every)) as work:
         for number, settings in enumerate(every):
             work.at(number)
-            with suppress(KnobError, StrategyError, RunError, ValueError):  # what cannot be, or cannot be simulated
+            with suppress(KnobError, StrategyError, RunError, ValueError):  # invalid, or not simulatable
                 found.append(_suggestion(asked, settings))
     best: list[Suggestion] = []
     for one in in_order(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
@@ -164,7 +164,7 @@ def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
 
 
 def _candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
-    """Changes that a lab could make at once, in the order in which they disturb least."""
+    """Yields changes that a lab can make live, the least disturbing first."""
     if kind == "network":
         yield from ({"bucket_mb": float(f"{now.bucket_mb * by:.3g}")} for by in (TIMES, 1 / TIMES))
         if isinstance(now.compressor, Dense):
@@ -186,7 +186,7 @@ def _suggestion(asked: Asked, settings: dict[str, Any]) -> Suggestion:
 
 
 def _value(value: Any) -> str:
-    """A member as one would write it, without what it has by itself: `PowerSGD`, `LocalSGD(every=8)`."""
+    """Returns a member as code, without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
     if isinstance(value, int | float):
         return f"{value:g}"
     if value == (short := getattr(value, "of", value)).usual():

@@ -1,4 +1,4 @@
-"""Where a model is best cut into stages, from what its parts take, and what a step would take then."""
+"""Finds the best cuts of a model into stages, from the times of its parts, and predicts a step with them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from workbench.sim.run.fits import MOST, longest
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import Learner
 
-SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at
-TRIED = 6  # ways to cut that are predicted
+SETTLE, STEPS = 3, 2  # untypical first steps; measured steps
+TRIED = 6  # cuts that are simulated
 
 
 class Cut(NamedTuple):
-    """A way to cut: the parts at which pieces begin, predicted seconds per step, and for which share of them stages
-    are idle
+    """A way to cut a model.
+
+    cuts: the parts at which pieces begin; step_s: predicted seconds per step; bubble: share of them that stages are
+      idle
     """
 
     cuts: tuple[int, ...]
@@ -45,13 +47,13 @@ class Cut(NamedTuple):
 
 
 class Balanced(NamedTuple):
-    """What `balance` proposes.
+    """The proposal of `balance`.
 
-    partition: the experiment's, with the cuts: `lab.set("partition", found.partition)` turns to it while ranks train
-    best:      what they come to; even: the same of cuts by numbers of parameters, None where these cannot be
-    units:     what each part takes, of one micro-batch
-    costs:     the same as `simulate` and `plan` take it, for a replica's whole batch
-    exact:     were all cuts weighed? Of several pieces per stage there may be too many
+    partition: the experiment's, with the new cuts: `lab.set("partition", found.partition)` applies it live
+    best:      its prediction; even: the prediction for cuts by numbers of parameters, None if these are impossible
+    units:     the times of each part, for one micro-batch
+    costs:     the same times for `simulate` and `plan`, for a replica's whole batch
+    exact:     whether all cuts were compared; with several pieces per stage there may be too many
     """
 
     partition: Partition
@@ -67,7 +69,7 @@ class Balanced(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times as long a step takes that is cut by numbers of parameters."""
+        """How many times longer a step takes with cuts by numbers of parameters."""
         return self.even.step_s / self.best.step_s if self.even else float("nan")
 
     def __repr__(self) -> str:
@@ -76,7 +78,7 @@ class Balanced(NamedTuple):
         return "\n".join([f"{self.best!r}{even}{some}", *self._lines()])
 
     def _lines(self) -> Iterator[str]:
-        """Each part with what it takes, in the stage where it comes to lie."""
+        """Yields a line for each part: its stage and its times."""
         stages = self.partition.depth
         for number, unit in enumerate(self.units):
             stage = sum(begin <= number for begin in self.cuts) % stages
@@ -86,23 +88,22 @@ class Balanced(NamedTuple):
 
 def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
             slow: Sequence[float] | Run | None = None, rounds: int = 9) -> Balanced:  # fmt: skip
-    """Cuts of `experiment`'s pipeline that make its slowest stage as fast as can be, for parts that take as long.
+    """Returns cuts of `experiment`'s pipeline that make its steps as fast as possible.
 
-    times:  seconds of a forward and of a backward of one micro-batch through each part of the model; by default they
-            are measured, on this process and one thread: medians over so many `rounds`. Under a `pace` a part takes
-            what the pace says of its parameters where that is longer.
-    slow:   by stage how many times longer its ranks take, besides what `experiment`'s faults make of the first step; or
-            a run whose last steps had as many stages: what these took against what their parts should, faults and all
+    times:  seconds of a forward and of a backward of one micro-batch through each part of the model. By default they
+            are measured in this process on one thread, as medians over `rounds`. Under a `pace`, a part takes at least
+            the pace's share for its parameters.
+    slow:   by stage, a factor by which its ranks are slower, in addition to `experiment`'s faults in the first step; or
+            a run with as many stages, which gives the factors including faults
 
-    Two things are weighed: what the slowest stage takes forward and backward, with all its pieces, and how long the
-    links are busy with what crosses between pieces, both ways. Of all cuts those are found of which no other is better
-    in both (`host/placement/balancing.py`); where stages have several pieces and there are too many, the most promising
-    were weighed, and `exact` says so. The schedule decides how much each of the two counts. So `simulate` predicts a
-    step of TRIED of these, from the fastest slowest stage to the least that crosses, and of cuts by numbers of
-    parameters, and the fastest is proposed. A codec between stages counts there only; the optimizer's own time does
-    not.
+    Two costs count: the slowest stage's time, forward and backward over all its pieces, and the time for which links
+    are busy with transfers between pieces, in both directions. `host/placement/balancing.py` finds the Pareto-optimal
+    cuts. If stages have several pieces and there are too many cuts, it compares the most promising ones, and `exact` is
+    False. The schedule decides how much each cost matters. So `simulate` predicts a step for TRIED of these cuts,
+    spread over the front, and for cuts by numbers of parameters. The fastest is proposed. A codec between stages counts
+    only in this prediction; the optimizer's time does not count.
 
-    Raises KnobError where the partition has no stages, or the model cannot be cut into so many.
+    Raises KnobError if the partition has no stages, or the model cannot be cut into so many.
     """
     e = given.experiment(experiment).checked()
     if rounds < 1:
@@ -124,7 +125,7 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     try:
         ways, exact = front(rows, count, *bound(parts), way.depth, _crossing(e, learner))
     except ValueError:
-        cut(e, model, learner)  # which says why in words
+        cut(e, model, learner)  # raises a more precise error
         raise KnobError(
             f"partition={type(way).__name__}: the model's {len(parts)} parts cannot be cut into {count} pieces each of "
             f"which has parameters to train and no tied one of another's; take fewer"
@@ -140,18 +141,18 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
         for w in some:
             tried.append(_predicted(e, replace(way, cuts=w.cuts), w.cuts, costs))  # type: ignore[call-arg]
             work.step()
-    found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of those as fast
+    found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of equally fast ones
     return Balanced(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
 
 
 def _some(ways: list[Way]) -> list[Way]:
-    """Some of them, the first and the last among them, as far from each other as can be."""
+    """Returns up to TRIED of the ways, evenly spaced, with the first and the last."""
     last = len(ways) - 1
     return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
 
 
 def _crossing(e: Experiment, learner: Learner) -> list[list[float]]:
-    """Seconds that links are busy with one micro-batch if a piece begins at a part: a row for each of its stages."""
+    """Returns a row per stage: seconds that links are busy per micro-batch if a piece begins at each part."""
     way = e.partition
     if not e.fabric.shaped:
         return [[]]
@@ -184,7 +185,7 @@ def _factors(slow: Sequence[float] | None, depth: int) -> tuple[float, ...]:
 
 
 def _recorded(run: Run, e: Experiment, units: tuple[Unit, ...], model: Any, learner: Any) -> tuple[float, ...]:
-    """By stage how many times longer its slowest rank took than the fastest stage's, for the same parts."""
+    """Returns for each stage how many times slower its slowest rank was than the fastest stage's, for equal parts."""
     was, found = fold(run.experiment, run.changes, Experiment.set)[-1][1].partition, analysis.bubble(run.timeline)
     if found is None or was.depth != e.partition.depth:
         raise KnobError(f"slow={run.name}: its last steps have no {e.partition.depth} stages; take a run that has")
@@ -201,14 +202,14 @@ def _stage(way: Partition, rank: int) -> int:
 
 
 def _paced(e: Experiment, units: tuple[Unit, ...], weights: Sequence[int]) -> tuple[Unit, ...]:
-    """What parts take where a pace asks for so much of each."""
+    """Returns the times of parts, at least as long as the pace demands."""
     each = [e.pace * 1e-3 * w / sum(weights) / e.partition.micro_batches for w in weights]
     return tuple(Unit(u.name, max(u.forward, SHARES["forward"] * s), max(u.backward, SHARES["backward"] * s))
                  for u, s in zip(units, each, strict=True))  # fmt: skip
 
 
 def _slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[float, float]]:
-    """By stage how many times longer a forward and a backward last on the slowest of its ranks."""
+    """Returns for each stage the factors by which forward and backward are slower on the slowest of its ranks."""
     found = [(factor, factor) for factor in factors]
     faults = e.fabric.faults
     return [(max(f * stretch(faults, r, 0, "forward") for r in range(e.ranks) if _stage(e.partition, r) == stage),
@@ -217,7 +218,7 @@ def _slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[float, fl
 
 
 def _costs(e: Experiment, units: tuple[Unit, ...], factors: tuple[float, ...]) -> Costs:
-    """What a replica's whole batch takes, on each rank."""
+    """Returns the costs of a replica's whole batch, on each rank."""
     slow = [e.partition.micro_batches * factors[_stage(e.partition, rank)] for rank in range(e.ranks)]
     return Costs(forward=tuple(Duration(f * sum(u.forward for u in units)) for f in slow),
                  backward=tuple(Duration(f * sum(u.backward for u in units)) for f in slow),
@@ -225,9 +226,9 @@ def _costs(e: Experiment, units: tuple[Unit, ...], factors: tuple[float, ...]) -
 
 
 def _predicted(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> Cut:
-    """Some steps of the simulator, on any memory."""
+    """Simulates some steps without a memory limit, and returns the prediction."""
     looked = max(STEPS, min(longest(e.strategy), MOST) if e.strategy.periodic else 0)
-    never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
+    never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = SETTLE * max(1, never) + looked
     short = replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0, policy=ByHand())
     run = simulate(short, costs=costs)

@@ -1,4 +1,4 @@
-"""Which (strategy, partition) pairs fit the memory of the ranks, and how long a step would take under each."""
+"""Plans (strategy, partition) pairs: which of them fit into memory, and how long a step takes under each."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from workbench.sim.run.fits import MOST, longest, require_room
 from workbench.sim.run.simulate import rehearsed
 from workbench.tasks import Learner
 
-REASONS = 3  # that an error names
+REASONS = 3  # reasons that an error names
 ALL = 64  # ranks up to which each has its own speed
-SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
+SETTLE, STEPS = 3, 2  # untypical first steps; measured steps, at least
 
 
 class Planned(NamedTuple):
-    """A pair, on one global batch: predicted seconds per step, bytes on the device that needs most, and bytes that a
-    rank sends in a step. away: bytes that a rank keeps on its host or on disk
+    """A pair with its prediction for one global batch.
+
+    step_s: seconds per step; peak: bytes on the fullest device; sent: bytes that a rank sends per step
+    away:   bytes that a rank keeps on its host or disk
     """
 
     strategy: Any
@@ -51,7 +53,7 @@ class Planned(NamedTuple):
 
 
 def _said(member: Any) -> str:
-    """A member with the knobs that are not as usual."""
+    """Returns a member with its knobs that differ from the defaults."""
     usual = {knob.name: knob.default for knob in knobs(type(member))}
     turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
     said = ", ".join(f"{name}={_said(value) if hasattr(value, 'home') else repr(value)}" for name, value in turned)
@@ -60,20 +62,20 @@ def _said(member: Any) -> str:
 
 def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
          partitions: Iterable[Partition] = ()) -> list[Planned]:  # fmt: skip
-    """Pairs that `experiment`'s ranks can train with, the fastest first; `memory_mb` is heeded if it is set.
+    """Returns the pairs that `experiment`'s ranks can train with, fastest first. Respects `memory_mb` if it is set.
 
-    Each is simulated for a few steps, with sizes only, on the same global batch: a replica that lies on n ranks takes n
-    times the batch of one. Where replicas do the same, one stands for all (`simulate(alike=True)`); of more than
-    `ALL` ranks that measured `costs` tell apart, each is as fast as the slowest is expected to be (`Costs.even`). Pairs
-    that are refused, or do not fit, are left out.
+    Each pair is simulated for a few steps, with sizes only and on the same global batch: a replica on n ranks takes n
+    times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). If `costs` give
+    ranks different speeds, each of more than `ALL` ranks is as fast as the slowest is expected to be (`Costs.even`).
+    Refused pairs and pairs that do not fit are left out.
 
-    costs:      what compute takes (`Costs.measured(run)`), where `experiment` has no `pace`, which is the time of one
-                replica's batch on one rank
-    strategies: by default those that make together what one process would (they claim `exact`), and the experiment's
-    partitions: by default the whole model, also with checkpointing, and all ways to cut it in stages and slices whose
-                ranks are a divisor of all
+    costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: the time of one replica's batch on
+                one rank
+    strategies: by default the ones with the same result as one process (`exact`), and the experiment's own
+    partitions: by default the whole model, also with checkpointing, and all cuts into stages and slices that divide the
+                number of ranks
 
-    Raises KnobError where nothing says how long compute lasts, and where no pair is left: with the reasons.
+    Raises KnobError if no compute time is known, or, with the reasons, if no pair is left.
     """
     e = given.experiment(experiment).checked()
     if not e.pace and costs is None:
@@ -84,7 +86,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     costs = costs.even(e.ranks) if e.ranks > ALL else costs
     learner, why = e.task.build(), list[str]()
     ways = _able(e, list(partitions) or list(_ways(e)), learner, why)
-    found, seen = list[Planned](), dict[Any, Any]()  # passes without values, which are the same in many pairs
+    found, seen = list[Planned](), dict[Any, Any]()  # passes without values, which many pairs share
     pairs = list(product(list(strategies) or _exact(e), ways))
     with doing("planning", len(pairs)) as work:
         for strategy, way in pairs:
@@ -98,14 +100,14 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
 
 
 def _nothing(why: list[str]) -> str:
-    """The sentence for a plan without a pair: how many were refused, and the most frequent reasons."""
+    """Returns the error for a plan without pairs: the number of refusals, and the most frequent reasons."""
     reasons = [reason for reason, _ in Counter(why).most_common(REASONS)]
     more = f"; and {len(set(why)) - len(reasons)} other reasons" if len(set(why)) > len(reasons) else ""
     return f"plan: no strategy and partition can train this experiment ({len(why)} refused): {'; '.join(reasons)}{more}"
 
 
 def _able(e: Experiment, ways: list[Partition], learner: Learner, why: list[str]) -> list[Partition]:
-    """The ways by which the model can be cut, which takes no simulation. Reasons against the other ways go to `why`."""
+    """Returns the partitions that can cut the model, without a simulation. Appends to `why` why the others cannot."""
     model, found = outline(learner), []
     for way in ways:
         try:
@@ -118,12 +120,12 @@ def _able(e: Experiment, ways: list[Partition], learner: Learner, why: list[str]
 
 def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
                seen: dict[Any, Any] | None) -> Planned | str:  # fmt: skip
-    """The row of a pair, or why the pair is refused."""
-    looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
-    never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
+    """Returns the prediction of a pair, or why the pair is refused."""
+    looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round, if periodic
+    never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
     steps = stop + never
-    evaluates = steps if e.eval_every and e.memory_mb else 0  # once, behind the last: that must fit, too
+    evaluates = steps if e.eval_every and e.memory_mb else 0  # once, after the last step, for its memory
     try:
         e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=evaluates, batch=e.batch * way.size,
                     pace=0.0, policy=ByHand()).checked()  # fmt: skip
@@ -141,7 +143,7 @@ def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learn
 
 
 def _exact(e: Experiment) -> list[Any]:
-    """Strategies that claim to be exact, by their bare names, and the experiment's own."""
+    """Returns the experiment's strategy and all strategies that claim to be exact, with their default knobs."""
     from workbench.strategies import Strategy
 
     kinds: dict[str, Any] = members(Strategy)
@@ -151,7 +153,7 @@ def _exact(e: Experiment) -> list[Any]:
 
 
 def _ways(e: Experiment) -> Iterator[Partition]:
-    """All ways to spread a replica over a divisor of the ranks, and the whole model with units computed again."""
+    """Yields all partitions over a divisor of the ranks, and the whole model with and without recomputed units."""
     from workbench.partitions import Pipeline, Tensor
 
     yield Whole()

@@ -1,4 +1,4 @@
-"""A step's time under other settings, soon told: sizes only, one replica for all where all do the same."""
+"""Predicts a step's time under other settings quickly: sizes only, and one replica for all if they behave alike."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from workbench.sim.costs.alike import unlike
 from workbench.sim.costs.costs import Costs
 from workbench.sim.run.simulate import rehearsed
 
-SETTLE = 2  # steps at the beginning that are not like the others
-FEW = 4  # steps that are looked at, at least; of a periodic strategy two rounds
+SETTLE = 2  # untypical first steps
+FEW = 4  # measured steps, at least; of a periodic strategy 2 rounds
 ALL = 64  # ranks up to which each has its own speed
 
 
 class Told(NamedTuple):
-    """Seconds per step in the mean, bytes that a rank sends in one, the simulated run, and who was simulated.
+    """Mean seconds per step, mean bytes that a rank sends per step, and the simulated run.
 
-    alike: does the first replica stand for all?
-    even:  is every rank taken to be as fast as the slowest of all is expected to be?
+    alike: whether the first replica stands for all
+    even:  whether every rank is as fast as the slowest is expected to be
     """
 
     seconds: float
@@ -37,9 +37,9 @@ class Told(NamedTuple):
 
 
 class Quick:
-    """Asks the simulator about many settings of one task, for whose passes the sizes are found once.
+    """Simulates many settings of one task. The sizes of the task's passes are computed once.
 
-    costs: what compute takes where `pace` says less, as everywhere
+    costs: compute times, if `pace` gives no longer ones
     """
 
     def __init__(self, experiment: Experiment, costs: Costs) -> None:
@@ -48,7 +48,7 @@ class Quick:
         self._seen = dict[Any, Any]()
 
     def told(self, e: Experiment) -> Told:
-        """Of an experiment on the same task. Raises KnobError and StrategyError for what cannot be simulated."""
+        """Predicts a step of an experiment. Raises KnobError or StrategyError if it cannot be simulated."""
         every = period(e)
         looked = max(FEW, 2 * every if every > 1 else 0)
         e = replace(e, steps=SETTLE + looked, eval_every=0, policy=ByHand()).checked()
@@ -67,17 +67,17 @@ class Quick:
 
 
 def period(e: Experiment) -> int:
-    """Steps of a round of a strategy that has any, else 1."""
+    """Returns the steps in a round of a periodic strategy, otherwise 1."""
     return int(getattr(e.strategy, "every", 1)) if e.strategy.periodic else 1
 
 
 def mean(run: Run, first: int, stop: int) -> float:
-    """Seconds of the steps [first, stop), over steps and ranks; NaN where there are none."""
+    """Returns the mean seconds of the steps [first, stop) over steps and ranks; NaN if there are none."""
     found = analysis.breakdown(run.timeline, first, stop)
     return float(np.mean(found.seconds)) if found.steps else float("nan")
 
 
 def sent(run: Run, first: int, stop: int) -> float:
-    """Bytes that a rank sends in one of the steps [first, stop), over steps and ranks."""
+    """Returns the mean bytes that a rank sends in one of the steps [first, stop), over steps and ranks."""
     each = analysis.bytes_per_step(run.timeline, first, stop)
     return float(np.mean(each)) if len(each) else 0.0

@@ -1,4 +1,4 @@
-"""A step over numbers of ranks: a row each, and what is assumed of all of them."""
+"""A step's time over numbers of ranks: one row per number, and the assumptions behind all rows."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HEAD = ("ranks", "step", "computing", "sent per rank and step", "")
 
 
 class Scaled(NamedTuple):
-    """One number of ranks: seconds per step, the share of it in which a rank computes, bytes it sends in one.
+    """One number of ranks: seconds per step, the share of compute in it, bytes that a rank sends per step.
 
-    refused: why it was not simulated; "" where it was
+    refused: why it was not simulated, or ""
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class Scaled(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As HEAD names them."""
+        """The cells of a table row, in the order of HEAD."""
         if self.refused:
             return f"{self.ranks:,}", "", "", "", self.refused
         sent = analysis.readable(self.sent)
@@ -47,7 +47,7 @@ class Scaled(NamedTuple):
 
 
 class Scaling(list[Scaled]):
-    """Rows by number of ranks, and `assumptions` in sentences; it shows itself as a table with them below."""
+    """Rows by number of ranks, and `assumptions` as sentences. It shows itself as a table with these below."""
 
     def __init__(self, rows: Sequence[Scaled], assumptions: tuple[str, ...]) -> None:
         super().__init__(rows)
@@ -64,7 +64,7 @@ class Scaling(list[Scaled]):
 
 
 def scaled(quick: Quick, ranks: int, made: Callable[[int], Experiment]) -> Scaled:
-    """What the simulator says of the experiment that `made` makes of so many ranks."""
+    """Simulates the experiment that `made` returns for `ranks` ranks."""
     try:
         e = made(ranks)
         if ranks > ALL and (reason := unlike(e, quick.costs.even(ranks))):
@@ -78,9 +78,9 @@ def scaled(quick: Quick, ranks: int, made: Callable[[int], Experiment]) -> Scale
 
 
 def assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, error: float) -> tuple[str, ...]:
-    """What is taken for granted when a run of `now` is asked about `e`, in sentences.
+    """Returns the assumptions behind a prediction for `e` from a run of `now`, as sentences.
 
-    error: by how much the simulator is off for the run as it is, as a share of what was measured
+    error: error of the simulation of the run as it is, as a share of the measured time
     """
     each = sum(max(d.seconds for d in getattr(costs, p)) for p in PHASES)
     each = max(each, sum(SHARES.values()) * e.pace * 1e-3)

@@ -1,4 +1,4 @@
-"""What if: a run's present settings, and others, on the simulator that was calibrated from the run itself.
+"""Simulates a run's present settings and others, with costs measured from the run itself.
 
 run.what_if({"ranks": 16, "link.bandwidth": 100})
 """
@@ -24,25 +24,25 @@ from workbench.sim.plan.scaling import RANKS, Scaling, assumptions, scaled
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-LOOKED = 40  # steps that are looked at and simulated, at least
+LOOKED = 40  # steps that are measured and simulated, at least
 ROUNDS = 4  # rounds of a periodic strategy that are simulated, at least
-SETTLE = 2  # steps after a change, or at a simulation's beginning, that are not like the others
+SETTLE = 2  # untypical steps after a change or at the beginning
 
 
 class WhatIf(NamedTuple):
-    """Mean seconds per step: as measured, the simulator's for the same settings, and its own for the others."""
+    """Mean seconds per step: measured, simulated with the same settings, and simulated with the other settings."""
 
     measured: float
     same: float
     other: float
-    experiment: Experiment  # the others
-    run: Run  # simulated under them
-    sent: float  # bytes per step and rank under them
-    assumptions: tuple[str, ...] = ()  # of what is simulated, in sentences
+    experiment: Experiment  # with the other settings
+    run: Run  # simulated with them
+    sent: float  # bytes per step and rank with them
+    assumptions: tuple[str, ...] = ()  # of the simulation, as sentences
 
     @property
     def error(self) -> float:
-        """By how much the simulator is off where it can be checked, as a share of what was measured."""
+        """The simulation's error for the same settings, as a share of the measured time."""
         return self.same / self.measured - 1.0
 
     def __repr__(self) -> str:
@@ -54,21 +54,21 @@ class WhatIf(NamedTuple):
 
 
 def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
-    """Simulates `run` as it is now and with `settings` (path: value), sizes only; costs are measured from the run.
+    """Simulates `run` as it is now and with `settings` (path: value), with sizes only and costs from the run.
 
-    network: by name, one of `workbench.fabric.networks`, in place of the run's; `settings` say more than it
-    Of more than 64 ranks one replica is simulated for all, each as fast as the slowest is expected to be.
+    network: the name of one of `workbench.fabric.networks`, in place of the run's; `settings` take precedence
+    Above 64 ranks, one replica is simulated for all. Each rank is as fast as the slowest is expected to be.
 
-    Raises KnobError for a setting that cannot be or cannot be simulated, ValueError where the run has no whole step.
+    Raises KnobError for an invalid or unsimulatable setting, ValueError if the run has no complete step.
     """
     _require(settings)
-    with doing("what if", 2):  # as it is, and otherwise
+    with doing("what if", 2):  # as it is, and with the settings
         return Asked(run).what_if(settings or {}, network)
 
 
 def scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
             ranks: Sequence[int] = RANKS) -> Scaling:  # fmt: skip
-    """The same for several numbers of ranks, to 4,096: a row each, and what is assumed. Raises KnobError."""
+    """Simulates several numbers of ranks, up to 4,096. Returns a row for each, and assumptions. Raises KnobError."""
     _require(settings)
     if not isinstance(ranks, (list, tuple, range)):
         raise KnobError(f"ranks={short(ranks)}: must be a list of numbers of ranks, such as [8, 64, 4096]")
@@ -82,7 +82,7 @@ def _require(settings: Any) -> None:
 
 
 class Asked:
-    """A run of which several things are asked: its costs are measured once, and its own settings simulated once."""
+    """A run for several predictions. Its costs are measured once, and its own settings simulated once."""
 
     def __init__(self, run: Run) -> None:
         self.now = present(run)
@@ -95,7 +95,7 @@ class Asked:
         return mean(self._simulated(self.now), SETTLE, _steps(self.now))
 
     def what_if(self, settings: Mapping[str, Any], network: str = "") -> WhatIf:
-        """As `what_if`."""
+        """Predicts as the function `what_if` does."""
         other = self._turned(settings, network)
         about = assumptions(self.now, other, self._costs, network, self._same / self._measured - 1.0)
         if other.ranks > ALL:
@@ -107,7 +107,7 @@ class Asked:
                       sent(imagined, SETTLE, stop), about)  # fmt: skip
 
     def scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
-        """As `scaling`."""
+        """Predicts as the function `scaling` does."""
         rows = [scaled(self._quick, n, lambda n: self._turned({**settings, "ranks": n}, network)) for n in ranks]
         most = max((row.experiment for row in rows if row.experiment), key=lambda e: e.ranks, default=self.now)
         return Scaling(rows, assumptions(self.now, most, self._costs, network, self._same / self._measured - 1.0))
@@ -121,19 +121,19 @@ class Asked:
 
 
 def present(run: Run) -> Experiment:
-    """The experiment of a run with every change that was applied so far."""
+    """Returns the experiment of a run with every change applied so far."""
     return fold(run.experiment, run.changes, Experiment.set)[-1][1].checked()
 
 
 def _steps(experiment: Experiment) -> int:
-    """How many steps show what a step costs on average: whole rounds of a strategy that has any."""
+    """Returns how many steps show the mean cost of a step: whole rounds of a periodic strategy."""
     every = int(getattr(experiment.strategy, "every", 1))
     rounds = max(ROUNDS, -(-LOOKED // every))
     return SETTLE + rounds * every
 
 
 def _settled(run: Run) -> tuple[int, int]:
-    """The newest steps that were all made under the present settings."""
+    """Returns the range of the newest steps under the present settings."""
     first, stop = analysis.last_steps(run.timeline, LOOKED)
     changed = [c.at_step + SETTLE for c in run.changes]
     return min(max(first, SETTLE if stop > SETTLE else 0, *changed), max(stop - 1, 0)), stop
