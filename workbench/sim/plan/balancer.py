@@ -52,7 +52,7 @@ class Balanced(NamedTuple):
     partition: the experiment's, with the new cuts: `lab.set("partition", found.partition)` applies it live
     best:      its prediction; even: the prediction for cuts by numbers of parameters, None if these are impossible
     units:     the times of each part, for one micro-batch
-    costs:     the same times for `simulate` and `plan`, for a replica's whole batch
+    costs:     the same times for `simulate` and `plan`, per batch of a replica
     exact:     whether all cuts were compared; with several pieces per stage there may be too many
     """
 

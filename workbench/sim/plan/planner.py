@@ -67,7 +67,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     Each pair is simulated for a few steps, with sizes only and on the same global batch: a replica on n ranks takes n
     times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). If `costs` give
     ranks different speeds, each of more than `ALL` ranks is as fast as the slowest is expected to be (`Costs.even`).
-    Refused pairs and pairs that do not fit are left out.
+    Refused pairs and pairs that do not fit are omitted.
 
     costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: the time of one replica's batch on
                 one rank
@@ -107,7 +107,7 @@ def _nothing(why: list[str]) -> str:
 
 
 def _able(e: Experiment, ways: list[Partition], learner: Learner, why: list[str]) -> list[Partition]:
-    """Returns the partitions that can cut the model, without a simulation. Appends to `why` why the others cannot."""
+    """Returns the partitions that can cut the model, without simulating. Appends reasons against the rest to `why`."""
     model, found = outline(learner), []
     for way in ways:
         try:
