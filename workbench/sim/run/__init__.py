@@ -1,1 +1,1 @@
-"""The entry point of the simulator."""
+"""The entry points of the simulator."""

@@ -1,4 +1,4 @@
-"""Whether ranks have the memory that an experiment needs, or would need after a change: a few steps of sizes only."""
+"""Checks whether ranks have the memory that an experiment needs, now or after a change, with sizes only."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from workbench.policies import ByHand
 from workbench.settings import Change, KnobError, each, knobs, resolve
 from workbench.sim.run.simulate import simulate
 
-FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # memory
-STEPS = 3  # before a change, and after it: what is remembered is there from the second on
-MOST = 64  # steps of a strategy's own round, or beginning, that are waited for
+FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # use memory
+STEPS = 3  # before a change, and after it: the optimizer has state from the second step on
+MOST = 64  # steps of a strategy's round or warm-up that are simulated, at most
 
 
 def longest(strategy: Any) -> int:
-    """The most steps that a knob of the strategy names: of a round, or until it does otherwise."""
+    """Returns the largest knob of a strategy that counts steps: of a round, or of a warm-up."""
     return max((int(k.default) for k in knobs(strategy) if k.unit == "steps"), default=0)
 
 
 def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
-    """Raises KnobError, which says what is needed for what, if a rank of `e` needs more than its `memory_mb`.
+    """Raises KnobError, with the memory needed, if a rank of `e` needs more than its `memory_mb`.
 
-    path, value: a change, after which it must fit, and on the way there
+    path, value: a change that must fit, during the switch and after it
 
-    Says nothing where nobody can tell: of what cannot be simulated the ranks find out for themselves.
+    If the experiment cannot be simulated, it raises nothing, and the ranks find out for themselves.
     """
     wanted = e.set(path, value) if path else e.checked()
     changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
@@ -45,18 +45,18 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
 
 
 def _foreseen(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
-    """What each rank needs from the change on, or from the start. Raises OutOfMemory."""
+    """Returns the memory that each rank needs from the change on, or from the start. Raises OutOfMemory."""
     wanted = e.set(change) if change else e
     before = STEPS + min(MOST, longest(e.strategy)) if change else 0
     steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())
-    last = steps if e.eval_every else 0  # an evaluation once all is there
+    last = steps if e.eval_every else 0  # one evaluation after all memory is in use
     short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
     run = simulate(short, changes=[Change(before, change)] if change else [], real=False)
     return analysis.memory(run.timeline, before)
 
 
 def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
-    """The refusal in words. Where the switch itself has no room, only what was tried and fits is advised."""
+    """Returns the refusal. If the switch itself does not fit, the refusal suggests only settings that were tried."""
     lack = error.lack
     if lack is None or not change:
         return str(error)
@@ -65,7 +65,7 @@ def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
     free, rest = replace(e, memory_mb=0.0), {path: value for path, value in change.items() if path != "memory_mb"}
     try:
         after = max(one.peak for one in _foreseen(free, rest)) + _late(lack.wanted)
-    except Exception:  # what comes after the switch, nobody can tell
+    except Exception:  # the memory after the switch is unknown
         return lack.text(e)
     lack = replace(lack, enough=f"memory_mb={in_mb(1.05 * max(lack.needed, after))}")
     return lack.text(e, lambda path, value: _fits(e, change | {path: value}))
@@ -74,13 +74,13 @@ def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
 def _fits(e: Experiment, change: dict[str, Any]) -> bool:
     try:
         require_room(e.set(change), _foreseen(e, change))
-    except Exception:  # it is refused, or nobody can tell
+    except Exception:  # refused, or unknown
         return False
     return True
 
 
 def _late(e: Experiment) -> int:
-    """Bytes of the buckets that may be outstanding on real ranks, whose sums take time."""
+    """Returns the bytes of the buckets that may wait for their sums on real ranks."""
     return _outstanding(e) * int(e.bucket_mb * MB)
 
 
@@ -89,7 +89,7 @@ def _outstanding(e: Experiment) -> int:
 
 
 def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
-    """On real ranks as many buckets as may be `outstanding` can wait for their sum, which takes no time here."""
+    """Raises KnobError if the peak and the `outstanding` buckets, which wait on real ranks only, exceed `memory_mb`."""
     waiting, worst = _late(e), max(found, key=lambda one: one.peak)
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(

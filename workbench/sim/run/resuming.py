@@ -1,8 +1,8 @@
-"""A run that goes on from a checkpoint: under which settings it begins, what is changed before its first step.
+"""Resumes a run from a checkpoint: determines the settings to begin with and the changes before the first step.
 
-As many ranks begin as the checkpoint's were, and what is to be otherwise is changed then, as it would be live. For
-another number of ranks those of the checkpoint first bring together what they hold: they are simulated for that, with
-real tensors and no step, in this process.
+The run begins with as many ranks as the checkpoint has, and differing settings become changes. For another number of
+ranks, the checkpoint's ranks are first simulated in this process, with real tensors and without a step, to gather their
+state.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TOGETHER = ("strategy", "partition")
 
 
 class Resumed(NamedTuple):
-    """How a run goes on.
+    """How a run resumes.
 
-    experiment: under which all ranks begin; changes: made before the checkpoint's step, and later ones
-    checkpoint: from which; made: by which settings
+    experiment: the settings with which all ranks begin; changes: those before the checkpoint's step, and later ones
+    checkpoint: the source; made: its settings
     """
 
     experiment: Experiment
@@ -51,19 +51,19 @@ class Resumed(NamedTuple):
 
     @property
     def parent(self) -> dict[str, Any]:
-        """What the record of the run says of where it comes from."""
+        """The entry in the run's record about its origin."""
         of = self.checkpoint.path.parent.parent
         return {"checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step, "run": str(of)}
 
     def at(self, folder: Path) -> Path:
-        """The checkpoint that ranks read; for others than there were it is made now, in `folder`."""
+        """Returns the checkpoint that ranks read. For another number of ranks, it is created in `folder` now."""
         if self.experiment.ranks == self.checkpoint.ranks:
             return self.checkpoint.path
         return together(self.checkpoint, self.made, self.experiment.ranks, folder).path
 
 
 def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
-    """Under which it was made; with this task, which settings may not tell. Raises KnobError."""
+    """Returns the checkpoint's settings, with `task` if settings cannot describe it. Raises KnobError."""
     settings = dict(checkpoint.settings)
     if task is not None:
         settings.pop("task", None)
@@ -72,7 +72,7 @@ def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
 
 
 def _task(checkpoint: Checkpoint) -> Any:
-    """Of which task it is, as plain data; None where only a notebook knows."""
+    """Returns the checkpoint's task as plain data; None if only the notebook can make it."""
     with suppress(KnobError):
         return to_plain(settings_of(checkpoint).task)
     return None
@@ -80,10 +80,10 @@ def _task(checkpoint: Checkpoint) -> Any:
 
 def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None = None,
             most: int = 0) -> Resumed:  # fmt: skip
-    """How a run goes on from `checkpoint` under `wanted`; None: as it was. Raises KnobError for what cannot be.
+    """Returns how a run resumes from `checkpoint` under `wanted`; None: as it was. Raises KnobError if it cannot.
 
-    changes: to come, at steps of the whole run; None: those that were still to come
-    most:    as many ranks are there at most, where `wanted` does not say how many
+    changes: planned ones, at steps of the whole run; None: the checkpoint's remaining ones
+    most:    the most ranks available, if `wanted` is None
     """
     if checkpoint.kind == KIND:
         raise KnobError(f"resume={checkpoint.path}: is a model alone, of a loop of its own, and no run goes on from "
@@ -108,7 +108,7 @@ def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence
 
 
 def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
-    """The changes that were still to come. Raises KnobError where they are none."""
+    """Returns the checkpoint's remaining planned changes. Raises KnobError if they are invalid."""
     try:
         return tuple(Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)
     except (KeyError, TypeError, ValueError):
@@ -116,8 +116,9 @@ def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
 
 
 def _differences(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
-    """Knobs to be set, each of which can be when its turn comes; who agrees on what lies where at once, for no rank may
-    have room for what would come between. Raises KnobError.
+    """Yields knobs to set, in an order in which each is valid. Raises KnobError if there is none.
+
+    Strategy and partition change together, because the state between two changes may not fit into memory.
     """
     left = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if k.live}
     now = start
@@ -136,7 +137,7 @@ def _differences(start: Experiment, wanted: Experiment) -> Iterator[dict[str, An
 
 
 def _for_others(saved: Experiment, wanted: Experiment) -> Experiment:
-    """Where ranks of another number begin: as much as can be as it was, and each with the whole model."""
+    """Returns the first settings for another number of ranks: close to the old ones, with the whole model on each."""
     reason: KnobError | None = None
     for compressor in (saved.compressor, wanted.compressor):
         try:
@@ -147,7 +148,7 @@ def _for_others(saved: Experiment, wanted: Experiment) -> Experiment:
 
 
 def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
-    """What the ranks of `checkpoint` hold together, as a checkpoint in `folder` for `size` ranks, each of all."""
+    """Gathers the state of the ranks of `checkpoint` into one checkpoint in `folder`, for `size` ranks."""
     found: dict[int, Any] = {}
     images: list[Image] = []
 
@@ -166,9 +167,9 @@ def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path)
 
 
 def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = None) -> nn.Module:
-    """The model that the ranks of `checkpoint` have together. Raises KnobError and RunError.
+    """Returns the model that the ranks of `checkpoint` trained. Raises KnobError or RunError.
 
-    task: which settings may not tell, as of a Task of one's own; into: a model that takes the values, and is returned
+    task: for a user's own Task, which settings cannot describe; into: a model to fill and return
     """
     if checkpoint.kind == KIND and into is None:
         raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
@@ -193,7 +194,7 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
 
 
 def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Fills `made` from what the manifest says alone; returns whether that was possible. Raises RunError for damage."""
+    """Fills `made` from the checkpoint's pieces; returns whether that was possible. Raises RunError for damage."""
     files = Bytes(checkpoint)
     try:
         state = read_whole_model(checkpoint, files)
@@ -210,14 +211,14 @@ def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
 
 
 def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
-    """The state dict of that model. Raises what `model_of` does."""
+    """Returns the state dict of `model_of`'s model. Raises the errors of `model_of`."""
     if checkpoint.kind != KIND:
         return dict(model_of(checkpoint, task).state_dict())
     return state_of(regained(checkpoint, Bytes(checkpoint), 0, alone=True))
 
 
 def _filled(model: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """`model` with this state. Raises KnobError where it is another model's."""
+    """Loads a state dict into `model`. Raises KnobError if it does not fit."""
     if not isinstance(model, nn.Module):
         raise KnobError(f"into={short(model)}: must be a torch Module of the shape of the one that was trained")
     try:
@@ -229,8 +230,8 @@ def _filled(model: nn.Module, state: dict[str, Any]) -> nn.Module:
 
 
 def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
-    """All its ranks stand where it was made, and hand in what they have."""
-    strategy = DDP() if saved.strategy.opaque else saved.strategy  # which leaves the same
+    """Restores all ranks of the checkpoint, and lets each call `hand_in`."""
+    strategy = DDP() if saved.strategy.opaque else saved.strategy  # leaves the same state
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
         measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
@@ -239,7 +240,7 @@ def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], A
 
 
 def written_to(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
-    """Writes a model's state dict to a file. Raises KnobError, and RunError where it cannot be."""
+    """Writes a model's state dict to a file. Raises KnobError, or RunError if writing fails."""
     try:
         return written_model(path, made)
     except Unwritable as error:

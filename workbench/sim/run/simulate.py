@@ -1,4 +1,4 @@
-"""`simulate`: the front door. Refuses in words what cannot be simulated, before anything starts."""
+"""`simulate`, the entry point. Refuses experiments that cannot be simulated before anything starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from workbench.sim.rank.keeping import Kept
 from workbench.sim.rank.session import Session
 from workbench.tasks import Learner
 
-COPIES = 6  # of the parameters per rank: weights, gradients, two of the optimizer's, one each of strategy and codec
+COPIES = 6  # of the parameters per rank: weights, gradients, 2 for the optimizer, 1 each for strategy and codec
 
 
 def simulate(
@@ -48,28 +48,28 @@ def simulate(
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
 
-    changes:  made before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays
-    costs:    what compute and codecs take (`Costs.measured(run)`); not needed where the experiment has a `pace`.
-              Without costs codecs take no time, nor does the wire where its Link is not shaped.
-    real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process,
-              the losses that training would give; reproducible to the bit.
-    replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
-              taken from whom it took them, and backgrounds come round after the steps after which its did.
-    alike:    True: the ranks of the first replica are simulated and recorded alone, and stand for those at their place
-              in all others, to the bit: thousands cost no more than few. With sizes only, without changes. What goes to
-              a host or disk (ZeROOffload, ZeROInfinity) is the first rank's: a shard has a counter of 4 bytes for each
-              parameter of which it has a piece, and the last may be shorter, so others are off by as little
+    changes:  applied before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays a
+      run
+    costs:    prices of compute and codecs (`Costs.measured(run)`); optional if the experiment has a `pace`. Without
+              costs, codecs and unshaped Links take no time.
+    real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process, and
+              the losses of real training, bit-identical between runs.
+    replay:   a run on the engine whose random choices are repeated. If ranks keep no common step, messages come from
+              the same senders, and backgrounds run after the same steps.
+    alike:    True: only the ranks of the first replica are simulated and recorded. They stand for the other replicas
+              bit-identically, so thousands of ranks cost as little as a few. With sizes only and without changes. Data
+              on a host or disk (ZeROOffload, ZeROInfinity) are the first rank's. Other ranks may differ by 4 bytes for
+              each parameter in their shard, and by the shorter last shard.
+    resume:   the checkpoint to start from, bit-identical to the engine, with as many ranks and the same settings. With
+              real tensors. `Checkpoint.open` opens one
+    checkpoints: the folder for the checkpoints of `save_every`, with real tensors
 
-    resume:   goes on from this checkpoint, of as many ranks under the same settings; to the bit, as the engine does.
-              With real tensors. `Checkpoint.open` finds one
-    checkpoints: the folder in which `save_every` makes some, of real tensors
-
-    Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
-    passes, and StrategyError when they ask for different things. What a member raises comes out as it is, but for
-    SystemExit, which ends a rank and not the process that asked: it comes out as a RuntimeError.
+    Raises KnobError for an experiment that cannot be simulated, Deadlock if ranks wait for each other or loop while no
+    time passes, and StrategyError if their requests differ. Errors from a strategy, compressor, optimizer or task pass
+    through. Only SystemExit becomes a RuntimeError, because it must not end the caller's process.
     """
     experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
-    given.planned(experiment, changes)  # raises in words, as a lab does
+    given.planned(experiment, changes)  # raises the same errors as a lab
     given.instance(costs, Costs, "costs", "Costs.measured(run)")
     given.instance(replay, Run, "replay", "Run.open('runs/first')")
     if reason := refused(experiment, costs):
@@ -87,7 +87,7 @@ def simulate(
 
 def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
               seen: dict[Any, Any] | None) -> Run:  # fmt: skip
-    """As `simulate`, with sizes only, of what was checked already. seen: see `Passes`. Raises what `simulate` does."""
+    """Simulates a checked experiment, with sizes only. seen: see `Passes`. Raises the errors of `simulate`."""
     if reason := refused(experiment, costs):
         raise KnobError(reason)
     with _staying():
@@ -95,7 +95,7 @@ def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: boo
 
 
 def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
-    """All ranks of a checkpoint come to where it was made, do `what` there and end. Raises what `simulate` does."""
+    """Restores all ranks of a checkpoint, applies `what` before any step, and ends. Raises the errors of `simulate`."""
     with _staying():
         _run(experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint)
 
@@ -142,7 +142,7 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
 
 
 def _first(experiment: Experiment, costs: Costs | None, more: bool) -> int:
-    """How many ranks stand for all. Raises KnobError."""
+    """Returns how many ranks stand for all. Raises KnobError."""
     reason = "alike: it is for sizes only, without changes and without a replay" if more else unlike(experiment, costs)
     if reason:
         raise KnobError(reason)
@@ -167,7 +167,7 @@ def _sizes(experiment: Experiment, learner: Learner, first: int, seen: dict[Any,
 
 
 def _another(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
-    """What a rank computes with that comes in the midst of a run, where others have bodies as this one."""
+    """Returns the model, data and optimizer of a rank that joins a run. `body` is those of an earlier rank."""
     if isinstance(body, Sizes):
         return Sizes(body.whole, experiment.bucket_mb)
     return Tensors(experiment, learner, place)
@@ -191,7 +191,7 @@ def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
 
 @contextmanager
 def _staying() -> Iterator[None]:
-    """Who asked for a simulation is not ended by what a member of a family does on a rank."""
+    """Turns a SystemExit on a virtual rank into a RuntimeError, so that it does not end the caller."""
     try:
         yield
     except SystemExit as error:
@@ -205,10 +205,10 @@ def _staying() -> Iterator[None]:
 
 @contextmanager
 def _apart(real: bool) -> Iterator[None]:
-    """Random numbers, threads and the collector's thresholds are the caller's again afterwards.
+    """Restores the caller's random numbers, threads and garbage-collector thresholds afterwards.
 
-    A step of a thousand ranks keeps some hundred thousand objects and frees them without any cycle: looking for
-    cycles at the usual threshold took half of the time.
+    A step of a thousand ranks creates some 100,000 objects without cycles, and frees them. At the usual threshold the
+    search for cycles took half of the time.
     """
     state, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
     gc.set_threshold(1_000_000, 20, 20)

@@ -1,4 +1,4 @@
-"""Whether a task's model can be trained as an experiment says: asked of its sizes alone, before anybody trains."""
+"""Checks whether a task's model can be trained under an experiment, from its sizes alone, before training starts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from workbench.host.reconfigure.refusing import refuses_model
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
-Outlined = tuple[Learner, nn.Module] | None  # None: the model does not let itself be built without values
-_LAST: list[tuple[Any, Outlined]] = []  # the task that was asked of last
+Outlined = tuple[Learner, nn.Module] | None  # None: the model cannot be built without values
+_LAST: list[tuple[Any, Outlined]] = []  # the task of the last check
 
 
 def outlined(task: Any) -> bool:
-    """Does what is asked of this task build nothing?"""
+    """Returns whether a check of this task builds no model."""
     return bool(_LAST) and _LAST[0][0] == task
 
 
 def refused_by_model(e: Experiment) -> str:
-    """Why the model of `e`'s task cannot be trained so, in a sentence that says what would do, or "".
+    """Returns why the model of `e`'s task cannot be trained so, with a remedy, or "".
 
-    The model is built once, on the meta device, and random numbers go on as if it had not been. Of one that cannot be
-    built there nobody can tell.
+    The model is built once, on the meta device, and the random state is restored. If it cannot be built there, the
+    answer is "".
     """
     if (found := _outline(e)) is None:
         return ""
@@ -37,7 +37,7 @@ def refused_by_model(e: Experiment) -> str:
         units_of(model, learner, e.partition)
     except KnobError as error:
         return str(error)
-    except Exception:  # of a task's own functions, which ranks will say in full
+    except Exception:  # from a task's own functions; ranks will report it in full
         return ""
     return reason or ""
 
