@@ -1,1 +1,1 @@
-"""The model of a virtual rank."""
+"""The model of a virtual rank, with real tensors or as sizes."""

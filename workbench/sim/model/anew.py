@@ -1,4 +1,4 @@
-"""What a virtual rank computes with as a generation begins: no step that broke off, and the model laid anew."""
+"""Resets a virtual rank's model at the beginning of a generation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workbench.host.placement.layout import Layout
 
 
 class TensorsAnew:
-    """The part of Tensors that goes on in another generation."""
+    """The part of Tensors that begins another generation."""
 
     def come_again(self) -> None:
-        """Nothing of a step that broke off is left."""
+        """Discards everything of an interrupted step."""
         me: Any = self
         for kept in (me._open, me._looked, me._grads, me._batches, me.losses):
             kept.clear()
@@ -21,12 +21,12 @@ class TensorsAnew:
         me.layout.clear()
 
     def forget_order(self) -> None:
-        """The next backward shows in which order gradients appear, on every rank of a generation."""
+        """Forgets the order of gradients. The next backward shows it to every rank of a generation."""
         me: Any = self
         me._arrival, me._learned = None, False
 
     def lie_bare(self, e: Experiment, seed: int) -> None:
-        """Nothing of how the model lay is left."""
+        """Removes the partition from the model: stages, slices and checkpointing."""
         me: Any = self
         me._keep_all()
         if me._together is not None:
@@ -35,7 +35,7 @@ class TensorsAnew:
         me.stage, me.share, me.shares, me.fresh = (0, 1), 1.0, (1.0,), True
 
     def lie_anew(self, e: Experiment) -> None:
-        """All of the model lies here, with an optimizer that remembers nothing."""
+        """Lays out the whole model on this rank, with a new optimizer."""
         me: Any = self
         me.layout = Layout(me.model, e.bucket_mb)
         me.layout.keeps_values = True
@@ -47,28 +47,28 @@ class TensorsAnew:
 
 
 class SizesAnew:
-    """The part of Sizes that does."""
+    """The part of Sizes that begins another generation."""
 
-    reading: Any = None  # its session's
+    reading: Any = None  # of its session
 
     def come_again(self) -> None:
-        """Nothing of a step that broke off is left."""
+        """Discards everything of an interrupted step."""
         me: Any = self
         me._asked.clear()
         me.opened, me.going, me.came, me.roomy = [0.0] * len(me.shares), 0, None, False
 
     def forget_order(self) -> None:
-        """The next backward shows in which order gradients appear, on every rank of a generation."""
+        """Forgets the order of gradients. The next backward shows it to every rank of a generation."""
         me: Any = self
         me._told = me.learning = False
 
     def lie_bare(self, e: Experiment, seed: int) -> None:
-        """This rank computes the whole model from now on."""
+        """Gives this rank the whole model to compute."""
         me: Any = self
         me.relaid(set(me.whole.names), None, 0, e, seed)
 
     def lie_anew(self, e: Experiment) -> None:
-        """There is an optimizer for all of the model."""
+        """Makes an optimizer for the whole model."""
         me: Any = self
         me.rebucket(e.bucket_mb)
         me.go_on_with(me.made(e))

@@ -1,4 +1,4 @@
-"""What an evaluation takes on one rank, where nobody looks at one: from a pass that computes nothing."""
+"""The memory of an evaluation on one rank, from a pass without values."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from workbench.tasks import Learner
 
 
 def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: Split | None, seed: int) -> list[int]:
-    """By stage the most bytes that computing the held-out numbers makes at a time. model: on the meta device
+    """Returns for each stage the most bytes at a time while computing the held-out metrics. model: on the meta device
 
-    Raises where `evaluate` looks at values, but for numbers that it reads out of tensors, which are zero. Its own data
-    are real as ever, and so is what it computes of them alone: it may keep that for the next time.
+    Raises if `evaluate` reads values, except numbers from tensors, which are zero. Its own data, and results from them
+    alone, are real, so it may cache them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -54,9 +54,9 @@ def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: S
 
 
 def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any) -> Any:
-    """What the model makes of one batch; of another of the same sizes the like, for which it takes as much.
+    """Computes the model's output for one batch. Later batches of the same sizes reuse its sizes and memory.
 
-    Not where the model has looked at values: it may then make something else of others.
+    If the model reads values, nothing is reused, because other values may give another output.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -74,7 +74,7 @@ def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *mor
     with following.apart() as beyond:
         made = forward(x)
     if type(made) is FakeTensor and not following.read and following.counts(made):
-        if made.untyped_storage().nbytes() == made.nbytes:  # and so shows no larger one
+        if made.untyped_storage().nbytes() == made.nbytes:  # its storage is not larger than the tensor
             with following.standing_aside():
                 seen[key] = beyond, torch.empty_like(made)
     return made
@@ -82,7 +82,7 @@ def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *mor
 
 def _passed_on(following: Following, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
                **named: Any) -> Any:  # fmt: skip
-    """As `host.pipelining.evaluated`, the stages one after the other; what the last answers comes to all."""
+    """Runs the stages one after the other, as `host.passes.pipelining.evaluated` does, and returns the last output."""
     x: Any = None
     for number, parts in enumerate(pieces):
         following.at = number % count
@@ -96,9 +96,10 @@ def _passed_on(following: Following, count: int, pieces: Sequence[Sequence[nn.Mo
 
 
 def taken(run: Any, together: bool, most: int | None) -> int | None:
-    """Bytes that an evaluation takes on this rank beside what stays: its copies of parameters, and what it computes.
+    """Returns the extra bytes of an evaluation on this rank: copies of parameters, and computation.
 
-    together: of the mean of all ranks, which meet for it; most: what it computes; None where nobody can tell
+    together: evaluates the mean model, for which all ranks meet; most: bytes of the computation, None if unknown.
+    Returns None if the rank computes and `most` is unknown.
     """
     rank, layout = run.rank, run.layout
     others = sum(b.numel() * b.element_size() for b in buffers(run.model))

@@ -1,7 +1,7 @@
-"""What a rank's tensors would take, where there are sizes only: from one pass of the model that computes nothing.
+"""The memory of a rank's tensors with sizes only, from one pass of the model without values.
 
-The pass runs under torch's FakeTensorMode, whose tensors say that they lie on a CPU: on the meta device torch chooses
-other kernels, which keep other things for backward (attention keeps its whole matrix of scores there).
+The pass runs under torch's FakeTensorMode with fake CPU tensors. On the meta device torch chooses other kernels, which
+keep other tensors for backward: attention keeps its whole matrix of scores.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """What autograd keeps of one batch, in bytes, and how much of it is left while its backward runs.
+    """The bytes that autograd keeps of one batch, and how they shrink during its backward.
 
-    looks: (number of gradients that have come, bytes left); names: whose gradients came, in this order
+    looks: (number of gradients that have come, bytes left); names: the parameters in the order of their gradients
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
 
 class Known:
-    """The numbers of one rank that has sizes only; what all ranks share is counted once. See host/memory/ledger.py."""
+    """The memory of one rank with sizes only. Numbers that ranks share are computed once. See host/memory/ledger.py."""
 
     def __init__(self, body: Any, batch: Callable[[], int]) -> None:
         self._body, self._batch = body, batch
@@ -86,7 +86,7 @@ class Known:
         yield lambda: before + (self.alike[key] + max(0, others) if kept is not None else 0)
 
     def gradients(self) -> int:
-        """Of all ranks that are alike, from one."""
+        """Returns the bytes of the gradients. Equal ranks compute them once."""
         layout, came = self._body.layout, self._body.came
         shards = self._body.gradient_shards
         key = "gradients", id(layout), self.roomy, came, shards
@@ -105,18 +105,18 @@ class Known:
         return int(self._body.batch_nbytes(self._batch()))
 
     def _kept(self) -> list[Kept] | None:
-        """By piece what a batch keeps; of a sub-model where one is trained."""
+        """Returns by piece what a batch keeps, of the sub-model if one is trained."""
         with self._body.narrowing.within():
             found: list[Kept] | None = self._body.kept(self._batch(), self._body.narrowing.counts)
         return found
 
     def _open(self, kept: Sequence[Kept]) -> int:
-        """What all forwards whose backward is to come keep, given what one through each piece does."""
+        """Returns the bytes that all open forwards keep, from those of one forward through each piece."""
         return round(sum(count * one.nbytes for count, one in zip(self._body.opened, kept, strict=True)))
 
 
 def _in_shards(layout: Layout, shards: int) -> int:
-    """Bytes of gradients at most, where each bucket's are kept in so many shards once it is full."""
+    """Returns the most bytes of gradients if each full bucket is cut to one of `shards` shards."""
     most = kept = 0
     for bucket in layout.buckets:
         most, kept = max(most, kept + bucket.nbytes), kept + bucket.nbytes // shards
@@ -124,9 +124,10 @@ def _in_shards(layout: Layout, shards: int) -> int:
 
 
 def _most_shared(kept: Kept, layout: Layout, shards: int) -> int:
-    """The same where a bucket has room from its first gradient on, and lies in so many shards once another is full.
+    """Returns the most bytes of gradients and activations with sharded gradients.
 
-    What has come is counted as often as `Passing` does.
+    A bucket has its full size from its first gradient on, and is cut to a shard when the next bucket is full. Gradients
+    are counted as often as `Passing` counts them.
     """
     left, of = [len(bucket.parts) for bucket in layout.buckets], {place.name: place.bucket for place in layout.order}
     came, seen, at, most, full = 0, 0, 0, 0, -1
@@ -145,7 +146,7 @@ def _most_shared(kept: Kept, layout: Layout, shards: int) -> int:
 
 
 def _most(kept: Kept, new: dict[str, int]) -> int:
-    """Bytes of gradients that came and activations that are left, together, at the worst look."""
+    """Returns the most bytes of gradients and remaining activations, over all looks."""
     came, at, most = 0, 0, 0
     for count, left in kept.looks:
         came += sum(new.get(name, 0) for name in kept.names[at:count])
@@ -154,10 +155,10 @@ def _most(kept: Kept, new: dict[str, int]) -> int:
 
 
 def kept_of(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None) -> Kept:
-    """What one batch keeps. Raises where the model runs on no tensors without values. model: on the meta device
+    """Returns what one batch keeps. Raises if the model does not run without values. model: on the meta device
 
     layers: how the ranks of a stage compute them
-    split:  how the model's matrices are dealt out, of which it has one rank's
+    split:  how the model's matrices are split; this rank has one slice
     """
     with _faked(model, learner, inputs, layers, split) as (fake, x):
         return _looked_at(_Bare(_trained(fake)), fake, x, lambda: learner.loss(fake, x))
@@ -165,10 +166,10 @@ def kept_of(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, 
 
 def kept_in(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None,
             counts: list[int]) -> list[Kept | None]:  # fmt: skip
-    """What one micro-batch keeps in each piece of the model, which have so many parts; the rest as `kept_of`.
+    """Returns what one micro-batch keeps in each piece of the model. counts: parts per piece; the rest as in `kept_of`
 
-    Each piece is looked at in its turn, given what the one before has made: one pass of the model tells of all. None
-    from the first on that does not run.
+    Each piece runs on the output of the one before, so one pass serves all. From the first piece that fails, results
+    are None.
     """
     found: list[Kept | None] = []
     with _faked(model, learner, inputs, layers, split) as (fake, x), suppress(Exception):
@@ -190,7 +191,7 @@ def _through(piece: Piece, learner: Learner, inputs: Any, came: Tensor | None) -
 @contextmanager
 def _faked(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
            split: Split | None) -> Iterator[tuple[nn.Module, Any]]:  # fmt: skip
-    """Inside, a copy of the model and its inputs say that they lie on a CPU, and compute sizes."""
+    """Provides a copy of the model and its inputs as fake CPU tensors, which compute sizes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from workbench.sim.fake.faked import Faked
@@ -208,7 +209,7 @@ def _faked(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
 
 
 class _Bare:
-    """Of a Layout what a backward is looked at by: the parameters that are trained, each where it was made."""
+    """The parts of a Layout that a backward reads: the trained parameters."""
 
     roomy = gives_back = False
     buckets: tuple[Bucket, ...] = ()
@@ -218,12 +219,12 @@ class _Bare:
 
 
 def _trained(model: nn.Module) -> list[Place]:
-    """In the reverse order of registration, as a Layout has them."""
+    """Returns the trained parameters in reverse order of registration, as in a Layout."""
     return [Place(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
 
 
 def _looked_at(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> Kept:
-    """What `forward` keeps, and how it goes in backward."""
+    """Runs `forward` and its backward, and returns what was kept."""
     others = memory.storages([*fake.parameters(), *fake.buffers(), x])
     loss = forward()
     found = memory.saved([loss])
@@ -238,7 +239,7 @@ def _looked_at(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tenso
 
 
 class _Sized:
-    """A coder of tensors that only say where they lie: what it makes of sizes, lying there."""
+    """A coder for fake tensors: runs the real coder on sizes, and returns fake tensors."""
 
     def __init__(self, of: Coder) -> None:
         self.of = of
@@ -255,7 +256,7 @@ class _Sized:
 
 
 class _SizedCodec(_Sized):
-    """The same of one that may choose a part of a tensor."""
+    """A coder for fake tensors that may choose a part of a tensor."""
 
     def __init__(self, of: Any) -> None:
         super().__init__(of)

@@ -1,4 +1,4 @@
-"""A model as sizes, one for all ranks of a simulation: its buckets, its optimizer, what its passes keep and hand on."""
+"""A model as sizes, shared by all ranks of a simulation: buckets, optimizer, memory and outputs of its passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Cut:
-    """One layout of the model in buckets, and when in a pass each of them is ready.
+    """One layout of the model in buckets, and when in a pass each bucket is ready.
 
     ready: by bucket, the share of backward after which it is full
     needed: by bucket in the order of forward (the last bucket first), the share of forward before which it is used
@@ -52,9 +52,9 @@ class Cut:
 
 
 def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
-    """By bucket, the share of the elements whose gradients have come once it is full and its turn has come.
+    """Returns by bucket the share of gradient elements that have come when it and all buckets before it are full.
 
-    there: whose gradients are there before
+    there: parameters with earlier gradients
     """
     numel = {p.name: 0 if p.name in there else p.numel for p in layout.order}
     share, done, total = {}, 0, sum(numel.values())
@@ -69,14 +69,14 @@ def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> li
 
 
 class Outline:
-    """The model as sizes, shared by all ranks. split: how its matrices are dealt out; seen: see `Passes`"""
+    """The model as sizes, shared by all ranks. split: how its matrices are split; seen: see `Passes`"""
 
     split: Split | None = None
 
     def __init__(self, experiment: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
-        self.cheap = True  # did it let itself be built on the meta device, and run there?
+        self.cheap = True  # whether the model can be built and run on the meta device
         try:
             self.model = _built(learner, seen)
         except Exception:
@@ -96,33 +96,33 @@ class Outline:
         self.arrival = arrival + [n for n in names if n not in came]
         self._cuts: dict[tuple[float, bool], Cut] = {}
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
-        self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
+        self.alike: dict[Any, Any] = {}  # a rank's results about its memory, for equal ranks
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
-        """By piece that lies here what one of `count` micro-batches keeps for its backward; None: nobody can tell.
+        """Returns by piece on this rank what one of `count` micro-batches keeps for its backward; None if unknown.
 
-        counts: of hidden units, while the model is a sub-model
+        counts: of hidden units, if the model is a sub-model
         """
         found = self.passes.kept(self.model, batch, layers, self.split, counts)
         return None if found is None else [found]
 
     def evaluated(self) -> int | None:
-        """What computing the held-out numbers makes here; None: nobody can tell."""
+        """Returns the most bytes of computing the held-out metrics here; None if unknown."""
         found = self.passes.evaluated(self.model, None, self.split)
         return None if found is None else found[0]
 
     def rows(self, batch: int, layout: Layout) -> dict[str, torch.Tensor]:
-        """Which rows of embedding tables a batch reads."""
+        """Returns the rows of embedding tables that a batch reads."""
         return self.passes.rows(batch, layout)
 
     def trial_of(self, layers: Partition) -> Trial:
-        """What a step reads whose layers are computed so, and in which order its gradients come."""
+        """Returns what a step with these layers reads, and its order of gradients."""
         return self.passes.trial(self.model, layers) or self.trial
 
     def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
-        """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
+        """Returns the memory that stays between steps on a rank with this layout. optimizer: None until it has stepped
 
-        cut: the buckets in whose shards the optimizer's state lies; as the first rank keeps it, whose are the largest
+        cut: the sharded buckets of the optimizer's state, counted for the first rank, whose shards are the largest
         """
         key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut and len(cut.groups[0])
         if key not in self._standing:
@@ -138,23 +138,23 @@ class Outline:
         return self._standing[key]
 
     def followed(self) -> list[torch.Tensor]:
-        """Parameters that are here and another rank's to train."""
+        """Returns the parameters here that another rank trains."""
         return []
 
     def stage(self, names: set[str], stages: Stages, stage: int) -> StageOutline:
-        """One stage of the model."""
+        """Returns one stage of the model."""
         if (stages, stage) not in self._stages:
             self._stages[stages, stage] = StageOutline(self, names, stages, stage)
         return self._stages[stages, stage]
 
     def slice(self, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> SliceOutline:
-        """What the rank at a place of a replica, a stage and one of its slices, has of the model."""
+        """Returns the slice of the model at `place`: (stage, index of the slice)."""
         if (spread, place) not in self._slices:
             self._slices[spread, place] = SliceOutline(self, names, spread, place, e)
         return self._slices[spread, place]
 
     def made(self, experiment: Experiment) -> Any:
-        """The optimizer that `experiment` wants, one for all ranks."""
+        """Returns the optimizer of `experiment`, one for all ranks."""
         wanted, here = experiment.optimizer, set(self._names)
         if wanted not in self._made:
             params = [p for name, p in self.model.named_parameters() if name in here]
@@ -163,18 +163,18 @@ class Outline:
 
     @property
     def names(self) -> list[str]:
-        """Of the trained parameters here."""
+        """The names of the trained parameters here."""
         return list(self._names)
 
     def cut(self, bucket_mb: float, learned: bool) -> Cut:
-        """The buckets of this size, in the learned order of gradients or in the one before that was known."""
+        """Returns the cut into buckets of this size, in the learned order of gradients or in the original order."""
         key = bucket_mb, learned
         if key not in self._cuts:
             layout = Layout(self.model, bucket_mb, self.arrival if learned else self._names)
             layout.make_room()
             for place in layout.order:
                 layout.keep(place, torch.empty_like(place.param))
-            for p in self.followed():  # lies in no bucket
+            for p in self.followed():  # in no bucket
                 p.data = torch.empty_like(p)
             self._cuts[key] = Cut(layout, self.arrival)
             for bucket in (*layout.buckets, *self._cuts[key].params):
@@ -183,10 +183,11 @@ class Outline:
 
 
 class StageOutline(Outline):
-    """One stage of the model as sizes, shared by all ranks that have it.
+    """One stage of the model as sizes, shared by all its ranks.
 
-    stages, number: where the model is cut, and which of the stages this is
-    there:          whose gradients are there before the last backward of a batch: that of the stage's first piece
+    stages, number: the cut of the model, and the index of this stage
+    there:          parameters whose gradients come before the last backward of a batch, the one of the stage's first
+      piece
     """
 
     def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:
@@ -203,7 +204,7 @@ class StageOutline(Outline):
         return self._of.followed()
 
     def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
-        """What a piece of this stage makes of one of `count` micro-batches; the last of the model the loss."""
+        """Returns the output of a piece of this stage for a micro-batch; for the model's last piece, the loss."""
         made = self.passes.crossing(self.model, self.stages, batch, count, self.split)
         return made[chunk * len(self.stages) + self.number]
 
@@ -212,16 +213,16 @@ class StageOutline(Outline):
         return None if found is None else found[self.number]
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
-        """By piece of this stage what one micro-batch keeps; None where nobody can tell."""
+        """Returns by piece of this stage what one micro-batch keeps; None if unknown."""
         every = self.passes.kept_in(self.model, self.stages, batch, count, layers, self.split)
         here = [each for each in every[self.number :: len(self.stages)] if each is not None]
         return here if len(here) * len(self.stages) == len(every) else None
 
 
 class SliceOutline(Outline):
-    """What one rank has of a model whose matrices are dealt out, as sizes; shared by all ranks that have the same.
+    """One rank's slice of a model with split matrices, as sizes; shared by all ranks with the same slice.
 
-    stages: where this one's model is cut
+    stages: the cut of this slice's model
     plans:  by piece of the model, when ranks meet
     common: the parameters that all ranks of a group have, by owner
     """
@@ -231,7 +232,7 @@ class SliceOutline(Outline):
     def __init__(self, whole: Outline, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> None:
         assert spread.split is not None
         self.learner, self.trial, self.split = whole.learner, whole.trial, spread.split
-        self.model = slice_of(whole.model, self.split, 0)  # of its own, whose buckets are this rank's
+        self.model = slice_of(whole.model, self.split, 0)  # a copy, because its buckets are this rank's
         self.stages = cut(e, self.model, self.learner) if spread.stages else None
         self.plans = plans_of(e, self.learner, self.split)
         stage, index = place
@@ -249,7 +250,7 @@ class SliceOutline(Outline):
 
 
 def _built(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
-    """The model as sizes; where others of the same learner and seed come, a copy of the first's."""
+    """Returns the model as sizes: a copy, if experiments with the same learner and seed share it."""
     if seen is None:
         return outline(learner, built=False)
     if "model" not in seen:
@@ -258,7 +259,7 @@ def _built(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
 
 
 def _stepped(model: nn.Module, optimizer: Any) -> None:
-    """Gives the optimizer its state."""
+    """Gives the optimizer its state by one step."""
     for p in model.parameters():
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:

@@ -1,4 +1,4 @@
-"""Passes of one model without values, each made once for all ranks that ask for what it shows."""
+"""Passes of one model without values. Each runs once, and its results serve all ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """What passes of an experiment's model show. Models that are given lie on the meta device.
+    """Results of passes through an experiment's model. Models passed to it are on the meta device.
 
     layers: how the ranks of a stage compute them
-    split:  how the model's matrices are dealt out, of which it has one rank's
-    seen:   what was found, also by others of the same learner, ranks and seed; None: there are none
+    split:  how the model's matrices are split; the model has one rank's slice
+    seen:   earlier results for the same learner, ranks and seed, which other experiments share; None: not shared
     """
 
     def __init__(self, e: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
@@ -42,15 +42,15 @@ class Passes:
         self._seen, self._budget = dict[Any, Any]() if seen is None else seen, bool(e.memory_mb)
 
     def trial(self, model: nn.Module, layers: Partition) -> Trial | None:
-        """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
+        """Returns the parameters that a forward and a backward read, and the order of gradients; None on failure."""
         key = "trial", self._batch, layers.recompute
         return self._seen[key] if key in self._seen else self._once(key, lambda: self._tried(model, layers))
 
     def kept(self, model: nn.Module, batch: int, layers: Partition, split: Split | None,
              counts: tuple[int, ...] = ()) -> Kept | None:  # fmt: skip
-        """What a batch keeps for its backward; None where nobody can tell. counts: of units, if it is a sub-model"""
+        """Returns what a batch keeps for its backward; None if unknown. counts: of units, if it is a sub-model"""
         key = "kept", batch, layers, _said(split), counts
-        if key in self._seen:  # which each rank asks for
+        if key in self._seen:  # each rank requests this
             found: Kept | None = self._seen[key]
             return found
 
@@ -64,7 +64,7 @@ class Passes:
 
     def kept_in(self, model: nn.Module, stages: Stages, batch: int, count: int, layers: Partition,
                 split: Split | None) -> list[Kept | None]:  # fmt: skip
-        """By piece of the model what one of `count` micro-batches keeps in it; None where nobody can tell."""
+        """Returns by piece of the model what one of `count` micro-batches keeps; None if unknown."""
         counts = [len(parts) for parts in stages.pieces]
 
         def look() -> list[Kept | None]:
@@ -77,22 +77,22 @@ class Passes:
         return self._once(("kept in", tuple(counts), batch, count, layers, _said(split)), look)
 
     def crossing(self, model: nn.Module, stages: Stages, batch: int, count: int, split: Split | None) -> list[Tensor]:
-        """What each piece makes of one of `count` micro-batches; the last of the model the loss."""
+        """Returns the outputs of each piece for one of `count` micro-batches; the last one is the loss."""
         counts = tuple(len(parts) for parts in stages.pieces)
         key = "crossing", counts, batch, count, _said(split)
         return self._once(key, lambda: self._crossed(model, stages, batch, count, split))
 
     def nbytes(self, batch: int) -> int:
-        """Of a batch's tensors; 0 where nobody can tell."""
+        """Returns the bytes of a batch's tensors; 0 if unknown."""
         try:
             return nbytes_of(self._drawn(batch))
         except Exception:
             return 0
 
     def evaluated(self, model: nn.Module, stages: Stages | None, split: Split | None) -> list[int] | None:
-        """By stage what computing the held-out numbers makes; None where nobody can tell.
+        """Returns for each stage the most bytes of computing the held-out metrics; None if unknown.
 
-        A task whose functions are not `pure` is asked only where there is a budget to keep.
+        If the task's functions are not `pure`, it runs them only under a memory budget.
         """
         if not (self._learner.pure or self._budget) or self._learner.evaluate is None:
             return None
@@ -106,7 +106,7 @@ class Passes:
         return self._once(("evaluated", stages and tuple(map(len, stages.pieces)), _said(split)), look)
 
     def rows(self, batch: int, layout: Layout) -> dict[str, Tensor]:
-        """Which rows of embedding tables one batch reads."""
+        """Returns the rows of embedding tables that one batch reads."""
 
         def look() -> dict[str, Tensor]:
             batches = Batches(self._learner.data, 0, self._ranks, "cpu")
@@ -121,7 +121,7 @@ class Passes:
         return self._seen[key]
 
     def _drawn(self, batch: int) -> Any:
-        """A batch without values: no pass writes into it, so it is drawn once for all."""
+        """Returns a batch without values. It is drawn once, because no pass writes to it."""
 
         def draw() -> Any:
             batches = Batches(self._learner.data, 0, self._ranks, "meta")
@@ -163,5 +163,5 @@ class Passes:
 
 
 def _said(split: Split | None) -> tuple[int, bool] | None:
-    """What tells one way to deal out a learner's matrices from another, of whichever copy of its model it is."""
+    """Returns a key of the split that is the same for all copies of the model."""
     return None if split is None else (split.ways, split.sequences)

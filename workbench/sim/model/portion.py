@@ -1,4 +1,4 @@
-"""What one virtual rank has and computes of a model that is spread over several: a stage of it, or slices of all."""
+"""A virtual rank's portion of a model that is spread over several ranks: a stage, or slices of all matrices."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from workbench.tasks import Learner
 
 
 class Portion:
-    """The part of Tensors that is spread.
+    """The part of Tensors that handles a spread model.
 
-    spread: how a replica lies on several ranks
-    piece:  the stage that this rank is; split: how matrices are dealt out; stage: which one this rank is, of how many
-    share:  of the model that this rank computes; shares: and of that, by piece
-    again:  by piece, of its forward what its backward computes again
-    fresh:  is the next batch the first since the model lies so?
-    ask:    the others of a pass under way
+    spread: how a replica is spread over ranks
+    piece:  this rank's stage; split: how matrices are split; stage: (its index, number of stages)
+    share:  this rank's share of the model's compute; shares: of that, by piece
+    again:  by piece, the share of its forward that its backward recomputes
+    fresh:  whether the next batch is the first with this spread
+    ask:    exchanges a tensor with the other ranks of a pass under way
     """
 
     batches: Batches
@@ -64,14 +64,14 @@ class Portion:
     _together: Together | None = None
     _checkpointed: Checkpointed | None = None
     again: tuple[float, ...] = (0.0,)
-    computed: int | None = None  # bytes that computing the last held-out numbers made here
+    computed: int | None = None  # bytes for computing the last held-out metrics here
 
     def __init__(self) -> None:
-        self._batches: dict[int, Any] = {}  # those that are to go through the stages
+        self._batches: dict[int, Any] = {}  # batches that have yet to go through the stages
 
     def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
-        """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
+        """Makes this rank hold and compute these parameters from now on, or the whole model."""
         self.layout.take(self.model, names, held)
         self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
@@ -92,7 +92,7 @@ class Portion:
         self.tune(e)
 
     def tune(self, e: Experiment) -> None:
-        """The partition may have other knobs now."""
+        """Applies changed knobs of the partition."""
         self._keep_all()
         if units := units_of(self.model, self.learner, e.partition):
             self._checkpointed = Checkpointed(units, e.partition.recompute[0])
@@ -102,7 +102,7 @@ class Portion:
             self._together.coding = e.partition.inside(self.memory)
 
     def _keep_all(self) -> None:
-        """No unit is computed again."""
+        """Turns recomputation off."""
         if self._checkpointed is not None:
             self._checkpointed.undo()
         self._checkpointed = None
@@ -114,7 +114,7 @@ class Portion:
         return self._together.common
 
     def going_through(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
-        """Inside, a forward runs, of what the stage before has made, if there is one."""
+        """Provides the context of a forward from `x`, the output of the stage before (None: the first stage)."""
         params = self.piece.params(chunk) if self.piece is not None else None
         return nullcontext() if self._together is None else self._together.passing(x, params)
 
@@ -122,12 +122,12 @@ class Portion:
         return self.ask(meeting, x)
 
     def drawn(self, x: Any) -> Any:
-        """The next batch, or `x`."""
+        """Returns the next batch, or `x`."""
         return self.batches.next() if x is None else x
 
     @property
     def random_state(self) -> Any:
-        """How this rank's random numbers go on."""
+        """The state of this rank's random numbers."""
         return self._random_state
 
     @random_state.setter
@@ -136,7 +136,7 @@ class Portion:
 
     @property
     def crowd(self) -> Any:
-        """Where those who compute slices together stand in their random numbers."""
+        """The state of the random numbers that the slices of a replica share."""
         return self._together.at if self._together is not None else None
 
     @crowd.setter
@@ -145,15 +145,15 @@ class Portion:
             self._together.at = at
 
     def reseed(self, number: int) -> None:
-        """Draws other random numbers from now on."""
+        """Restarts this rank's random numbers from another seed."""
         self._random_state = torch.Generator().manual_seed(number).get_state()
 
     def open(self, x: Any, micro: int) -> None:
-        """A batch is there, which goes through the stages when its backward is asked for."""
+        """Stores a batch, which goes through the stages when its backward is requested."""
         self._batches[micro] = self.batches.next() if x is None else x
 
     def begin(self, micro: int, partition: Partition) -> Any:
-        """A batch, which is answered, goes through the stages."""
+        """Returns a batch, and prepares its way through the stages."""
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         batch = self._batches.pop(micro)
@@ -161,26 +161,26 @@ class Portion:
         return batch
 
     def coming(self, after: int) -> Any:
-        """The batch to come after so many."""
+        """Returns the batch that comes `after` batches from now."""
         return self.batches.coming(after)
 
     def buffers(self) -> list[Tensor]:
-        """What forwards here change but parameters."""
+        """Returns the tensors that forwards here change, apart from parameters."""
         return self.piece.buffers() if self.piece is not None else []
 
     def forget(self, micros: list[int]) -> None:
-        """These micro-batches do not go back."""
+        """Discards micro-batches that get no backward."""
         if self.piece is not None:
             self.piece.forget(micros)
 
     def _there(self, chunk: int) -> list[str]:
-        """Of other pieces than this one."""
+        """Returns the names of the parameters in other pieces than this one."""
         assert self.piece is not None
         here = {id(p) for p in self.piece.params(chunk)}
         return [place.name for place in self.layout.order if id(place.param) not in here]
 
     def ready(self, chunk: int) -> list[float]:
-        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
+        """Returns by bucket the share of this piece's backward, the last of a batch, after which it is full."""
         assert self._arrival is not None
         there = self._there(chunk)
         return ready(self.layout, self._arrival, there) if there else self.cut.ready
@@ -194,7 +194,7 @@ class Portion:
         return made
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
-        """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
+        """Runs a backward. The last of a batch is `exchanged`. From the `first` on, gradients are in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
         piece, number = self.piece, self.flow.number(micro)
@@ -204,13 +204,13 @@ class Portion:
         return came[0]
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
-        """The first half of a backward; parameters get nothing yet."""
+        """Runs the first half of a backward, without gradients of parameters."""
         assert self.piece is not None
         with self._own_randomness(), torch.enable_grad():
             return self.piece.inputs(grad, self.flow.number(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
-        """The second half, as `stage_backward`."""
+        """Runs the second half of a backward, as `stage_backward` does."""
         assert self.piece is not None
         there = self._there(chunk) if exchanged else []
         self._gathered(partial(self.piece.weights, self.flow.number(micro), chunk), exchanged, first, there)
@@ -219,5 +219,5 @@ class Portion:
         return self.computed
 
     def told(self, loss: Tensor) -> None:
-        """What a batch's loss was, on all stages."""
+        """Stores a batch's loss, on all stages."""
         self.losses.append(float(loss))

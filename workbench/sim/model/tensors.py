@@ -1,4 +1,4 @@
-"""Real tensors: what one virtual rank computes with, in one process with all the others."""
+"""Real tensors: the model, data and optimizer of one virtual rank, in one process with all ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from workbench.tasks import Learner
 
 
 class Tensors(TensorsAnew, Portion):
-    """One rank's model, data and optimizer, seeded as on the engine."""
+    """One rank's model, data and optimizer, with the engine's seeds."""
 
-    shards: Any = None  # what Sizes are told, and these show
+    shards: Any = None  # for the same interface as Sizes
     gradient_shards = 1
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
@@ -44,7 +44,7 @@ class Tensors(TensorsAnew, Portion):
         self.learner = learner
         self.model = learner.model().train()
         self.layout = Layout(self.model, experiment.bucket_mb)
-        self.layout.keeps_values = True  # a whole pass is computed at once, and what is gathered comes bit by bit
+        self.layout.keeps_values = True  # whole passes run at once, and gathered parts arrive one by one
         self.curvature = Curvature(self.model, learner.loss, self.layout)
         self.optimizer = self.made(experiment)
         self.away = Offloaded()
@@ -54,24 +54,24 @@ class Tensors(TensorsAnew, Portion):
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
         self.losses: list[float] = []
-        self.ledger: Any = None  # its session's
-        self.reading: Any = None  # its session's
-        self.finite: Any = None  # its session's
-        self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
+        self.ledger: Any = None  # of its session
+        self.reading: Any = None  # of its session
+        self.finite: Any = None  # of its session
+        self._open: dict[tuple[str, int], Tensor] = {}  # losses without a backward yet, by worker and micro-batch
         self._worker = ""
-        self._looked: dict[str, Any] = {}  # by worker, the batch of its next forward, whose rows were looked up
+        self._looked: dict[str, Any] = {}  # by worker: the batch of its next forward, after looking up its rows
         self._waves: Waves | None = None
-        self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
+        self._grads: dict[str, list[Tensor | None]] = {}  # gradients of the workers that are not active
         self._arrival: list[str] | None = None
         self._learned = False
         self.usage: Any = None  # its host's
         self.strategy_now: Callable[[], Any] = lambda: None  # the one that is in force
         self.step_now: Callable[[], int] = lambda: 0  # this rank's step
-        self.stepped: Callable[[], None] = lambda: None  # follows each step of the optimizer, before gradients are gone
+        self.stepped: Callable[[], None] = lambda: None  # runs after each optimizer step, before gradients are freed
         self._cut()
 
     def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
-        """The optimizer that `experiment` wants, for the parameters that lie here or for these."""
+        """Returns the optimizer of `experiment`, for the parameters here or for `params`."""
         if params is None:
             here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
@@ -81,7 +81,7 @@ class Tensors(TensorsAnew, Portion):
         self.optimizer = optimizer
 
     def like(self, other: Tensors) -> None:
-        """Takes over the parameters and buffers of `other`: random starts may differ from process to process."""
+        """Copies the parameters and buffers of `other`, because random initial values may differ between processes."""
         mine, its = self.model.state_dict(), other.model.state_dict()
         for name, x in mine.items():
             x.copy_(its[name])
@@ -94,34 +94,34 @@ class Tensors(TensorsAnew, Portion):
         self._cut()
 
     def lie_with(self, other: Tensors) -> None:
-        """From now on the parameters are the very ones of `other`."""
+        """Makes the parameters share the memory of `other`."""
         if other is not self:
             self.layout.lie_in(other.layout.weights)
             self._cut()
 
     def lie_alone(self) -> None:
-        """The parameters are this rank's own again."""
+        """Gives the parameters memory of their own again."""
         self.layout.lie_in([w.clone() for w in self.layout.weights])
         self._cut()
 
     @property
     def to_learn(self) -> bool:
-        """Has a backward shown in which order gradients appear, for the first time?"""
+        """Whether a backward has shown the order of gradients, and `learned` has not returned it yet."""
         return self._arrival is not None and not self._learned
 
     def learned(self) -> list[str]:
-        """The order in which gradients appeared; asked for once."""
+        """Returns the order of gradients. Call it once."""
         assert self._arrival is not None
         self._learned = True
         return self._arrival
 
     def learn(self, names: list[str]) -> None:
-        """Lays parameters out in the order of gradients; the buckets may differ from now on."""
+        """Lays out parameters in the order of gradients, which may change the buckets."""
         self.layout.reorder(names)
         self._cut()
 
     def deal(self, rank: int, size: int, seed: int | None) -> None:
-        """Reads from the next restart on the data of `rank` of `size`; see `Batches.share`."""
+        """Reads the data of `rank` of `size` from the next restart on; see `Batches.share`."""
         self.batches.share(rank, size, seed)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
@@ -163,7 +163,7 @@ class Tensors(TensorsAnew, Portion):
         return loss.detach()
 
     def rise(self, waves: Waves, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
-        """A batch through a piece of the model; through the last one, its loss."""
+        """Runs a batch through a piece of the model. The last piece returns its loss."""
         self._waves = waves
         with self._own_randomness(), torch.enable_grad():
             batch, loss = waves.rise(self.batches.next, micro, piece, of, falls)
@@ -180,12 +180,12 @@ class Tensors(TensorsAnew, Portion):
             self.finite.passed(loss.detach(), batch)
 
     def opened(self) -> Iterable[Tensor]:
-        """What backward is still to be asked of."""
+        """Returns the tensors that still need a backward."""
         risen = self._waves.opened() if self._waves else ()
         return [*risen, *self._open.values(), *(self.piece.opened.values() if self.piece else ())]
 
     def turn(self, worker: str) -> None:
-        """What comes now is `worker`'s: parameters are common to all workers of a rank, gradients are not."""
+        """Makes `worker` active. Workers of a rank share parameters, but each has its own gradients."""
         if worker != self._worker:
             params = [place.param for place in self.layout.order]
             self._grads[self._worker] = [p.grad for p in params]
@@ -194,7 +194,7 @@ class Tensors(TensorsAnew, Portion):
             self._worker = worker
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
-        """Gradients of a forward; if they are `exchanged` they go into the buckets."""
+        """Computes the gradients of a forward. If `exchanged`, they go into the buckets."""
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         loss = self._open.pop((self._worker, micro), None)
@@ -238,7 +238,7 @@ class Tensors(TensorsAnew, Portion):
             self.usage.raise_hand(self.step_now())
 
     def _watched(self, run: Callable[[], None]) -> list[str]:
-        """Runs backward and returns in which order gradients appeared; those that did not come last.
+        """Runs a backward and returns the order of gradients, with unused parameters last.
 
         Raises StrategyError if one gradient came twice, as real ranks do.
         """
@@ -267,21 +267,21 @@ class Tensors(TensorsAnew, Portion):
         return names
 
     def clear(self) -> None:
-        """No bucket keeps room for gradients."""
+        """Frees the buckets' room for gradients."""
         self.layout.clear()
 
     def full(self, index: int) -> Bucket:
         return self.layout.full(index)
 
     def squares(self) -> float:
-        """The sum of the squares of all gradients here."""
+        """Returns the sum of squares of all gradients here."""
         return clipped(self.layout, math.inf) ** 2
 
     def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> float | None:  # fmt: skip
-        """One step of the optimizer; the norm of the gradient if it was not to be above `longest`.
+        """Steps the optimizer. Returns the norm of the gradient if it is clipped to `longest`.
 
-        squares: of a whole replica's gradients, where this is a stage of one
+        squares: sum of squares of a whole replica's gradients, if this rank is one of its stages
         """
         if bucket is None:
             of_replica = float if squares is None else lambda own: squares
@@ -297,7 +297,7 @@ class Tensors(TensorsAnew, Portion):
         return None
 
     def stepped_apart(self) -> None:
-        """Some of what lies apart from the model was stepped."""
+        """Does nothing: steps of offloaded shards change no state here."""
 
     def grads(self) -> list[Bucket]:
         if self._worker:
@@ -320,13 +320,13 @@ class Tensors(TensorsAnew, Portion):
         return self.layout.params()
 
     def _unnoticed(self) -> Any:
-        """A worker's update may fall between another's forward and backward, as without locks it does."""
+        """Lets a worker's update fall between another worker's forward and backward, as happens without locks."""
         params = tuple(place.param for place in self.layout.order)
         return torch.autograd._unsafe_preserve_version_counter(params) if self._worker else nullcontext()
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """torch's random numbers belong to the whole process; inside they are this rank's."""
+        """Swaps in this rank's state of torch's random numbers, which belong to the whole process."""
         torch.set_rng_state(self._random_state)
         yield
         self._random_state = torch.get_rng_state()
