@@ -1,1 +1,1 @@
-"""What a virtual rank computes."""
+"""The computation of a virtual rank: verbs of a strategy, performed on the virtual clock."""

@@ -1,7 +1,7 @@
-"""What one virtual rank computes beside the passes of its model, and how long that takes.
+"""The compute of one virtual rank outside the passes of its model.
 
-Curvature, arithmetic of the strategy's own, and the work of codecs on what crosses in the middle of a pass: each takes
-what it was measured to take, and no time where nobody knows.
+It covers curvature, a strategy's own arithmetic, and codecs in the middle of a pass. Each takes the measured time, or
+none if unknown.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from workbench.sim.costs.costs import Costs
 
 
 class Arithmetic(Stage):
-    """The part of a Host that computes what is no pass of the model."""
+    """The part of a Host that computes outside the model's passes."""
 
     clock: Any
     index: int
-    member: int  # the number that it has for life
-    rollback: Any = None  # its session's; None where nobody is ever lost
+    member: int  # the rank's number in the run
+    rollback: Any = None  # of its session; None if no rank can be lost
     note: Callable[[str, float], None]
     span: Callable[..., None]
     _lasting: Callable[..., Any]
     _occupy: Callable[..., float]
-    _listens = False  # are layers listened to, until their factors are asked for?
+    _listens = False  # whether layers record inputs, until the strategy requests their factors
 
     def _beside_pass(self, costs: Costs, phase: str, chunk: int) -> float:
-        """Seconds of what is computed inside of a pass and is not the model's."""
+        """Returns the seconds of other work within a pass: collecting factors, and codecs."""
         seconds = costs.asked.get("collect", 0.0) if self._listens and phase == "backward" else 0.0
         if self.body.split is not None and costs.coder and phase != "update":
             layers = self.experiment.partition.layers
@@ -41,7 +41,7 @@ class Arithmetic(Stage):
         return seconds
 
     def _coded(self, fiber: Fiber, op: Op) -> Any:
-        """A codec's own work on what crosses between stages."""
+        """Performs a codec's work on a tensor that crosses between stages."""
         name, work, nbytes = op.args
         value, costs = work(), self.world.costs
         if costs is None or not costs.coder:
@@ -55,7 +55,7 @@ class Arithmetic(Stage):
         return PARK
 
     def _work(self, fiber: Fiber, op: Op) -> Any:
-        """A strategy's own arithmetic, on the device in a step, beside it in a child."""
+        """Performs a strategy's own arithmetic: on the device in a step, in parallel to it in a child."""
         of, flops, name = op.args
         value, costs = of(), self.world.costs
         self.note(f"flops {name}", flops)
@@ -85,7 +85,7 @@ class Arithmetic(Stage):
         return self._lasting(fiber, "value", self._other("value", "forward"), self.body.value(self.rank.step))
 
     def _other(self, name: str, *phases: str) -> float:
-        """How long it takes: as measured, or as these passes; no less than what a pace says of them."""
+        """Returns the measured seconds, or those of `phases`; at least as long as the pace demands."""
         e, costs = self.experiment, self.world.costs
         known = costs.asked.get(name) if costs is not None else None
         if known is None:

@@ -1,4 +1,4 @@
-"""What a virtual rank keeps away from its device: moved at once, and then the ways there take their time."""
+"""The tensors that a virtual rank keeps on host or disk. They move at once; then the transfer takes its time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.sim.clock.fiber import PARK, Child, Fiber
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
 
-HOST = "host"  # the processor that steps what lies there, beside the device
+HOST = "host"  # the host's processor, which updates offloaded shards in parallel to the device
 
 
 class Away:
-    """The part of a Host that moves things to the host's memory or to disk, and steps them there."""
+    """The part of a Host that moves tensors to the host's memory or to disk, and updates them there."""
 
     clock: Any
     body: Any
@@ -69,31 +69,31 @@ class Away:
 
 
 def _step(fiber: Fiber) -> int:
-    """In which a child was started; else the rank's own."""
+    """Returns the step in which a child was started; -1 (the rank's own) for other fibers."""
     return fiber.step if isinstance(fiber, Child) else -1
 
 
 class Outlined(Offloaded):
-    """Sizes only: one optimizer stands for those of all ranks, and what it remembers is never taken from it."""
+    """Offloading with sizes only. One optimizer stands for all ranks, and its state never moves."""
 
     def __init__(self, stepped: Any) -> None:
         super().__init__()
-        self._has_stepped = stepped  # has the optimizer, which then remembers something?
+        self._has_stepped = stepped  # whether the optimizer has stepped, and so has state
         self._likes: dict[int, tuple[tuple[Any, ...], dict[str, Tensor]]] = {}  # by bucket
 
     def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
         return self._slots(layout, optimizer, shard) if self._has_stepped() else {}
 
     def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
-        """It has them."""
+        """Does nothing, because the optimizer has kept the values."""
 
     def _stepped(self, layout: Layout, optimizer: Any, shard: Bucket, *_: Any) -> dict[Any, Any]:
         return self._slots(layout, optimizer, shard)
 
     def _slots(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
-        """What an optimizer that has stepped remembers of a shard: cut as its parameters are, or whole."""
+        """Returns the optimizer state of a shard: cut like its parameters, or whole."""
         of, like = self._likes.get(shard.index, ((), {}))
-        if of != (layout, optimizer):  # found by steps of the optimizer, as often as there is another
+        if of != (layout, optimizer):  # found by trial steps, once per optimizer
             like = likes(layout.groups[shard.index], optimizer)
             self._likes[shard.index] = (layout, optimizer), like
         numel, cut = {part.name: part.stop - part.start for part in shard.parts}, elementwise(optimizer)

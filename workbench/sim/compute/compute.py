@@ -1,7 +1,7 @@
-"""What one virtual rank computes, and how long that takes: phases whole, and passes that are handed out in pieces.
+"""The compute of one virtual rank and its duration: whole phases, and passes that a strategy gets bucket by bucket.
 
-A pass stops at every bucket: when its gradients are full, before its parameters are read. Each piece is computed when
-the next one is asked for, and the device stands still while the strategy waits for something in between.
+A pass stops at every bucket: in backward when its gradients are complete, in forward before its parameters are read.
+Each piece is computed when the strategy requests it. The device is idle while the strategy waits in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Compute(Arithmetic):
-    """The part of a Host that computes; its verbs answer at once, or PARK."""
+    """The part of a Host that computes. Its verbs return an answer or PARK."""
 
     world: World
     clock: Any
@@ -36,8 +36,8 @@ class Compute(Arithmetic):
     index: int
     experiment: Experiment
     body: Any
-    ledger: Any = None  # its session's
-    reading: Any = None  # its session's
+    ledger: Any = None  # of its session
+    reading: Any = None  # of its session
     span: Callable[..., None]
     note: Callable[[str, float], None]
     inner: Callable[..., Any]
@@ -50,12 +50,12 @@ class Compute(Arithmetic):
         self.free: dict[str, float] = {}  # when each worker's device is free again
         self._held: tuple[Any, dict[int, int]] = None, {}  # a layout in buckets, bytes of parameters held by bucket
         self._kept = Kept()
-        self.computes_until = 0.0  # when the pass under way is over, if nothing holds it up
-        self._hindered = 0.0  # seconds that what is computed next lasts longer, for a codec had a part of the core
-        self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults
+        self.computes_until = 0.0  # when the present pass ends, if nothing delays it
+        self._hindered = 0.0  # extra seconds of the next compute, because a codec used part of the core
+        self._asked = self._took = 0.0  # seconds of this step's compute: by the pace, and without faults
 
     def seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
-        """How long a phase of compute, or a share of it, lasts on this rank in this step, through one of its pieces."""
+        """Returns the seconds of a phase, or a share of it, on this rank in this step. chunk: a piece of its stage"""
         e, costs, step, body = self.experiment, self.world.costs, self.rank.step, self.body
         share *= body.share * self.narrowing.share(phase)
         again = body.again[chunk] if phase == "backward" else 0.0
@@ -73,7 +73,7 @@ class Compute(Arithmetic):
         return healthy * factor
 
     def _dear(self, parts: tuple[tuple[float, float], ...], phase: str, chunk: int) -> float:
-        """How many times longer a piece takes than its parameters say."""
+        """Returns how many times longer a piece takes than its number of parameters suggests."""
         stages = self.body.spread.stages if self.body.spread else None
         if stages is None:
             return 1.0
@@ -83,17 +83,17 @@ class Compute(Arithmetic):
         return float(stages.dear(times, chunk * len(stages) + self.body.piece.stage))
 
     def pace_said(self) -> dict[str, Any] | None:
-        """A step is over; what there is to say of the pace, if that is news."""
+        """Returns news about the pace at the end of a step, or None."""
         asked, took, self._asked, self._took = self._asked, self._took, 0.0, 0.0
         return self._kept.step(self.experiment.pace * 1e-3, asked, took)
 
     def hinder(self, seconds: float) -> None:
-        """A codec works for so long beside what this rank computes."""
+        """Delays this rank's compute by a codec that works for `seconds` at the same time."""
         if seconds and (costs := self.world.costs) is not None:
             self._hindered += costs.slows * seconds
 
     def _occupy(self, fiber: Fiber, seconds: float) -> float:
-        """The device works for so long, from when it is free; returns when it begins."""
+        """Occupies the device for `seconds` from when it is free. Returns the begin."""
         began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
         self.free[fiber.origin] = self.computes_until = began + seconds
         return began
@@ -103,7 +103,7 @@ class Compute(Arithmetic):
         return self._lasting(fiber, name or phase, self.seconds(phase, share, chunk), value)
 
     def _lasting(self, fiber: Fiber, name: str, seconds: float, value: Any) -> Any:
-        """The device works for so many seconds; then the answer is `value`."""
+        """Occupies the device for `seconds`, then answers with `value`."""
         seconds, self._hindered = seconds + self._hindered, 0.0
         began = self._occupy(fiber, seconds)
         self.span("compute", name, self.clock.now, began, began + seconds, 0)
@@ -112,7 +112,7 @@ class Compute(Arithmetic):
 
     def _forward(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
-        if self.body.piece is not None:  # backward takes the batch through the stages, both ways
+        if self.body.piece is not None:  # backward takes the batch through the stages, in both directions
             return self.body.open(*op.args)
         if self.body.split is not None:
             return self.inner(fiber, self._joint_forward(fiber, *op.args))
@@ -184,10 +184,10 @@ class Compute(Arithmetic):
         return self._next_bucket(fiber, op)
 
     def _next_bucket(self, fiber: Fiber, op: Op) -> Any:
-        """The next full bucket, at the time at which it is full."""
+        """Answers with the next full bucket, at the time when it is full."""
         passing: Pass = fiber.passing
         if passing.events is not None:
-            turn = passing.then is not None  # it is one micro-batch's, of which others wait for the end
+            turn = passing.then is not None  # one micro-batch's pass; another fiber waits for its end
             return self.next_in_turn(fiber, passing) if turn else self.inner(fiber, self._next_full(passing))
         index = passing.next
         if index == len(passing.shares):
@@ -202,7 +202,7 @@ class Compute(Arithmetic):
         return self._next_params(fiber, op)
 
     def _next_params(self, fiber: Fiber, op: Op) -> Any:
-        """The next bucket of parameters, just before its layers are computed."""
+        """Answers with the next bucket of parameters, just before its layers are computed."""
         (forward,) = op.args
         passing: Pass | None = forward._state
         if passing is None:
@@ -217,7 +217,7 @@ class Compute(Arithmetic):
         return PARK
 
     async def _through(self, fiber: Fiber, phase: str, computed: Callable[[], Any]) -> Any:
-        """A forward or a backward of parameters that lie in shards, whole."""
+        """Runs a whole forward or backward of sharded parameters."""
         passing = self._passing(fiber, phase, [])
         passing.events = deque(self.reading.events(phase))
         while await self._next_full(passing) is not END:
@@ -230,7 +230,7 @@ class Compute(Arithmetic):
         return value
 
     async def _next_full(self, passing: Pass) -> Any:
-        """The next bucket that is full in a pass of parameters that lie in shards or slices, or its END."""
+        """Returns the next full bucket in a pass of sharded or sliced parameters, or END."""
         reading, events = self.reading, passing.events
         assert events is not None
         reading.phase = self.rank.phase = passing.phase
@@ -253,7 +253,7 @@ class Compute(Arithmetic):
         return END
 
     def _until(self, fiber: Fiber, op: Op) -> Any:
-        """Until so much of a pass is computed."""
+        """Waits until a share of a pass is computed."""
         self.clock.at(self._reach(fiber, *op.args), fiber)
         return PARK
 
@@ -264,7 +264,7 @@ class Compute(Arithmetic):
         return Pass(name or phase, began, lasts_, shares)
 
     def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
-        """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
+        """Returns when a share of a pass is computed. It pauses while the strategy waits or computes otherwise."""
         origin, free = fiber.origin, self.clock.now
         if (until := self.free.get(origin, 0.0)) > free:
             free = until
@@ -278,16 +278,16 @@ class Compute(Arithmetic):
         return last
 
     def _stretch(self, passing: Pass) -> None:
-        """Writes down what was computed without a break."""
+        """Records the stretch of a pass that ran without a break."""
         if passing.last > passing.since:
             self.span("compute", passing.phase, passing.since, passing.since, passing.last, 0)
 
     def _over(self, fiber: Fiber, passing: Pass) -> Any:
-        """A pass has been handed out whole: its loop is left when its time is over."""
+        """Ends a pass after its last bucket: its loop ends when the pass's time is over."""
         end = self._reach(fiber, passing, 1.0)
         self._stretch(passing)
         if passing.then is not None:
-            self.clock.at(end, *passing.then)  # which answers for the loop when the batch is over
+            self.clock.at(end, *passing.then)  # this fiber answers the loop when the batch is over
             return PARK
         if end <= self.clock.now:
             return END
@@ -314,7 +314,7 @@ class Compute(Arithmetic):
         if self.world.real:
             bucket = layout.hold(bucket)
             self.ledger.hold(layout.held)
-        else:  # one layout stands for those of all ranks
+        else:  # one layout stands for the layouts of all ranks
             if self._held[0] is not layout.buckets:
                 here = self.reading.whole
                 self._held = layout.buckets, {b.index: b.nbytes for b in self.body.params() if b.index in here}

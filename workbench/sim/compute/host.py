@@ -1,7 +1,7 @@
-"""The simulator's host: performs on the virtual clock what one rank's coroutines ask for, and writes it down.
+"""The simulator's host: performs the requests of one rank's coroutines on the virtual clock, and records them.
 
-Computing takes the rank's one device: what is asked while it is busy queues. Everything else costs what Ports and
-Costs say. A verb's answer is given at once, or PARK: whoever the verb waits for will resume the fiber.
+Compute uses the rank's one device, and requests queue while it is busy. Other requests cost the time that Ports and
+Costs give. A verb returns its answer or PARK; then another part of the simulator resumes the fiber later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Host(Waving, Away, Drawing):
         self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
         self.flow.steps = lambda: self.experiment.steps
         self.lanes: dict[str, Lane] = {}
-        self.met = False  # did this rank start a child in this step?
+        self.met = False  # whether this rank has started a child in this step
         self.sent = 0  # bytes so far
         self.usage = Usage(world.hands(index))
         self.alone: AbstractContextManager[None] = nullcontext()
@@ -54,9 +54,9 @@ class Host(Waving, Away, Drawing):
         self.rounds = Rounds(self)
         self._ways = Ways()
         self.ended: Callable[[Fiber], None] = lambda fiber: None
-        self.steering: Any = None  # its session's
-        self.kinds: tuple[Price, ...] = ()  # what the compressor's stretches cost,
-        self.kinds_beside: tuple[Price, ...] = ()  # and of those beside which the rank computes
+        self.steering: Any = None  # of its session
+        self.kinds: tuple[Price, ...] = ()  # prices of the compressor's stretches
+        self.kinds_beside: tuple[Price, ...] = ()  # the same while the rank computes
         meet = self._collective
         self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
@@ -98,11 +98,11 @@ class Host(Waving, Away, Drawing):
         return self.experiment.strategy
 
     def fall(self) -> None:
-        """This rank has crashed: whatever it still has under way ends where it next asks for something."""
+        """Ends everything under way on this rank at its next request, because the rank has crashed."""
         self.verbs = dict.fromkeys(self.verbs, _for_ever)
 
     def cut_off(self) -> None:
-        """Whatever this rank asks of others from now on is not answered."""
+        """Answers no further requests that involve other ranks."""
         for verb in WITH_OTHERS:
             self.verbs[verb] = partial(self._alone, self.verbs[verb])
 
@@ -115,7 +115,7 @@ class Host(Waving, Away, Drawing):
         self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
 
     def note(self, name: str, value: float) -> None:
-        """Writes one number into the record."""
+        """Records one number."""
         self.steering.hear(name, value)
         self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
 
@@ -127,13 +127,13 @@ class Host(Waving, Away, Drawing):
         return self.lanes[name]
 
     def unfinished(self) -> list[Fiber]:
-        """Children that wait for their turn, or are in it."""
+        """Returns the running and the waiting children."""
         return [child for lane in self.lanes.values() for child in lane.unfinished()]
 
     def stretch_seconds(self, number: int, nbytes: int) -> float:
-        """How long a stretch of the compressor's own work on so many bytes lasts that begins now.
+        """Returns the seconds of a stretch of the compressor's work on `nbytes` bytes that begins now.
 
-        One that shares a core with what the rank computes meanwhile has a price of its own, and makes that longer.
+        A stretch during compute has its own price, and makes that compute longer.
         """
         computes = self.computes_until - self.clock.now
         for kinds, is_beside in ((self.kinds_beside, True), (self.kinds, False)):
@@ -214,7 +214,7 @@ class Host(Waving, Away, Drawing):
     def _recv(self, fiber: Fiber, op: Op) -> Any:
         return self.world.mail.recv(fiber, *op.args)
 
-    # -- the rest --
+    # -- other verbs --
 
     def _sample(self, fiber: Fiber, op: Op) -> Any:
         self.note(*op.args)
@@ -223,23 +223,23 @@ class Host(Waving, Away, Drawing):
         return self.clock.now
 
     def _drive(self, fiber: Fiber, op: Op) -> Any:
-        """A step runs as a fiber of its own: an answer need not pass through whoever asked for the step."""
+        """Runs a step as a fiber of its own, so that answers need not pass through the fiber that requested it."""
         return self.inner(fiber, op.args[0])
 
     def inner(self, fiber: Fiber, coro: Coroutine[Op, Any, Any]) -> Any:
-        """Answers with what `coro` comes to, which asks on the fiber's behalf."""
+        """Answers with the result of `coro`, whose requests count as the fiber's."""
         fiber.on = inner = Fiber(self, coro, "step", fiber.origin)
         inner.waiter, inner.lane = fiber, fiber.lane
         inner.resume(None)
         return PARK
 
     def _stand(self, fiber: Fiber, op: Op) -> Any:
-        """Stands still for so many seconds, and answers with them."""
+        """Waits for a number of seconds, and answers with it."""
         self.clock.at(self.clock.now + op.args[0], fiber, op.args[0])
         return PARK
 
     def _together(self, fiber: Fiber, op: Op) -> Any:
-        """Ranks meet beside the network; the last to come does something for all and answers each."""
+        """Gathers ranks outside the network. The last one computes the answers for all."""
         what, mine, joint, seconds = op.args
         return self.world.together(fiber, what, mine, joint, seconds, op.group)
 
@@ -249,7 +249,7 @@ class Host(Waving, Away, Drawing):
         return self.world.told(fiber, what, mine, op.group)
 
     def _park(self, fiber: Fiber, op: Op) -> Any:
-        """Waits until somebody who knows resumes it: `op.args[0]` takes the fiber; the rest says what for."""
+        """Parks the fiber until another part of the simulator resumes it. op.args: (receiver of the fiber, reason)"""
         fiber.on = op.args[1]
         op.args[0](fiber)
         return PARK

@@ -1,9 +1,9 @@
-"""What one virtual rank computes where it has slices of each matrix, together with those that have the rest.
+"""The compute of one virtual rank that holds slices of matrices, together with the ranks of the other slices.
 
-Where there are values, all ranks of a group compute a pass at once, as soon as the last of them has come to it; on the
-virtual clock each then goes through it, and meets the others, as one pass on the meta device has shown. So a rank waits
-at the beginning of a backward for who comes later, where on the engine it would wait at the first layer: with values
-and without alike.
+With real tensors, all ranks of a group compute a pass at once, when the last of them begins it. On the virtual clock
+each rank then goes through the pass and meets the other ranks, at the times that a pass on the meta device has shown.
+So a rank waits for late ranks at the beginning of a backward, and not at the first layer as on the engine. This also
+holds with sizes only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Joint:
-    """The part of a Host that computes together with others, while its body has a `split`."""
+    """The part of a Host that computes together with other ranks, if its body has a `split`."""
 
     world: World
     body: Any
@@ -45,12 +45,12 @@ class Joint:
 
     @property
     def _plans(self) -> tuple[Plans, ...]:
-        """By piece of the model here when ranks meet in a pass through it, of batches as they are now."""
+        """By piece of the model: when ranks meet in a pass through it, with the present batch size."""
         stage, stages = self.body.stage
         return plans_of(self.experiment, self.body.learner, self.body.split)[stage::stages]
 
     async def _meet_before(self, batch: Any) -> None:
-        """Before a batch: the ranks of a replica read the same, and have the same of what lies on several of them."""
+        """Before a batch, checks that a replica's ranks read the same data, and refreshes their shared parameters."""
         body = self.body
         if body.fresh and self.rank.mesh.inside:
             await same_batch(self.rank.inside, batch, body.layout.order[0].param.device)
@@ -60,7 +60,7 @@ class Joint:
             await refreshed(self.rank.group("tensor"), body.common)
 
     async def _joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
-        """A forward of all ranks of the group; its loss."""
+        """Runs a forward of all ranks of the group, and returns its loss."""
         body = self.body
         batch = body.drawn(x)
         await self._meet_before(batch)
@@ -69,7 +69,7 @@ class Joint:
         return loss
 
     async def _joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
-        """A backward of all ranks of the group; where it is exchanged, its first full bucket."""
+        """Runs a backward of all ranks of the group. If exchanged, returns its first full bucket."""
         body = self.body
         await self._jointly("backward", lambda: body.backward(grad, micro, exchanged))
         passing = self._passing(fiber, "backward", [])
@@ -80,14 +80,14 @@ class Joint:
         return await self._next_full(passing)
 
     async def _joint_stage(self, what: str, compute: Callable[[], Any], passing: Pass, chunk: int) -> Any:
-        """A pass of all ranks of a stage through a piece of the model, which hands out no buckets."""
+        """Runs a pass of all ranks of a stage through a piece of the model, without buckets."""
         made = await self._jointly(what, compute)
         await self._gone_through(passing, self._plans[chunk].of(what.partition(" ")[0]))
         return made
 
     async def _joint_last(self, fiber: Fiber, what: str, compute: Callable[[], Any], passing: Pass, chunk: int,
                           takes: Fiber) -> None:  # fmt: skip
-        """The last backward of a batch, whose buckets `takes` gets; `fiber` goes on when all are handed out."""
+        """Runs the last backward of a batch. `takes` gets its buckets, and `fiber` goes on after the last one."""
         plans = self._plans[chunk]
         passing.then = fiber, await self._jointly(what, compute)
         passing.events = _merged(plans.ready(self.body.layout), plans.of("backward"))
@@ -95,7 +95,7 @@ class Joint:
         self.next_in_turn(takes, passing)
 
     def next_in_turn(self, takes: Fiber, passing: Pass) -> Any:
-        """Answers `takes` with the next full bucket; when there is none, who waits for the end of the pass."""
+        """Answers `takes` with the next full bucket. If none is left, resumes the fiber that waits for the pass."""
         takes.on = inner = Fiber(self, self._next_full(passing), "step", takes.origin)  # type: ignore[arg-type]
         inner.waiter = _Turn(takes, passing)  # type: ignore[assignment]
         inner.resume(None)
@@ -107,7 +107,7 @@ class Joint:
             pass
 
     async def _jointly(self, phase: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` makes on this rank, once all ranks of the group have come to it."""
+        """Returns this rank's result of `compute`, which runs when all ranks of the group have come."""
         op = Op("together", phase, (self.body, compute), self._computed, 0.0)
         op.group = self.rank.group("tensor").within
         return await op
@@ -126,7 +126,7 @@ class Joint:
         return crew.together([work(body, compute) for body, compute in works])
 
     async def _meet(self, planned: Planned) -> None:
-        """A meeting in the middle of a pass: its values are known already, its bytes cross the network now."""
+        """Performs a meeting in the middle of a pass. Its values are already known; its bytes cross the network now."""
         meeting, group = planned.meeting, self.rank.group("tensor")
         brings = _flat(planned.brings.numel(), planned.brings.dtype)
         if meeting.what == "sum":
@@ -141,12 +141,12 @@ class Joint:
 
 @cache
 def _flat(numel: int, dtype: torch.dtype) -> Tensor:
-    """So many numbers without values, which all may hand in."""
+    """Returns `numel` numbers without values, shared by all ranks."""
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
 class _Turn:
-    """Whom the end of a search for a full bucket resumes: who takes it, or who waits for the pass to be over."""
+    """Resumes the fiber that takes a bucket, or at the end of the pass the fiber that waits for it."""
 
     def __init__(self, takes: Fiber, passing: Pass) -> None:
         self._takes, self._passing = takes, passing
@@ -158,6 +158,6 @@ class _Turn:
 
 
 def _merged(ready: list[float], meetings: list[Planned]) -> deque[Any]:
-    """What happens in a backward: buckets that are full, in their order, and meetings."""
+    """Returns the events of a backward in order: full buckets and meetings."""
     full = [Event(share, "full", (index,)) for index, share in enumerate(ready)]
     return deque(sorted([*full, *meetings], key=lambda event: event[0]))

@@ -1,4 +1,4 @@
-"""A forward or backward that is handed out bucket by bucket."""
+"""A forward or backward that a strategy gets bucket by bucket."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Pass:
-    """A forward or backward under way that is handed out bucket by bucket; each piece is computed when it is asked for.
+    """A forward or backward under way. Each piece is computed when the strategy requests it.
 
-    began: when it would have begun had it never been interrupted; since: when its present stretch did
-    last:  when the pieces asked for so far are computed
-    events: what is still to come, where parameters lie in shards or slices; else None
-    then:   who goes on once it is over, and with what: the batch of which it is one micro-batch's
+    began: when it would have begun without interruptions; since: when its present stretch began
+    last:  when the pieces requested so far are computed
+    events: the remaining events, if parameters are sharded or sliced; otherwise None
+    then:   if the pass is one micro-batch's: the fiber of the batch, which goes on after it, and its answer
     """
 
     __slots__ = ("began", "events", "last", "next", "phase", "seconds", "shares", "since", "then")

@@ -1,7 +1,7 @@
-"""Sizes only: what one rank computes with, where thousands of ranks have one model without its numbers.
+"""Sizes only: the state of one rank without values, for thousands of ranks with one model.
 
-Everything lives on torch's meta device, where tensors have shapes and no data. One pass of the model there shows in
-which order its gradients appear; a model that cannot be run there keeps the reverse order of registration.
+All tensors are on torch's meta device, with shapes and without data. One pass of the model shows the order of its
+gradients. A model that cannot run there keeps the reverse order of registration.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 
 class Way(NamedTuple):
-    """Which stage a rank is, where there are sizes only."""
+    """The stage of a rank, with sizes only."""
 
     stage: int
     stages: int
 
 
 class Sizes(SizesAnew, Drawn):
-    """What one rank computes with, as sizes only.
+    """The state of one rank, as sizes only.
 
-    piece: which stage of its replica it is, if that lies in stages
+    piece: the rank's stage in its replica, if that has stages
     """
 
     losses: tuple[()] = ()
-    ledger: Any = None  # its session's
-    share = 1.0  # of the model that this rank computes
-    again: tuple[float, ...] = (0.0,)  # by piece, of its forward what its backward computes again
-    fresh = False  # is the next batch the first after a cut?
-    split: Split | None = None  # how matrices are dealt out
-    stage = (0, 1)  # which stage this rank is, of how many
+    ledger: Any = None  # of its session
+    share = 1.0  # of the model's compute on this rank
+    again: tuple[float, ...] = (0.0,)  # by piece, the share of its forward that its backward recomputes
+    fresh = False  # whether the next batch is the first after a change of the layout
+    split: Split | None = None  # how matrices are split
+    stage = (0, 1)  # (index of this rank's stage, number of stages)
     common: Any = None  # parameters that all ranks of a group have, by owner
-    flow: Any = None  # its host's
-    spread: Spread | None = None  # how a replica lies on several ranks
+    flow: Any = None  # of its host
+    spread: Spread | None = None  # how a replica is spread over ranks
     layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -64,19 +64,19 @@ class Sizes(SizesAnew, Drawn):
         self._stage: StageOutline
         self.piece: Way | None = None
         self._count = 1  # micro-batches of a batch
-        self.shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
-        self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # what came, by micro-batch under way and piece
+        self.shares: tuple[float, ...] = (1.0,)  # of this rank's compute, by piece
+        self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # received inputs, by open micro-batch and piece
         self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
         self._learned = self._told = self.learning = self.roomy = False
-        self.shards: Shards | None = None  # the buckets in whose shards the optimizer's state lies
-        self.gradient_shards = 1  # in how many shards summed gradients are kept
-        self._begun = True  # has the optimizer made a step?
+        self.shards: Shards | None = None  # the buckets whose shards hold the optimizer's state
+        self.gradient_shards = 1  # shards of the summed gradients
+        self._begun = True  # whether the optimizer has made a step
         self.stepped = False  # the same, on this rank
-        self.opened = [0.0]  # by piece, forwards whose backward is to come
+        self.opened = [0.0]  # by piece, forwards without a backward yet
         self.going = 0  # the piece whose backward runs
         self.away = Outlined(lambda: self.stepped)
-        self.came: bool | None = None  # the gradients that are there: exchanged or not; None: there are none
+        self.came: bool | None = None  # whether the present gradients are exchanged; None: there are no gradients
 
     @property
     def layout(self) -> Layout:
@@ -88,26 +88,26 @@ class Sizes(SizesAnew, Drawn):
 
     @property
     def trial(self) -> Trial:
-        """What a step reads, and in which order its gradients come."""
+        """The parameters that a step reads, and the order of its gradients."""
         return self.whole.trial_of(self.layers)
 
     @property
     def cheap(self) -> bool:
-        """Would an engine know that before the first step, without building the model once more?"""
+        """Whether an engine knows the trial before the first step without building the model again."""
         return self.whole.cheap
 
     @property
     def to_learn(self) -> bool:
-        """Whether a backward has shown in which order gradients appear, for the first time in this generation."""
+        """Whether a backward has shown the order of gradients for the first time in this generation."""
         return self.learning and not self._told
 
     def learned(self) -> list[str]:
-        """The order in which gradients appear; asked for once."""
+        """Returns the order of gradients. Call it once."""
         self._learned = self._told = True
         return self._outline.arrival
 
     def learn(self, names: list[str]) -> None:
-        """Lays parameters out in the order of gradients; the buckets may differ from now on."""
+        """Lays out parameters in the order of gradients, which may change the buckets."""
         self._learned, self.roomy = True, False
         self.cut = self._outline.cut(self._bucket_mb, True)
 
@@ -121,11 +121,11 @@ class Sizes(SizesAnew, Drawn):
     def learner(self) -> Learner:
         return self.whole.learner
 
-    # -- where this rank is one stage --
+    # -- a rank that is one stage --
 
     def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
-        """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
+        """Makes this rank hold and compute these parameters from now on, or the whole model."""
         self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
@@ -145,52 +145,52 @@ class Sizes(SizesAnew, Drawn):
         self.tune(e)
 
     def tune(self, e: Experiment) -> None:
-        """The partition may have other knobs now."""
+        """Applies changed knobs of the partition."""
         (stage, stages), self.layers = self.piece or (0, 1), e.partition.layers
         self.again = recomputed(e, self.learner, self.split)[stage::stages]
 
     def go_on_with(self, optimizer: Any) -> None:
-        """What this optimizer would remember has been handed over to it."""
+        """Takes over an optimizer whose state has been transferred."""
         self.optimizer, self._begun = optimizer, self.stepped
         if self.stepped:
             prime(self.layout, optimizer)
 
     def open(self, x: Any, micro: int) -> None:
-        """A batch is there, which goes through the stages when its backward is asked for."""
+        """Notes a batch, which goes through the stages when its backward is requested."""
         self.taken += 1
 
     def begin(self, micro: int, partition: Partition) -> Any:
-        """A batch goes through the stages; nobody knows its examples."""
+        """Begins a batch through the stages. It has no contents."""
         self._count = partition.micro_batches
         return ()
 
     def coming(self, after: int) -> Any:
-        """Nobody knows the examples of a batch."""
+        """Returns None: a batch has no contents."""
 
     def buffers(self) -> list[torch.Tensor]:
-        """Nothing is changed by a forward."""
+        """Returns no tensors: a forward changes nothing."""
         return []
 
     def forget(self, micros: list[int]) -> None:
-        """These micro-batches do not go back."""
+        """Discards micro-batches that get no backward."""
         for entry in [entry for entry in self._asked if entry[0] in micros]:
             del self._asked[entry]
             self.opened[entry[1]] -= 1
 
     def drawn(self, x: Any) -> Any:
-        """Nobody knows the examples of a batch."""
+        """Notes a batch. It has no contents."""
         self.taken += 1
         return ()
 
     def reseed(self, number: int) -> None:
-        """Nobody draws random numbers."""
+        """Does nothing: no random numbers are drawn."""
 
     def squares(self) -> float:
-        """Nobody knows gradients here."""
+        """Returns 0: gradients have no values."""
         return 0.0
 
     def ready(self, chunk: int) -> list[float]:
-        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
+        """Returns by bucket the share of this piece's backward, the last of a batch, after which it is full."""
         there = self._stage.there
         return ready(self.layout, self._stage.arrival, there) if there else self.cut.ready
 
@@ -214,19 +214,19 @@ class Sizes(SizesAnew, Drawn):
         del self._asked[micro, chunk]
 
     def told(self, loss: torch.Tensor) -> None:
-        """Nobody knows a loss here."""
+        """Does nothing: a loss has no value."""
 
     def turn(self, worker: str) -> None:
         pass
 
     def forward(self, x: Any, micro: int) -> Any:
         self.opened[0] += 1
-        self.taken += 0 if self.split else 1  # which has `drawn` it
+        self.taken += 0 if self.split else 1  # `drawn` has counted it
         self.ledger.forward()
         return x
 
     def backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False, chunk: int = 0) -> Any:
-        """kept: gradients lie in the buckets after it, whether this backward's are exchanged or not"""
+        """kept: gradients stay in the buckets after it, whether or not this backward's are exchanged"""
         self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
         self.going = chunk
         with self.ledger.backward(exchanged):
@@ -234,7 +234,7 @@ class Sizes(SizesAnew, Drawn):
             self.came, self.roomy = exchanged or kept, self.roomy or kept
 
     def kept(self, batch: int, counts: tuple[int, ...] = ()) -> list[Kept] | None:
-        """By piece what one batch, or a micro-batch of it, keeps for its backward."""
+        """Returns by piece what one batch, or a micro-batch of it, keeps for its backward."""
         return self._outline.kept(batch, self._count if self.piece else 1, self.layers, counts)
 
     def evaluated(self) -> int | None:
@@ -242,19 +242,19 @@ class Sizes(SizesAnew, Drawn):
 
     @property
     def alike(self) -> dict[Any, Any]:
-        """What one rank found out of its memory, for the others."""
+        """A rank's results about its memory, for equal ranks."""
         return self._outline.alike
 
     def standing(self) -> dict[str, memory.Storages]:
-        """What stays from step to step."""
+        """Returns the memory that stays between steps."""
         stepped = self.optimizer if self.stepped and not self.away.has("optimizer state") else None
         return self._outline.standing(self.layout, stepped, self.roomy and self.gradient_shards == 1, self.shards)
 
     def full(self, index: int) -> Bucket:
-        return stands_in(self.cut.buckets[index])  # whose memory another rank may have given back
+        return stands_in(self.cut.buckets[index])  # another rank may have freed its memory
 
     def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
-        """The optimizer that `experiment` wants for what lies here, or for all of the model."""
+        """Returns the optimizer of `experiment`, for the parameters here or for the whole model."""
         return (self._outline if params is None else self.whole).made(experiment)
 
     def use(self, optimizer: Any) -> None:
@@ -262,7 +262,7 @@ class Sizes(SizesAnew, Drawn):
 
     def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> None:  # fmt: skip
-        """Nothing moves; an optimizer that took over remembers something from its first step on."""
+        """Steps the optimizer without changing values. A transferred optimizer gets state at its first step."""
         self.came = None
         self.stepped = self.stepped or by is None
         if by is None and not self._begun:
@@ -270,7 +270,7 @@ class Sizes(SizesAnew, Drawn):
             self._begun = True
 
     def stepped_apart(self) -> None:
-        """Some of what lies apart from the model was stepped; in the end all of it is."""
+        """Notes that an offloaded shard was updated; all shards follow in the same step."""
         self.came, self.stepped = None, True
         if not self._begun:
             prime(self.layout, self.optimizer)
@@ -281,7 +281,7 @@ class Sizes(SizesAnew, Drawn):
         return self.cut.buckets
 
     def collect(self) -> None:
-        """Nothing is to be seen."""
+        """Does nothing: there are no values to collect."""
 
     def factors(self) -> list[Factors]:
         return outlined_factors(self.model, self.layout)
@@ -293,7 +293,7 @@ class Sizes(SizesAnew, Drawn):
         return shaped(torch.empty((), device="meta"))
 
     def clear(self) -> None:
-        """No bucket keeps room for gradients."""
+        """Frees the buckets' room for gradients."""
         self.roomy = False
 
     def params(self) -> list[Bucket]:

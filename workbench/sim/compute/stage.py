@@ -1,4 +1,4 @@
-"""What one virtual rank computes where it is one stage of a replica: micro-batches on the virtual clock."""
+"""The compute of one virtual rank that is a stage of a replica: micro-batches on the virtual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stage(Joint):
-    """The part of a Host that is a stage, while its body has a `piece`."""
+    """The part of a Host that is a stage, if its body has a `piece`."""
 
     body: Any
     experiment: Experiment
@@ -29,14 +29,14 @@ class Stage(Joint):
     _compute: Callable[..., Any]
     _next_bucket: Callable[..., Any]
     _passing: Callable[..., Pass]
-    _left: list[int]  # by piece, the backwards still to come of the batch under way
+    _left: list[int]  # by piece, the remaining backwards of the present batch
     flow: Flow
     _count = 1
-    _squares: float | None = None  # of the gradients of all stages, where an update is about to clip them
-    _takes: Fiber | None = None  # who takes the buckets of its last backward
+    _squares: float | None = None  # of the gradients of all stages, if an update is about to clip them
+    _takes: Fiber | None = None  # the fiber that takes the buckets of its last backward
 
     async def _through_stages(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
-        """One batch, there and back; answers the loop of who `takes` its buckets, if anybody does."""
+        """Runs one batch forward and backward through the stages. Returns END for the loop of `takes`, if given."""
         partition = self.experiment.partition
         self._count = partition.micro_batches
         self._left = [self._count] * partition.pieces
@@ -49,14 +49,14 @@ class Stage(Joint):
         return None if takes is None else END
 
     async def _clipped_update(self, op: Op) -> Any:
-        """An update of a replica whose gradient may be too long: its stages tell each other how long theirs is."""
+        """Runs an update with clipping. The stages of a replica add up their squared gradients first."""
         x = torch.tensor([self.body.squares()], dtype=torch.float64, device=self.body.layout.order[0].param.device)
         await self.rank.inside.all_reduce(x, "sum", "gradient norm")
         self._squares = 0.0 if x.is_meta else float(x)
         return await Op("update", *op.args)
 
     def _part(self, chunk: int) -> float:
-        """Of a stage's own compute on a batch, that of one micro-batch through one piece."""
+        """Returns the share of one micro-batch through one piece in this stage's compute on a batch."""
         return float(self.body.shares[chunk]) / self._count
 
     def _stage_forward(self, fiber: Fiber, op: Op) -> Any:
@@ -85,7 +85,7 @@ class Stage(Joint):
 
     def _backward_of(self, fiber: Fiber, op: Op, name: str, run: Callable[..., Any], micro: int, chunk: int,
                      part: float = 1.0) -> Any:  # fmt: skip
-        """A backward, or its second half, that gives parameters their gradients."""
+        """Runs a backward, or the second half of one, that computes gradients of parameters."""
         begun = sum(self._left) < self._count * len(self._left)
         self._left[chunk] -= 1
         takes = self._takes if not any(self._left) else None

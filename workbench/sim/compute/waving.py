@@ -1,6 +1,6 @@
-"""What one virtual rank computes of less than a model: batches that rise and fall piece by piece, and sub-models.
+"""The compute of one virtual rank on parts of a model: batches that rise and fall piece by piece, and sub-models.
 
-With sizes only a piece is taken to keep as much as any other, for what a part keeps is not known.
+With sizes only, each piece counts as keeping as much as any other, because the memory of parts is unknown.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from workbench.sim.compute.compute import Compute
 
 
 class Waving(Compute):
-    """The part of a Host that does. narrowing: its session's"""
+    """The part of a Host that computes parts of a model. narrowing: of its session"""
 
     narrowing: Narrowing
-    _counted: tuple[Any, int, int] = None, 0, 0  # of which state how many entries, and their bytes
+    _counted: tuple[Any, int, int] = None, 0, 0  # a state, its number of entries, and their bytes
 
     @cached_property
     def waves(self) -> Waves:
@@ -65,7 +65,7 @@ class Waving(Compute):
         return share
 
     def _step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
-        """One step of a sub-model's optimizer; the norm of its gradient where that is asked for."""
+        """Steps a sub-model's optimizer. Returns the norm of its gradient if that is clipped."""
         if self.world.real:
             with torch.enable_grad():
                 norm = self.narrowing.step(clip, by)
@@ -76,7 +76,7 @@ class Waving(Compute):
         return None
 
     def _remembers(self) -> int:
-        """Bytes of what the whole model's optimizer remembers, counted anew when it has got something else."""
+        """Returns the bytes of the whole model's optimizer state. Counts again if the state has changed."""
         state = self.body.optimizer.state
         entries = sum(map(len, state.values()))
         if self._counted[0] is not state or self._counted[1] != entries:
