@@ -1,1 +1,1 @@
-"""One virtual rank from start to end."""
+"""One virtual rank, from the start of its run to the end."""

@@ -1,4 +1,4 @@
-"""What a change asks of the simulator; what it consists of is in workbench/host/reconfigure/changes.py."""
+"""The simulator's part of a change; the rest is in workbench/host/reconfigure/changes.py."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class Turnable(Life):
-    """The part of a Session that changes reach into."""
+    """The part of a Session that changes act on."""
 
     world: World
     host: Host
     body: Any
-    common: bool = False  # are the parameters the same memory on all ranks?
+    common: bool = False  # whether all ranks share the memory of their parameters
 
     @property
     def experiment(self) -> Experiment:
@@ -59,7 +59,7 @@ class Turnable(Life):
         return self.body.optimizer
 
     def able(self, wanted: Experiment) -> Experiment:
-        """`wanted` if it can be simulated, on this model. Raises KnobError."""
+        """Returns `wanted` if this model can be simulated under it. Raises KnobError."""
         if reason := refused(wanted, self.world.costs, lambda: self.body.made(wanted)):
             raise KnobError(reason)
         able(self, wanted)
@@ -73,7 +73,7 @@ class Turnable(Life):
         self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
 
     def choose_lane(self) -> None:
-        """Children run as on the engine's own thread; what their codec costs is looked up anew."""
+        """Looks up the prices of the compressor, and records its assumptions. Children run as on the engine."""
         costs, compressor = self.world.costs, self.rank.compressor
         self.host.kinds = costs.stretches(compressor) if costs else ()
         self.host.kinds_beside = costs.stretches_beside(compressor) if costs else ()
@@ -115,11 +115,11 @@ class Turnable(Life):
         return self.body.learner
 
     def example(self, wanted: Experiment) -> Any:
-        """A batch, the same on all ranks, that training does not miss."""
+        """Returns a batch, the same on all ranks, without drawing from the training data."""
         return example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
     def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
-        """Of the model these parameters lie here from now on; or are to, in shards, and are not `held` yet."""
+        """Makes this rank hold these parameters of the model. held: False if their shards come later"""
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
             self.body.reseed(seed)
@@ -132,7 +132,7 @@ class Turnable(Life):
         self.mark_buckets()
 
     def tuned(self) -> None:
-        """The partition has other knobs than before, and the model lies as it did."""
+        """Applies changed knobs of the partition. The model stays where it is."""
         self.body.tune(self.experiment)
 
     @property
@@ -159,7 +159,7 @@ class Turnable(Life):
         self.mark_buckets()
 
     async def relay(self, lay: Callable[[], None]) -> None:
-        """Lays the parameters out anew by `lay`, which takes memory of the rank's own; then they are in common."""
+        """Calls `lay` to lay out the parameters in the rank's own memory, and shares them again if they were shared."""
         if self.common:
             await self.gather(0)
         lay()
@@ -168,13 +168,13 @@ class Turnable(Life):
             self.share()
 
     def share(self) -> None:
-        """All ranks, which stand still and hold equal values, take rank 0's memory for their parameters."""
+        """Lets all ranks use rank 0's memory for their parameters. They must stand still and hold equal values."""
         self.common = True
         if self.world.real:
             self.body.lie_with(self.world.sessions[0].body)
 
     def foreseen(self, cheaply: bool) -> Any:
-        """What a step is going to read; None where nobody can tell."""
+        """Returns what a step will read; None if unknown."""
         if self.world.real:
             return foreseen(self.learner, self.experiment, cheaply)
         return self.body.trial if (self.body.cheap and self.learner.pure) or not cheaply else None
@@ -188,12 +188,12 @@ class Turnable(Life):
         self.body.clear()
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
-        """A strategy takes over."""
+        """Starts a strategy."""
         strategy = wanted.strategy
         take_role(self, wanted)
         shared = "gradients" in strategy.shards
         self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
-        if strategy.offloads and not wanted.clip:  # none stay, once they are summed
+        if strategy.offloads and not wanted.clip:  # gradients are offloaded when they are summed
             self.body.gradient_shards = sys.maxsize
         if strategy.shared and self.rank.size > 1:
             self.share()
@@ -201,11 +201,11 @@ class Turnable(Life):
         self.regrouped()
 
     def sharded(self, buckets: Cut | None) -> None:
-        """With sizes only one optimizer stands for all ranks', so it is told of which part they keep the state."""
+        """Sets the shards of the optimizer state. With sizes only, one optimizer stands for those of all ranks."""
         self.body.shards = buckets
 
     def regrouped(self) -> None:
-        """Children are counted anew: ranks that were stages of a replica have started unlike numbers of them."""
+        """Resets the counts of children: ranks of different stages have started different numbers."""
         for lane in self.host.lanes.values():
             lane.count_anew()
 
@@ -217,7 +217,7 @@ class Turnable(Life):
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        """Surrounds a switch of strategy, as one span. Late ranks go on with the step of the first rank."""
         if in_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest
@@ -226,16 +226,16 @@ class Turnable(Life):
         self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
 
     async def gather(self, number: int) -> list[int]:
-        """Every rank's number, by rank."""
+        """Returns every rank's number, by rank."""
         numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
         return numbers
 
     async def told(self, text: str, by: int = 0) -> str:
-        """What rank `by` says, on every rank."""
+        """Returns the text of rank `by` on every rank."""
         said: str = await Op("together", "tell", text, lambda each: [each[by]] * len(each), 0.0)
         return said
 
-    # -- saying --
+    # -- recording --
 
     @property
     def now(self) -> float:
@@ -257,8 +257,8 @@ class Turnable(Life):
 
 
 def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None = None) -> str | None:
-    """Why `e` cannot be simulated, in a sentence that says what would do; or None. Asked again once there is a model:
-    `made` makes its optimizer.
+    """Returns why `e` cannot be simulated, with a remedy; None if it can. Call it again when a model exists: `made`
+    makes its optimizer.
     """
     name = type(e.strategy).__name__
     if made is not None:

@@ -1,4 +1,4 @@
-"""Held-out loss where there are real tensors: of the mean of all virtual ranks' models, or of what one knows."""
+"""Held-out metrics with real tensors: of the mean of all virtual ranks' models, or of the parameters in a list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.sim.model.tensors import Tensors
 
 
 def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
-    """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
+    """Returns by rank (metrics of the mean model, on rank 0 only; RMS distance of the rank from it)."""
     first, sharded = ranks[0], ranks[0].reading.sharded
     if first.spread is not None:
         return _spread_out(ranks, first.spread)
@@ -44,7 +44,7 @@ def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
 
 
 def _spread_out(ranks: list[Tensors], spread: Spread) -> list[Evaluated]:
-    """The same where a replica lies on several ranks: of the mean of all replicas, whose parts compute together."""
+    """Returns the same for replicas that are spread over ranks. The parts of the mean replica compute together."""
     drifts = [0.0] * len(ranks)
     count, ways = len(spread), spread.split.ways if spread.split else 1
     with ExitStack() as held:
@@ -63,7 +63,7 @@ def _spread_out(ranks: list[Tensors], spread: Spread) -> list[Evaluated]:
 
 
 def _refresh(group: Sequence[Tensors]) -> None:
-    """What one of a group looks after all have."""
+    """Copies each rank's shared parameters to the other ranks of the group."""
     with torch.no_grad():
         for index, owner in enumerate(group):
             for copies in zip(*(rank.common[index] for rank in group), strict=True):
@@ -72,7 +72,7 @@ def _refresh(group: Sequence[Tensors]) -> None:
 
 
 def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
-    """The numbers of a model whose stages these are, one after the other."""
+    """Returns the metrics of a model with these stages, run one after the other."""
 
     def forward(*inputs: Any, **named: Any) -> Any:
         pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
@@ -95,7 +95,7 @@ def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
 
 
 def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]], following: Following) -> list[Any]:
-    """What each stage's coroutine returns, one running after the other; a message waits until it is asked for."""
+    """Runs the stages' coroutines in turn, and returns their results. Messages wait until their receivers ask."""
     letters: dict[tuple[int, int, str], deque[Tensor]] = defaultdict(deque)
     waits, found = dict[int, tuple[int, int, str]](), dict[int, Any]()
 
@@ -120,7 +120,7 @@ def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]], following: Following) 
 
 
 def assembled(ranks: list[Tensors], here: Tensors) -> None:
-    """The model of one rank has the values of every rank's shards."""
+    """Copies the values of every rank's shards into one rank's model."""
     for rank in ranks:
         for bucket, own, begin in zip(here.params(), rank.layout.weights, rank.layout.begins, strict=True):
             kept = rank.away.values(bucket.index)
@@ -129,7 +129,7 @@ def assembled(ranks: list[Tensors], here: Tensors) -> None:
 
 
 def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evaluated:
-    """The held-out numbers of the parameters in `known` if `evaluate`; this rank's RMS distance from them."""
+    """Returns (metrics of the parameters in `known`, if `evaluate`; this rank's RMS distance from them)."""
     own, values = [b.data for b in rank.layout.params()], [b.data.clone() for b in known]
     drift = distance(own, values, rank.layout.numel)
     if not evaluate:

@@ -1,7 +1,7 @@
 """Runs one generation of virtual ranks after another: each ends when ranks are lost or join.
 
 The survivors decide what real ranks decide (`host/elastic/settling.py`). The time until they train again is not
-simulated on a network. The constants hold what was seen on real ranks, on two busy cores.
+simulated on a network. It uses constants measured on real ranks, on two busy cores.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workbench.sim.rank.keeping import Kept
 from workbench.sim.rank.mortal import Join
 from workbench.sim.rank.session import Session
 
-VOTED = 0.27  # seconds from when a rank is missed until the others have begun again: the median of those 101 kills
-REPLACED = 19.6  # and until others are there, on engines that have yet to start: the median in docs/data/replaced.json
+VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the 101 kills of world.py
+REPLACED = 19.6  # seconds until replacements join, on engines yet to start: the median in docs/data/replaced.json
 
 Body = Callable[[Experiment, int], Any]
 
 
 def mortal(e: Experiment, changes: list[Change]) -> bool:
-    """May a rank crash, as far as that is known before?"""
+    """Returns whether a rank may crash, as far as the settings show."""
     if e.policy.decides or crashed((), e.fabric.faults, e.ranks):
         return True
     for change in changes:
@@ -48,17 +48,17 @@ def mortal(e: Experiment, changes: list[Change]) -> bool:
 class Generations:
     """One simulated run, through all its generations.
 
-    made: what another rank computes with that comes; folder: where checkpoints are
+    made: makes the model and data of a new rank; folder: for checkpoints
     """
 
     def __init__(self, world: World, made: Body, folder: Any = None) -> None:
         self.world, self._made, self._folder = world, made, folder
         self.records = [world.record]
-        self._next = world.size  # the number of who comes next
-        self._coming: list[float] = []  # when those are there who come in for others
+        self._next = world.size  # the number of the next new rank
+        self._coming: list[float] = []  # the times at which replacements are ready
 
     def live(self, sessions: list[Session]) -> list[Session]:
-        """From the first step to the last; those who were there in the end."""
+        """Runs all generations. Returns the sessions of the last one."""
         came = None
         while True:
             self._expect()
@@ -71,10 +71,10 @@ class Generations:
                 return sessions
             sessions, came = self._begin(to), to.came
 
-    # -- those who are lost --
+    # -- lost ranks --
 
     def _outlived(self) -> Next | None:
-        """How those go on who are left; None where nobody does, or need not."""
+        """Returns how the surviving ranks continue; None if the run is over."""
         world, left = self.world, self.world.left
         if world.stopped or not world.fallen:
             return None
@@ -112,7 +112,7 @@ class Generations:
         )  # fmt: skip
 
     def _end(self, reason: str = "") -> None:
-        """Nobody goes on."""
+        """Ends the run as failed."""
         for session in self.world.left:
             if reason:
                 about = {"rank": session.member, "step": session.rank.step, "op": "", "type": "KnobError"}
@@ -120,21 +120,21 @@ class Generations:
             session.ends("failed")
         self.world.sessions[0].mark("state", {"state": "failed", "detail": reason})
 
-    # -- those who come --
+    # -- new ranks --
 
     def _expect(self) -> None:
-        """Those who come in for others are there some time from now."""
+        """Sets an event for each time at which replacements are ready."""
         world = self.world
         for at in sorted(set(self._coming)):
             world.clock.aside(max(at, world.clock.now), Bell(self._plan_join))
 
     def _plan_join(self) -> None:
-        """They come before the next step that no rank has begun yet, as others that are there by then."""
+        """Plans that the ready replacements join before the next step that no rank has begun."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
         known = [c for session in world.sessions for c in session.planned if isinstance(c, Join)]
         if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
-            return  # those who stand at such a boundary already are joined by others after it
+            return  # some ranks are past a planned join already; the replacements wait for the next one
         self._coming = [at for at in self._coming if at > world.clock.now]
         step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
         self._next += count
@@ -144,7 +144,7 @@ class Generations:
             session.planned = sorted([*others, join], key=lambda change: change.at_step)
 
     def _parted(self) -> Next:
-        """How they go on who have come together, with those who come."""
+        """Returns how the ranks continue together with the new ones, after they have met."""
         new, e, used = self.world.parted
         first, stay = self.world.sessions[0], tuple(range(self.world.size))
         for session in self.world.sessions:

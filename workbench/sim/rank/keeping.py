@@ -1,4 +1,4 @@
-"""Checkpoints of a simulation with real tensors: all ranks' images are there at once, and no time passes over them."""
+"""Checkpoints of a simulation with real tensors. All ranks' images are in one process, and writing takes no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.record.drafts import Draft
 
 
 class Kept:
-    """What the ranks of one simulation have handed in; the last one makes it a checkpoint in `folder`."""
+    """Collects the images of all ranks. With the last one, it writes a checkpoint into `folder`."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
@@ -33,7 +33,7 @@ class Kept:
 
 
 class _Mine:
-    """One rank's part."""
+    """The collector's interface for one rank."""
 
     busy = False
 
@@ -44,11 +44,11 @@ class _Mine:
         self._kept.take(self._session, image, about)
 
     def close(self, patience: float | None = None) -> None:
-        """Nothing is under way."""
+        """Does nothing, because no write is under way."""
 
 
 def written(folder: Path, images: list[Image], about: dict[str, Any]) -> Path:
-    """Makes a checkpoint of these images, by rank. Raises OSError."""
+    """Writes a checkpoint of these images, one per rank. Raises OSError."""
     draft = Draft(folder, about["step"])
     draft.begin()
     try:

@@ -1,6 +1,6 @@
-"""One virtual rank's end, and its way from one generation to the next: what a Session says, gives back and takes over.
+"""The end of one virtual rank, and its way from one generation to the next.
 
-The rules are those of the engine's ranks (`host/elastic/leaving.py`); here nobody has a process, and no store is asked.
+The rules are the engine's (`host/elastic/leaving.py`), without processes and without a store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.sim.rank.changes import Turnable
 
 @dataclass(frozen=True)
 class Join(Change):
-    """What stands among the planned changes where others come in for ranks that were lost: their numbers, `new`."""
+    """A planned change by which new ranks join. new: their numbers"""
 
     path: str = field(default="")
     value: Any = field(default=None)
@@ -29,15 +29,15 @@ class Join(Change):
 
 
 class Mortal(Turnable):
-    """The part of a Session that ends, and goes on in another generation.
+    """The part of a Session that ends, and continues in another generation.
 
-    member: this rank's number from the beginning of its run on
+    member: this rank's number in the run
     """
 
     member: int
 
     def come(self, before: Mortal | None, to: Next) -> None:
-        """This rank comes from the generation before, where it was `before`, or from nowhere."""
+        """Enters a generation. before: this rank in the generation before, None for a new rank"""
         self.rank.step, self.obeyed = to.came.step, to.changes
         if before is not None:
             self.rank.lr, self.rate = before.rank.lr, before.rate
@@ -48,9 +48,7 @@ class Mortal(Turnable):
         self.restart_data(to.used)
 
     def leave_generation(self, saved: list[int]) -> Said:
-        """Gives back what was the generation's; what this rank has then. saved: steps before which there are
-        checkpoints
-        """
+        """Undoes the generation's state, and returns this rank's report. saved: the steps that have checkpoints"""
         if self.common and self.world.real:
             self.body.lie_alone()
         self.common = False
@@ -58,11 +56,11 @@ class Mortal(Turnable):
         return said(self, self.member, parts, saved if parts else ())
 
     async def formed(self) -> None:
-        """All ranks pass at one moment, so none crashes before every rank holds the full state."""
+        """Passes all ranks at one time, so none crashes before every rank holds the full state."""
         await self.gather(0)
-        self.body.forget_order()  # a new rank has not seen it, so all learn it again, as real ranks do
+        self.body.forget_order()  # a new rank has not seen it, so all ranks learn it again, as real ranks do
 
-    # -- others come --
+    # -- new ranks join --
 
     async def obey(self, change: Change) -> bool:
         if not isinstance(change, Join):
@@ -71,7 +69,7 @@ class Mortal(Turnable):
         return False
 
     async def _part(self, join: Join) -> None:
-        """All comes together, and the generation ends; or a Mark says why nobody can come."""
+        """Gathers the state and ends the generation, or records a Mark that says why no rank can join."""
         here = self.world.members
         try:
             wanted = self.able(fewer(self.experiment, tuple(range(len(here))), len(here) + len(join.new)))
@@ -104,15 +102,15 @@ class Mortal(Turnable):
         await Op("park", self.world.crashes, "nothing, for it has crashed")
 
     def ends(self, state: str) -> None:
-        """This rank's part in the run is over."""
+        """Records that this rank's part in the run is over."""
         self.mark("end", {"rank": self.member, "state": state})
 
     def alarmed(self, does: str) -> None:
-        """A loss is no number, or has run away. There is nobody to wait for, so it goes on unless it is to stop."""
+        """Handles a loss that is not finite or has diverged: raises Stopped if the run must stop, otherwise goes on."""
         if does == "stop":
             raise Stopped
 
     def stopped(self) -> None:
-        """The simulation ended before its last step."""
+        """Records that the simulation stopped before its last step."""
         self.say("stopped")
         self.ends("stopped")

@@ -1,7 +1,7 @@
-"""One run on one virtual rank: the training loop as a coroutine, with the same rules as the engine's.
+"""One run on one virtual rank: the training loop as a coroutine, with the engine's rules.
 
-It takes the changes that are due before each step, steps, evaluates. What it cannot do itself it asks of its host
-with the same kind of Op that a strategy uses.
+Before each step it applies the changes that are due; then it steps and evaluates. It sends requests to its host as Ops,
+like a strategy.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 
 class Session(Mortal):
-    """A run as one virtual rank lives it. Part of it is what a change sees (`host/core/changing.py`).
+    """A run on one virtual rank. Changes use part of it (`host/core/changing.py`).
 
-    member: this rank's number from the beginning of its run on
+    member: this rank's number in the run
     """
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any, before: Session | None = None,
                  to: Next | None = None) -> None:  # fmt: skip
-        """before: the same rank in the generation before; to: how this one begins, if it is not the first"""
+        """before: the same rank in the generation before; to: how this generation begins, if it is not the first"""
         self.world, self.body, self.member = world, body, world.members[index]
         self.host = Host(world, index, experiment, body)
         self.rank, self.flow = self.host.rank, self.host.flow
@@ -61,7 +61,7 @@ class Session(Mortal):
             self.come(before, to)
         self.steering = self.host.steering = before.steering if before else Steering(self)
         self.steering.run = self
-        self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # hears how many ended
+        self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # gets the step count
         self.state: Any = None
         self.measuring = Measuring()
         self.rollback = self.host.rollback = Rollback(self) if world.mortal else None
@@ -74,7 +74,7 @@ class Session(Mortal):
         self.finite = body.finite = Finite(self, self.alarmed, before.finite.first if before else None)
         self.background: Fiber | None = None
         self.host.ended = self._ended
-        self._awaiting: Fiber | None = None  # waits for workers or for the background to end
+        self._awaiting: Fiber | None = None  # waits until workers or the background end
         self._workers = 0
         body.examples = lambda: self.experiment.batch
         if world.real:
@@ -90,22 +90,22 @@ class Session(Mortal):
         self.choose_lane()
 
     def _counts(self) -> Any:
-        """Where this rank's numbers of bytes come from."""
+        """Returns the source of this rank's memory figures."""
         if self.world.real:
             drawn = self.body.batches
             return Counted(self, self.body.opened, lambda: drawn.nbytes, part=lambda: self.narrowing.trained)
         return Known(self.body, lambda: self.experiment.batch)
 
     def _made_for(self, params: list[Any]) -> Any:
-        """The run's optimizer for these parameters, at the present rate, with nothing that it remembers."""
+        """Returns the run's optimizer for these parameters, at the present learning rate, without state."""
         optimizer = self.body.made(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
 
-    # -- the life of a rank --
+    # -- the loop of a rank --
 
     async def live(self) -> None:
-        """The whole run on this rank."""
+        """Runs the whole training on this rank."""
         said = {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
                 "parameters": self.layout.numel, "nbytes": self.layout.nbytes}  # fmt: skip
         if (many := self.world.size // self.world.first) > 1:
@@ -187,7 +187,7 @@ class Session(Mortal):
         self.host.rounds.moved()
 
     async def _all_workers(self) -> None:
-        """Every worker of this rank makes the step; it is over when all have."""
+        """Runs the step on every worker of this rank, and waits for all of them."""
         strategy, rank = self.experiment.strategy, self.rank
         self._workers = strategy.workers
         for worker in range(strategy.workers):
@@ -198,7 +198,7 @@ class Session(Mortal):
             await Op("park", self._await, "its workers")
 
     async def called(self) -> bool:
-        """Is there a meeting now? Waits for one where this rank has nothing else to do. See the engine's meeting."""
+        """Returns whether a meeting takes place now. An idle rank waits for one. See the engine's meeting."""
         world, strategy, step = self.world, self.experiment.strategy, self.rank.step
         if world.missed:
             await Op("park", lambda fiber: None, "those who are left")
@@ -237,7 +237,7 @@ class Session(Mortal):
 
         propagation = self.experiment.strategy.propagation_in(world.size, self.rank.step)
         await Op("together", "meet between steps", self.rank.step, joint, 0.0)
-        if propagation and self.rank.role == "server":  # it makes no steps of its own
+        if propagation and self.rank.role == "server":  # a server makes no steps of its own
             self.rank.step = world.latest
         await self.rest()
         await self.gather(0)
@@ -250,7 +250,7 @@ class Session(Mortal):
         self.host.leaving = False
 
     def go_on(self) -> None:
-        """The background begins, or begins again after a meeting."""
+        """Starts the background, at the beginning or after a meeting."""
         strategy = self.experiment.strategy
         if self.background is not None or not strategy.has_background or self.world.over:
             return
@@ -275,7 +275,7 @@ class Session(Mortal):
         return found
 
     def _count_evaluation(self, together: bool) -> None:
-        """What it takes where each rank has memory of its own."""
+        """Counts the memory of an evaluation, if each rank has memory of its own."""
         if self.ledger.looks and (nbytes := taken(self, together, self.body.evaluated())) is not None:
             self.ledger.evaluated(nbytes)
 
@@ -283,7 +283,7 @@ class Session(Mortal):
         self._awaiting = fiber
 
     def _ended(self, fiber: Fiber) -> None:
-        """A worker or the background has returned."""
+        """Handles the end of a worker or of the background."""
         if fiber.waiter is not None:
             fiber.waiter.resumed = self.host.clock.now
             return fiber.waiter.resume(fiber.value)
