@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Resumable(Protocol):
-    """Anything that the clock can resume at a time: a fiber, or a collective that ends."""
+    """Anything that the clock can resume: a fiber, or a collective that ends."""
 
     def resume(self, value: Any) -> None: ...
 

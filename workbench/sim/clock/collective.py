@@ -27,7 +27,7 @@ class Mismatch(StrategyError):
 
 
 class Collective:
-    """One collective under way, among all ranks or a group."""
+    """One collective under way among all ranks or a group."""
 
     __slots__ = ("asked", "fibers", "group", "here", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
                  "world", "x", "xs")
@@ -46,7 +46,7 @@ class Collective:
         self.asked, self.t0, self.steps = [0.0] * here, [0.0] * here, [0] * here
 
     def join(self, fiber: Fiber, op: Op) -> None:
-        """Adds a rank that has arrived. Raises Mismatch if its request differs from the first rank's."""
+        """Adds a rank. Raises Mismatch if its request differs from the first rank's."""
         x = op.args[0]
         fiber.host.ledger.buffers.take(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
@@ -125,9 +125,7 @@ class Collective:
         raise AssertionError(verb)
 
     def _swapped(self) -> list[Any]:
-        """Returns what each rank receives of an all-to-all with unequal lengths. If some ranks are not simulated, the
-        tensors have shapes only.
-        """
+        """Returns each rank's part of an all-to-all with unequal lengths. With sizes only, these are shapes."""
         if len(self.here) == self.p:
             return [[x[r].clone() for x in self.xs] for r in range(self.p)]
         return [[self.x[0].new_empty(sizes[r]) for sizes in self.size] for r in self._places()]

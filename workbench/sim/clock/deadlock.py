@@ -73,7 +73,7 @@ def standing(world: Any) -> str:
 
 
 def spinning(fiber: Fiber, op: Op) -> str:
-    """Returns an explanation for a fiber that makes the same request forever."""
+    """Explains a fiber that makes the same request forever."""
     return (
         f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_who(fiber)}: "
         f"{op.verb} {_kind(op)}".rstrip() + "\nwhat it asks for in its loop takes no time: let it wait for something"

@@ -55,10 +55,10 @@ class Drawn:
         return int(self.whole.passes.nbytes(batch))
 
     def client(self, index: int, count: int) -> None:
-        """Does nothing: no example exists here, so no client owns one."""
+        """Does nothing: no example exists here."""
 
     def look_up(self) -> dict[str, torch.Tensor]:
-        """Returns the rows that one batch reads. They stand for the rows of every batch."""
+        """Returns the rows of one batch, which stand for those of every batch."""
         return dict(self.whole.rows(self.examples(), self.layout))
 
     def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -69,13 +69,13 @@ class Fiber:
         return self.coro.throw(StopAsyncIteration())
 
     def name_in(self, error: BaseException) -> None:
-        """Adds a note to an error that says where it happened, once."""
+        """Adds to an error, once, a note on where it happened."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
             error.add_note(f"on virtual rank {rank.id} in step {rank.step}, {self.name}, at {now:.6f} s")
 
     def end(self, value: Any) -> None:
-        """Ends the fiber: its coroutine has returned `value`."""
+        """Ends the fiber with its coroutine's result."""
         self.done, self.value = True, value
         self.host.ended(self)
 
@@ -191,7 +191,7 @@ class Lane:
         self.go()
 
     def next(self) -> None:
-        """Frees the lane after its child has ended, and begins the next one."""
+        """Frees the lane and begins its next child."""
         self.busy = None
         self.go()
 
@@ -212,7 +212,7 @@ class Lane:
         child.resume(None)
 
     def count_anew(self) -> None:
-        """Resets the counts of children. No child may be waiting, and all ranks reset together."""
+        """Resets this lane's counts of children. All ranks call it together, with no child waiting."""
         self.started = self.begun = 0
         if not self.host.index:
             self.order.forget()
@@ -236,7 +236,7 @@ class Order:
         self._asking = False
 
     def turn(self, lane: Lane) -> Child | None:
-        """Returns the child of a lane that may begin, or None if the order is unknown or that child has not started."""
+        """Returns the child of a lane that may begin; None if the order is unknown or the child has not started."""
         number = self._chosen.get(lane.begun)
         if number is None:
             if not lane.host.index and not self._asking:
@@ -249,7 +249,7 @@ class Order:
         self._chosen.clear()
 
     def _choose(self, lane: Lane) -> None:
-        """Chooses queued children on rank 0 until their shares add up to 1. It counts after `flag()` seconds."""
+        """Chooses queued children on rank 0 until their shares add up to 1. Ranks follow after `flag()` seconds."""
         free = list(takewhile(lambda child: child.priority > 0, lane.queue))
         found: list[int] = []
         share = 0.0

@@ -118,7 +118,7 @@ class Mailboxes:
 
 
 class _Arrival:
-    """The arrival of a message, as an event."""
+    """The event of a message's arrival."""
 
     __slots__ = ("mail", "message")
 

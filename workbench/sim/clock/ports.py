@@ -96,7 +96,7 @@ class Ports:
         return max(FLAG, self.costs.wire.seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
 
     def chokes(self, fabric: Fabric) -> np.ndarray:
-        """(size,) factors by which each port is slower than a healthy one."""
+        """Returns (size,): the factor by which each port is slower than a healthy one."""
         found = self._chokes.get(fabric)
         if found is None:
             found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])

@@ -1,7 +1,7 @@
 """Records a simulated run: stores rows as numbers, and sorts them into tables by end time when the run is over.
 
-A collective's spans are one block for all ranks; other spans are single rows. A span costs 46 bytes. Unlike the engine,
-the simulator does not record a wait of zero length.
+A collective's spans are one block for all ranks; other spans are single rows. A span takes 46 bytes in the tables.
+Unlike the engine, the simulator does not record a wait of zero length.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Rounds:
         self._resting: Fiber | None = None  # the background, until a step is new
 
     def again(self, fiber: Fiber, op: Op) -> Any:
-        """Performs the verb: answers now, or parks the background until a step is new and its rest is over."""
+        """Answers, or parks the background until a step is new and its rest is over."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
         (rest, self._alone), self._group = op.args, op.group

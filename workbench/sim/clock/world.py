@@ -75,7 +75,7 @@ class World:
         return self._hosts
 
     def run(self, sessions: list[Any], came: Came | None = None) -> None:
-        """Runs all ranks to their end, to a loss of ranks, or until ranks join. came: how these ranks came together.
+        """Runs all ranks until they end, are lost or others join. came: how these ranks came together.
 
         Raises Deadlock if ranks wait for each other, or loop and no time passes.
         """
@@ -161,7 +161,7 @@ class World:
                  seconds: float, group: Group | None = None) -> Any:
         """Gathers `mine` from every rank of a group, or of all. The last rank calls `joint`, which answers every rank.
 
-        seconds: how long after the last arrival the ranks get their answers
+        seconds: delay of the answers after the last arrival
         """
         come = self._gathered.setdefault((what, group), {})
         come[fiber.host.index] = fiber, mine

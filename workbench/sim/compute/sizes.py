@@ -262,7 +262,7 @@ class Sizes(SizesAnew, Drawn):
 
     def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> None:  # fmt: skip
-        """Steps the optimizer without changing values. A transferred optimizer gets state at its first step."""
+        """Steps the optimizer without changing values. A newly set optimizer gets its state at its first step."""
         self.came = None
         self.stepped = self.stepped or by is None
         if by is None and not self._begun:

@@ -1,4 +1,4 @@
-"""Costs: the prices of a step's parts, measured from a run or given by hand, for simulations."""
+"""Costs: the prices of a step's parts for simulations, measured from a run or given by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Costs:
     """Prices of compute, codecs and the unshaped network. A Fabric and a `pace` state their own costs.
 
-    forward, backward, update: seconds of one pass on each rank, as numbers or Durations; one value serves all ranks
+    forward, backward, update: seconds of one pass by rank, as numbers or Durations. One value serves all ranks
     codec:    by compressor (`Costs.kind`): the prices of each stretch of work on a bucket between two operations, while
               the rank's step waits; for most compressors (encode, decode). A number is seconds per byte.
               Line(seconds, seconds per byte) adds a fixed part per stretch, whatever the size of the bucket
@@ -30,8 +30,7 @@ class Costs:
               has the prices of `codec`
     slows:    extra seconds of compute for each second that a codec works at the same time
     wire:     price of a collective on an unshaped Link
-    linked:   least price of the transfer on a shaped Link, between processes that sleep and take turns; if unknown:
-      `wire`
+    linked:   least price of a transfer on a shaped Link between processes that take turns; unknown: `wire`
     post:     price of a message on an unshaped Link; if unknown: the price of a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to no other part
@@ -41,10 +40,9 @@ class Costs:
     coder:    by compressor: prices of encoding and decoding an activation that crosses between stages, or between the
               ranks of one stage
     flop:     by name: seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
-    asked:    seconds of a strategy's other requests: "curve", "value" and "factors", and "collect", the extra seconds
-              of a backward that collects factors. Without them a curve costs a forward and a backward, a value a
-              forward
-    density:  share of elements that a value-based compressor keeps, for simulations with sizes only; 0: unknown
+    asked:    seconds of a strategy's requests "curve", "value" and "factors". "collect" is the extra time of a backward
+              that collects factors. By default a curve costs a forward and a backward, and a value a forward
+    density:  share of elements that a value-based compressor keeps, with sizes only; 0: unknown
 
     If an experiment states a `pace`, compute takes the longer of the pace and the measured time.
     """
@@ -80,10 +78,9 @@ class Costs:
     def measured(cls, run: Run) -> Costs:
         """Calibrates from a recorded run, real or simulated. Excludes the first steps and the steps next to a change.
 
-        Per rank, forward, backward and update get the median and spread (1.4826 MAD), with faults removed. Each stretch
-        of codec work gets the mean time until the last rank has finished it, with and without compute at the same time.
-        Its price is per byte, or a Line if the largest bucket is at least twice the smallest. `slows` comes from steps
-        with different compressors.
+        Each phase gets a median and a spread (1.4826 MAD) per rank, without faults. Each stretch of codec work gets the
+        mean time until the last rank has finished it, with and without compute. Its price is per byte, or a Line if the
+        largest bucket is at least twice the smallest. `slows` comes from steps with different compressors.
 
         On an unshaped Link the 2 numbers of `wire` are a least-squares fit to the median transfers (last arrival to
         end). On a shaped Link, `late` is measured. `linked` is the mean transfer of collectives that take over 3 times

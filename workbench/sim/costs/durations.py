@@ -15,7 +15,7 @@ class Duration(NamedTuple):
     spread: float = 0.0
 
     def draw(self, key: str) -> float:
-        """Returns the seconds in one step: normal around `seconds`, at least half of it, equal for equal keys."""
+        """Returns the seconds in one step, normal around `seconds` and at least half of it; a function of `key`."""
         if not self.spread:
             return self.seconds
         return self.seconds * max(0.5, 1.0 + self.spread * Random(key).gauss(0.0, 1.0))

@@ -34,9 +34,8 @@ def taken(price: Price, nbytes: int) -> float:
 def priced(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], float]) -> Price:
     """Fits a price to stretches of (bytes, seconds): a Line if the sizes differ enough, else seconds per byte.
 
-    middle: reduces several numbers to one. The line fits relative errors by least squares, over the middle of each
-      size,
-    weighted by its count. Neither of its numbers is negative.
+    middle: reduces several numbers to one. The line fits relative errors of the middle of each size
+    by least squares, weighted by its count. Neither of its numbers is negative.
     """
     by = defaultdict[int, list[float]](list)
     for nbytes, seconds in found:
@@ -51,7 +50,7 @@ def priced(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], f
 
 
 def not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Solves least squares in two unknowns that cannot be negative; x: (rows, 2), y: (rows,)."""
+    """Solves least squares in two non-negative unknowns; x: (rows, 2), y: (rows,)."""
     both, *_ = np.linalg.lstsq(x, y, rcond=None)
     if len(y) > 1 and np.linalg.matrix_rank(x) == 2 and (both >= 0).all():
         return float(both[0]), float(both[1])

@@ -25,7 +25,7 @@ from workbench.sim.costs.measure_own import asked, coders, flops
 
 WARM = 2  # steps at the beginning and after a change that differ from other steps
 SHORT = 3.0  # factor of the measured time over the Link's, from which a transfer counts as longer than the Link
-FEW = 20  # the fewest collectives for this estimate
+FEW = 20  # the fewest such collectives for an estimate
 ENOUGH = 200  # steps per median; more only cost time
 
 

@@ -1,7 +1,7 @@
 """Replays the random choices of a recorded run on the engine, so that the simulator follows them.
 
-If ranks keep no common step, two things depend on chance: which message a receive from any rank gets next, and in
-which steps a background runs its rounds. Everything else follows from these two.
+If ranks keep no common step, two things depend on chance: which message a receive from any rank gets, and in which
+steps a background runs. Everything else follows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Asked(NamedTuple):
 
 
 class Replay:
-    """The recorded order of arrivals and rounds. After the record's end, the simulator decides."""
+    """The recorded order of arrivals and rounds. After its end, the simulator picks senders, and backgrounds end."""
 
     def __init__(self, timeline: Timeline, ranks: int) -> None:
         rows = timeline.samples.rows()
@@ -49,6 +49,6 @@ class Replay:
         return self._rounds[rank][0] if self._rounds[rank] else Asked(0, False)
 
     def answer(self, rank: int) -> int:
-        """Returns the step that `rank` gets as answer in its next round, or 0, and advances to the round after it."""
+        """Returns the recorded answer to `rank` in its next round (a step, or 0), and advances by one round."""
         round = self._rounds[rank].popleft() if self._rounds[rank] else Asked(0, False)
         return round.steps if round.again else 0

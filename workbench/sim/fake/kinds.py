@@ -41,7 +41,7 @@ def _kind(*told: Any) -> Kind:
 
 
 class Room:
-    """The storage of a `Shaped`, with the interface of torch's: an identity while it exists, and a size in bytes."""
+    """The storage of a `Shaped`, like torch's: an identity while it exists and a size in bytes."""
 
     __slots__ = ("__weakref__", "_cdata", "_nbytes")
 
@@ -99,7 +99,7 @@ class Shaped(Tensor):
             self._room = Room(-id(self), self.kind.nbytes) if at is None else at.untyped_storage()
         return self._room
 
-    # -- the most frequent requests --
+    # -- frequent attributes and methods --
 
     shape = property(lambda self: self.kind.shape)
     dtype = property(lambda self: self.kind.dtype)

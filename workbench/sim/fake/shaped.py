@@ -1,9 +1,9 @@
-"""Tensors without data, with which strategies compute in simulations with sizes only.
+"""Tensors without data, for strategies in simulations with sizes only.
 
 torch takes 2 to 200 us for an operation on its meta device, and a thousand ranks need millions. A `Shaped` answers in
-Python. The first time, torch itself runs an operation on such sizes, and the kind of its result is remembered: new
-memory, a view of an argument, an argument, or a plain value. So no operation needs a rule here, and torch's errors
-stay. Where torch needs its own tensor, `actual` stands in.
+Python. torch runs each operation on given sizes once. The kind of its result is then known: new memory, a view of an
+argument, an argument or a plain value. So no operation needs a rule here, and torch's errors stay. If torch needs its
+own tensor, it gets `actual`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.rank import Bucket
 from workbench.sim.fake.kinds import Shaped, kind_of
 
-MOST = 50_000  # remembered operations, at most
+MOST = 50_000  # remembered operations above which `begin` forgets them
 _CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 
 Known = tuple[Any, ...]
@@ -28,7 +28,7 @@ _default: list[torch.dtype] = [torch.get_default_dtype()]  # the default dtype o
 
 
 def shaped(x: Any) -> Any:
-    """Returns a stand-in that shares the memory of a plain meta tensor. Anything else is returned unchanged."""
+    """Returns a stand-in that shares the memory of a plain meta tensor. Returns anything else unchanged."""
     return x if (kind := kind_of(x)) is None else Shaped(kind, None, x)
 
 
@@ -39,7 +39,7 @@ def stands_in(bucket: Bucket) -> Bucket:
 
 
 def begin() -> None:
-    """Forgets results that were found under another default dtype. Call it before a simulation."""
+    """Before a simulation, forgets the results if the default dtype has changed or they are too many."""
     if _default[0] is not torch.get_default_dtype() or len(_known) > MOST:
         _known.clear()
         _default[0] = torch.get_default_dtype()

@@ -1,8 +1,8 @@
 """A shortcut for operations on the meta device: remembers the shapes that each operation returns.
 
-torch computes the shape of `a * b` on the meta device in Python, in 60 us, and a thousand ranks need it a million
-times. This mode runs an operation once per combination of sizes. Unusual arguments or results (views, lists, other
-tensor types) take torch's own path and raise torch's own errors.
+torch computes the shape of `a * b` on the meta device in 60 us, and a thousand ranks need it a million times. This mode
+runs an operation once per combination of sizes. Views, lists and other tensor types take torch's own path with its
+errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shapes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False, because torch otherwise loads its compiler, which costs seconds and half of each call."""
+        """Returns False: otherwise torch loads its compiler, which costs seconds and half of each call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _kind(func: Any) -> tuple[bool, ...] | None:
-    """Returns for each argument whether its number can affect a shape; None if the operation returns no new tensors."""
+    """Returns for each argument whether its number can affect a shape. None: some results are not new tensors."""
     schema = func._schema
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     if schema.is_mutable or not fresh or not schema.returns:

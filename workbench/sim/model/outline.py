@@ -186,8 +186,7 @@ class StageOutline(Outline):
     """One stage of the model as sizes, shared by all its ranks.
 
     stages, number: the cut of the model, and the index of this stage
-    there:          parameters whose gradients come before the last backward of a batch, the one of the stage's first
-      piece
+    there:          parameters with gradients before a batch's last backward, which is the stage's first piece's
     """
 
     def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:

@@ -154,7 +154,7 @@ def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
     with doing(kind, len(every)) as work:
         for number, settings in enumerate(every):
             work.at(number)
-            with suppress(KnobError, StrategyError, RunError, ValueError):  # invalid, or not simulatable
+            with suppress(KnobError, StrategyError, RunError, ValueError):  # invalid, or impossible to simulate
                 found.append(_suggestion(asked, settings))
     best: list[Suggestion] = []
     for one in in_order(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):

@@ -1,4 +1,4 @@
-"""Finds the best cuts of a model into stages, from the times of its parts, and predicts a step with them."""
+"""Finds the best cuts of a model into stages from the times of its parts. Predicts a step with them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ TRIED = 6  # cuts that are simulated
 class Cut(NamedTuple):
     """A way to cut a model.
 
-    cuts: the parts at which pieces begin; step_s: predicted seconds per step; bubble: share of them that stages are
-      idle
+    cuts: the parts at which pieces begin; step_s: predicted seconds per step; bubble: idle share of stages
     """
 
     cuts: tuple[int, ...]
@@ -50,7 +49,7 @@ class Balanced(NamedTuple):
     """The proposal of `balance`.
 
     partition: the experiment's, with the new cuts: `lab.set("partition", found.partition)` applies it live
-    best:      its prediction; even: the prediction for cuts by numbers of parameters, None if these are impossible
+    best:      its prediction; even: the prediction for cuts by numbers of parameters (None: impossible)
     units:     the times of each part, for one micro-batch
     costs:     the same times for `simulate` and `plan`, per batch of a replica
     exact:     whether all cuts were compared; with several pieces per stage there may be too many
@@ -93,15 +92,15 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     times:  seconds of a forward and of a backward of one micro-batch through each part of the model. By default they
             are measured in this process on one thread, as medians over `rounds`. Under a `pace`, a part takes at least
             the pace's share for its parameters.
-    slow:   by stage, a factor by which its ranks are slower, in addition to `experiment`'s faults in the first step; or
-            a run with as many stages, which gives the factors including faults
+    slow:   by stage, a factor by which its ranks are slower, apart from `experiment`'s faults in the first step. Or a
+            run with as many stages, which gives the factors including faults
 
-    Two costs count: the slowest stage's time, forward and backward over all its pieces, and the time for which links
-    are busy with transfers between pieces, in both directions. `host/placement/balancing.py` finds the Pareto-optimal
-    cuts. If stages have several pieces and there are too many cuts, it compares the most promising ones, and `exact` is
-    False. The schedule decides how much each cost matters. So `simulate` predicts a step for TRIED of these cuts,
-    spread over the front, and for cuts by numbers of parameters. The fastest is proposed. A codec between stages counts
-    only in this prediction; the optimizer's time does not count.
+    Two costs count. One is the slowest stage's time for the forward and backward of all its pieces. The other is the
+    time for which links are busy with transfers between pieces. `host/placement/balancing.py` finds the Pareto-optimal
+    cuts. If several pieces per stage give too many cuts, it compares only promising ones and `exact` is False. The
+    schedule decides how much each cost matters. So `simulate` predicts a step for TRIED Pareto-optimal cuts and for
+    cuts by numbers of parameters. The fastest is proposed. A codec between stages counts only in this prediction. The
+    optimizer's time does not count.
 
     Raises KnobError if the partition has no stages, or the model cannot be cut into so many.
     """
@@ -146,7 +145,7 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
 
 
 def _some(ways: list[Way]) -> list[Way]:
-    """Returns up to TRIED of the ways, evenly spaced, with the first and the last."""
+    """Returns up to TRIED evenly spaced ways, including the first and the last."""
     last = len(ways) - 1
     return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
 

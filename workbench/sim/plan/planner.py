@@ -1,4 +1,4 @@
-"""Plans (strategy, partition) pairs: which of them fit into memory, and how long a step takes under each."""
+"""Plans (strategy, partition) pairs: finds those that fit into memory and predicts their steps."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
          partitions: Iterable[Partition] = ()) -> list[Planned]:  # fmt: skip
     """Returns the pairs that `experiment`'s ranks can train with, fastest first. Respects `memory_mb` if it is set.
 
-    Each pair is simulated for a few steps, with sizes only and on the same global batch: a replica on n ranks takes n
-    times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). If `costs` give
-    ranks different speeds, each of more than `ALL` ranks is as fast as the slowest is expected to be (`Costs.even`).
-    Refused pairs and pairs that do not fit are omitted.
+    Each pair is simulated for a few steps, with sizes only. The global batch is the same: a replica on n ranks takes n
+    times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). Above `ALL`
+    ranks, each rank is as fast as the slowest is expected to be (`Costs.even`). Refused pairs and pairs that do not fit
+    are omitted.
 
     costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: the time of one replica's batch on
                 one rank
     strategies: by default the ones with the same result as one process (`exact`), and the experiment's own
-    partitions: by default the whole model, also with checkpointing, and all cuts into stages and slices that divide the
+    partitions: by default the whole model with and without checkpointing, and up to 64 stages or slices that divide the
                 number of ranks
 
-    Raises KnobError if no compute time is known, or, with the reasons, if no pair is left.
+    Raises KnobError if no compute time is known. Raises KnobError with the reasons if no pair is left.
     """
     e = given.experiment(experiment).checked()
     if not e.pace and costs is None:
@@ -153,7 +153,7 @@ def _exact(e: Experiment) -> list[Any]:
 
 
 def _ways(e: Experiment) -> Iterator[Partition]:
-    """Yields all partitions over a divisor of the ranks, and the whole model with and without recomputed units."""
+    """Yields the whole model with and without recomputed units, and partitions over divisors of the ranks."""
     from workbench.partitions import Pipeline, Tensor
 
     yield Whole()

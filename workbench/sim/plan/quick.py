@@ -23,7 +23,7 @@ ALL = 64  # ranks up to which each has its own speed
 
 
 class Told(NamedTuple):
-    """Mean seconds per step, mean bytes that a rank sends per step, and the simulated run.
+    """Mean seconds and sent bytes per step and rank, and the simulated run.
 
     alike: whether the first replica stands for all
     even:  whether every rank is as fast as the slowest is expected to be

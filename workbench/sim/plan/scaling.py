@@ -25,7 +25,7 @@ HEAD = ("ranks", "step", "computing", "sent per rank and step", "")
 
 
 class Scaled(NamedTuple):
-    """One number of ranks: seconds per step, the share of compute in it, bytes that a rank sends per step.
+    """One number of ranks: seconds per step, share of compute in it, bytes that a rank sends per step.
 
     refused: why it was not simulated, or ""
     """

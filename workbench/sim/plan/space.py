@@ -50,7 +50,7 @@ class Dimension(NamedTuple):
 
 
 def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]]) -> list[Dimension]:
-    """Returns the search space. asked: None for `usual`, a list of knobs, or by knob a list of values or a range.
+    """Returns the search space. asked: None (`usual`), a list of knobs, or values (a list) or a range by knob.
 
     Raises KnobError.
     """
@@ -75,7 +75,7 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
 
 
 def usual(e: Experiment) -> dict[str, list[Any]]:
-    """Returns the default search space: bucket, compressor, strategy, and the micro-batches of a pipeline."""
+    """Returns the default search space: bucket, compressor, strategy and a pipeline's micro-batches."""
     found: dict[str, list[Any]] = {"bucket_mb": [e.bucket_mb / 4, e.bucket_mb, min(e.bucket_mb * 4, 1024.0)]}
     codecs = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
     found["compressor"] = [c for c in codecs if _can(e, "compressor", c)]

@@ -30,16 +30,14 @@ class Trial:
     """Settings and their measurements.
 
     settings:  by path, every tuned knob
-    seconds:   mean per batch: a step's seconds over its batches (`strategy.accumulate`); None if refused or not
-      measured
+    seconds:   mean step time per batch of a step (`strategy.accumulate`); None if refused or not measured
     low, high: the ends of its confidence interval
     predicted: the simulator's prediction in seconds, or None
     steps:     steps of the run that the trial took, including those to settle
-    loss:      by how much the loss exceeds its earlier trend, as a share; None: no loss needed to be compared
+    loss:      share by which the loss exceeds its earlier trend; None: no comparison was needed
     ranks:     how many ranks trained
     verdict:   text; "" before the trial has begun
-    fit:       whether the settings may be used: not if refused, broken off, or without proof that the loss keeps its
-      trend
+    fit:       whether the settings may be used: not if the trial failed or the loss may exceed its trend
     """
 
     settings: Settings
@@ -135,7 +133,7 @@ def quantile(p: float, freedom: int) -> float:
 
 def above_trend(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray],
                 confidence: float) -> Interval | None:  # fmt: skip
-    """Returns by how much later losses exceed the trend of earlier ones, as a share of the trend, with one-sided ends.
+    """Returns the share by which later losses exceed the trend of earlier ones, with one-sided ends.
 
     before, after: (examples trained so far, loss) by step. The trend is a least-squares line in the logarithm of the
     examples. Returns None if either has too few steps.

@@ -30,7 +30,7 @@ SETTLE = 2  # untypical steps after a change or at the beginning
 
 
 class WhatIf(NamedTuple):
-    """Mean seconds per step: measured, simulated with the same settings, and simulated with the other settings."""
+    """Mean seconds per step: measured, simulated with the same settings and simulated with the other settings."""
 
     measured: float
     same: float
@@ -56,10 +56,11 @@ class WhatIf(NamedTuple):
 def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
     """Simulates `run` as it is now and with `settings` (path: value), with sizes only and costs from the run.
 
-    network: the name of one of `workbench.fabric.networks`, in place of the run's; `settings` take precedence
+    network: the name of one of `workbench.fabric.networks` to use instead of the run's. `settings` take precedence
+
     Above 64 ranks, one replica is simulated for all. Each rank is as fast as the slowest is expected to be.
 
-    Raises KnobError for an invalid or unsimulatable setting, ValueError if the run has no complete step.
+    Raises KnobError if a setting is invalid or cannot be simulated, ValueError if the run has no complete step.
     """
     _require(settings)
     with doing("what if", 2):  # as it is, and with the settings

@@ -24,7 +24,7 @@ from workbench.sim.rank.keeping import Kept
 from workbench.sim.rank.mortal import Join
 from workbench.sim.rank.session import Session
 
-VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the 101 kills of world.py
+VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
 REPLACED = 19.6  # seconds until replacements join, on engines yet to start: the median in docs/data/replaced.json
 
 Body = Callable[[Experiment, int], Any]
@@ -134,7 +134,7 @@ class Generations:
         count = sum(at <= world.clock.now for at in self._coming)
         known = [c for session in world.sessions for c in session.planned if isinstance(c, Join)]
         if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
-            return  # some ranks are past a planned join already; the replacements wait for the next one
+            return  # some ranks are at a planned join already; these replacements join after it
         self._coming = [at for at in self._coming if at > world.clock.now]
         step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
         self._next += count

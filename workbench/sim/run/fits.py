@@ -1,4 +1,4 @@
-"""Checks whether ranks have the memory that an experiment needs, now or after a change, with sizes only."""
+"""Checks with sizes only whether ranks have the memory that an experiment needs, now or after a change."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def longest(strategy: Any) -> int:
 
 
 def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
-    """Raises KnobError, with the memory needed, if a rank of `e` needs more than its `memory_mb`.
+    """Raises KnobError with the memory needed if a rank of `e` needs more than its `memory_mb`.
 
-    path, value: a change that must fit, during the switch and after it
+    path, value: a change that must fit during the switch and after it
 
-    If the experiment cannot be simulated, it raises nothing, and the ranks find out for themselves.
+    If the experiment cannot be simulated, it raises nothing. The ranks then find out for themselves.
     """
     wanted = e.set(path, value) if path else e.checked()
     changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
@@ -89,7 +89,7 @@ def _outstanding(e: Experiment) -> int:
 
 
 def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
-    """Raises KnobError if the peak and the `outstanding` buckets, which wait on real ranks only, exceed `memory_mb`."""
+    """Raises KnobError if the peak plus the `outstanding` buckets of real ranks exceed `memory_mb`."""
     waiting, worst = _late(e), max(found, key=lambda one: one.peak)
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(

@@ -1,8 +1,7 @@
 """Resumes a run from a checkpoint: determines the settings to begin with and the changes before the first step.
 
 The run begins with as many ranks as the checkpoint has, and differing settings become changes. For another number of
-ranks, the checkpoint's ranks are first simulated in this process, with real tensors and without a step, to gather their
-state.
+ranks, this process first simulates the checkpoint's ranks with real tensors to gather their state. They make no step.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ TOGETHER = ("strategy", "partition")
 class Resumed(NamedTuple):
     """How a run resumes.
 
-    experiment: the settings with which all ranks begin; changes: those before the checkpoint's step, and later ones
+    experiment: the settings with which all ranks begin; changes: those at the checkpoint's step, and later ones
     checkpoint: the source; made: its settings
     """
 
@@ -56,7 +55,7 @@ class Resumed(NamedTuple):
         return {"checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step, "run": str(of)}
 
     def at(self, folder: Path) -> Path:
-        """Returns the checkpoint that ranks read. For another number of ranks, it is created in `folder` now."""
+        """Returns the checkpoint that ranks read. For another number of ranks, makes it in `folder` first."""
         if self.experiment.ranks == self.checkpoint.ranks:
             return self.checkpoint.path
         return together(self.checkpoint, self.made, self.experiment.ranks, folder).path

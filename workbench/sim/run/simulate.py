@@ -48,8 +48,7 @@ def simulate(
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
 
-    changes:  applied before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays a
-      run
+    changes:  applied before their steps. `simulate(run.experiment, changes=run.changes)` replays a run
     costs:    prices of compute and codecs (`Costs.measured(run)`); optional if the experiment has a `pace`. Without
               costs, codecs and unshaped Links take no time.
     real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process, and
@@ -60,13 +59,14 @@ def simulate(
               bit-identically, so thousands of ranks cost as little as a few. With sizes only and without changes. Data
               on a host or disk (ZeROOffload, ZeROInfinity) are the first rank's. Other ranks may differ by 4 bytes for
               each parameter in their shard, and by the shorter last shard.
-    resume:   the checkpoint to start from, bit-identical to the engine, with as many ranks and the same settings. With
-              real tensors. `Checkpoint.open` opens one
+    resume:   the checkpoint to continue from, bit-identical to the engine. Needs real tensors, as many ranks and the
+              same settings. `Checkpoint.open` opens one
     checkpoints: the folder for the checkpoints of `save_every`, with real tensors
 
-    Raises KnobError for an experiment that cannot be simulated, Deadlock if ranks wait for each other or loop while no
-    time passes, and StrategyError if their requests differ. Errors from a strategy, compressor, optimizer or task pass
-    through. Only SystemExit becomes a RuntimeError, because it must not end the caller's process.
+    Raises KnobError for an experiment that cannot be simulated, and StrategyError if ranks' requests differ. Raises
+    Deadlock if ranks wait for each other or loop while no time passes. Other errors of a strategy, compressor,
+    optimizer or task pass through. Only SystemExit becomes a RuntimeError, because it must not end the caller's
+    process.
     """
     experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
     given.planned(experiment, changes)  # raises the same errors as a lab
@@ -95,7 +95,7 @@ def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: boo
 
 
 def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
-    """Restores all ranks of a checkpoint, applies `what` before any step, and ends. Raises the errors of `simulate`."""
+    """Restores all ranks of a checkpoint, applies `what` and ends without a step. Raises the errors of `simulate`."""
     with _staying():
         _run(experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint)
 
@@ -207,8 +207,8 @@ def _staying() -> Iterator[None]:
 def _apart(real: bool) -> Iterator[None]:
     """Restores the caller's random numbers, threads and garbage-collector thresholds afterwards.
 
-    A step of a thousand ranks creates some 100,000 objects without cycles, and frees them. At the usual threshold the
-    search for cycles took half of the time.
+    A step of a thousand ranks creates and frees some 100,000 objects without cycles. At the usual threshold, the search
+    for cycles took half of the time.
     """
     state, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
     gc.set_threshold(1_000_000, 20, 20)

@@ -1,4 +1,4 @@
-"""Checks whether a task's model can be trained under an experiment, from its sizes alone, before training starts."""
+"""Checks from sizes alone, before training starts, whether a task's model suits an experiment."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def outlined(task: Any) -> bool:
 
 
 def refused_by_model(e: Experiment) -> str:
-    """Returns why the model of `e`'s task cannot be trained so, with a remedy, or "".
+    """Returns why the model of `e`'s task does not suit `e`, with a remedy; "" if it does.
 
-    The model is built once, on the meta device, and the random state is restored. If it cannot be built there, the
-    answer is "".
+    The model is built once on the meta device. The random state is restored. If it cannot be built there, returns "".
     """
     if (found := _outline(e)) is None:
         return ""

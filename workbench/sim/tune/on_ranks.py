@@ -1,4 +1,4 @@
-"""One trial on training ranks: applies settings, waits until they settle, and measures until the result is clear."""
+"""One trial on training ranks: applies settings, lets them settle and measures until the result is clear."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Asked(NamedTuple):
     """When a trial ends.
 
     confidence: of every interval, over all looks
-    precision:  half of the interval of a step's time, as a share of it, at which a trial ends
-    worse:      by how much the loss may exceed its trend, as a share, at `confidence`
-    steps, most: steps at the first look, and at the last
+    precision:  half of a step's interval relative to its time, at which a trial ends
+    worse:      share by which the loss may exceed its trend, at `confidence`
+    steps, most: steps at the first look and at the last
     settle:     steps after a change that do not count
     """
 
@@ -239,7 +239,7 @@ class OnRanks:
             raise Broken(f"{who} while it was tried")
 
     def touched(self) -> int | None:
-        """Returns the step at which a user set another knob, or None. Raises Overruled if the knob is tuned."""
+        """Returns the step at which a user set another knob, or None. Raises Overruled if it is a tuned knob."""
         new, self._heard = self.on.changes[self._heard:], len(self.on.changes)
         at = None
         for change in new:

@@ -31,7 +31,7 @@ DOUBT = 1.0  # ridge weight: half of a correction is believed if it rests on one
 
 
 class Ordered(NamedTuple):
-    """Settings with their predicted seconds, fastest first, and the settings left out."""
+    """Settings with their predicted seconds (fastest first), and the settings left out."""
 
     predicted: list[tuple[Settings, float]]
     left_out: tuple[Trial, ...]
@@ -96,11 +96,11 @@ class Proposer:
         return self._predicted.get(_key(settings))
 
     def first(self, settings: Settings) -> Any:
-        """Takes the settings in force as the first trial. Returns None if they are outside the search space."""
+        """Begins with the settings in force. Returns a token for `tell`; None if they are outside the search space."""
         return self._taken(self._asked(settings), settings)[0]
 
     def next(self) -> tuple[Any, Settings] | None:
-        """Returns the next trial as (token for `tell`, settings), or None if all settings have been tried."""
+        """Returns the next trial as (token for `tell`, settings); None if no setting is left."""
         left = [settings for settings in self._queue if _key(settings) not in self._done]
         left.sort(key=self._corrected())
         if self._ahead and left:
@@ -117,7 +117,7 @@ class Proposer:
         return self._taken(self._asked(left[0]), left[0]) if left else None
 
     def tell(self, asked: Any, seconds: float | None, excess: float) -> None:
-        """Reports a result: seconds, or None if the trial was refused; excess: positive if it may not be used."""
+        """Reports a trial. seconds: None if refused; excess: positive if it may not be used."""
         if seconds is not None and self._done[-1] in self._predicted:
             self._measured[self._done[-1]] = (self._last, math.log(seconds / self._predicted[self._done[-1]]))
         if asked is not None:

@@ -25,28 +25,25 @@ def tune(on: Experiment | Training, paths: Trying = None, *, within: Mapping[str
          **live: Any) -> Tuned:  # fmt: skip
     """Searches for the settings with the shortest step, by Optuna's Gaussian process.
 
-    on:     an Experiment, which is simulated and stays unchanged; or a Lab with training ranks: `lab.tune(...)`, and
-            then this call waits for the end
+    on:     an Experiment, which is simulated and stays unchanged. Or a Lab with training ranks (`lab.tune(...)`); the
+            call then waits for the end of the search
     paths:  live knobs to tune: by knob a list of values (numbers, or members with their knobs, such as
             `LocalSGD(every=16)`) or a range `(low, high)`; or a list of knobs, each in its own range. None: under
             ByteScheduler its partition and credit; otherwise bucket, compressor, strategy and period, and a pipeline's
             micro-batches
     within: by path, a narrower range (low, high) for a list of knobs
-    trials: how many settings to try, including the one in force, which is first; None: 20, or 22 % of all settings if
-            that is less
-    steps:  steps of a trial that count, after `settle` steps that do not; on training ranks, the first look at the
-      interval
-    costs:  for the simulator, as in `simulate`; by default for a lab: measured from its run
+    trials: how many settings to try. The first is the one in force. None: the smaller of 20 and 22 % of all settings
+    steps:  steps of a trial that count, after `settle` steps that do not. On training ranks: steps at the first look
+    costs:  for the simulator, as in `simulate`. By default for a lab: measured from its run
     live:   see `Tuning`
 
     A refused trial has no time. On the simulator only time counts.
 
-    Raises KnobError for a knob that cannot be searched, an invalid range, a lab without a live run, or missing Optuna;
-    RunError if the run ends before the trials do.
+    Raises KnobError if a knob cannot be searched, a range is invalid, the lab has no live run or Optuna is missing.
+    Raises RunError if the run ends before the trials do.
 
     Reference: Peng et al., SOSP 2019, https://doi.org/10.1145/3341301.3359642 (ByteScheduler's two knobs, and their
-      gain);
-    Akiba et al., "Optuna", KDD 2019, https://arxiv.org/abs/1907.10902
+    gain); Akiba et al., "Optuna", KDD 2019, https://arxiv.org/abs/1907.10902
     """
     if not isinstance(on, Experiment):
         return Tuning(on, paths, within=within, trials=trials, steps=steps, settle=settle, seed=seed, costs=costs,

@@ -40,9 +40,9 @@ class Tuning:
     keep:       the best stays set at the end; else what was set before comes back
 
     If ranks are lost or a change is refused, the trial ends with that verdict and the next one begins. If the number of
-    ranks changes, the earlier settings are measured again, and only trials with as many ranks are compared. If a user
-    sets a tuned knob by hand, the search ends and the user's value stays. If a user sets another knob, the trial under
-    way restarts.
+    ranks changes, the earlier settings are measured again. Only trials with equal numbers of ranks are compared. If a
+    user sets a tuned knob by hand, the search ends and the user's value stays. If a user sets another knob, the trial
+    under way restarts.
     """
 
     def __init__(self, on: Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
