@@ -1,7 +1,7 @@
 """Collectives: ranks arrive one by one, the last one starts the transfer, and all ranks leave together.
 
-On each lane, the n-th collective of a rank in a group meets the n-th of every other rank in that group. All ranks must
-request the same operation. Results on real tensors are computed in rank order, so they are deterministic.
+On each lane, the n-th collective of a rank in a group meets the n-th of every other rank in that group. Results on real
+tensors are computed in rank order, so they are deterministic.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Collective:
         now = world.clock.now
         began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group, self.here)
         ranks = None if self.group is None else self.here
-        whole = ranks is None  # if so, one block records all ranks
+        whole = ranks is None  # one block records all ranks
         asked, t0 = (np.array(self.asked), np.array(self.t0)) if whole else (self.asked, self.t0)
         lane = "measuring" if self.op.measures else "comm"
         if world.ports.path(fabric, self.group).shaped and lane == "comm":
@@ -93,7 +93,7 @@ class Collective:
             fiber.resume(value)
 
     def _results(self) -> list[Any]:
-        """Returns the result for each rank. Real tensors are added up in rank order."""
+        """Returns each rank's result."""
         verb, x, p = self.op.verb, self.x, self.p
         if verb == "all_to_allv":
             return self._swapped()
@@ -145,7 +145,7 @@ class Collective:
 
 
 def _size(op: Op) -> Any:
-    """Returns the size that all ranks must agree on: the bytes that each contributes, or the matrix of lengths."""
+    """Returns the size that all ranks must agree on: each one's bytes, or the matrix of lengths."""
     if op.verb == "all_to_allv":
         return op.args[1]
     return op.args[0].numel() * op.args[0].element_size()

@@ -1,4 +1,4 @@
-"""Explains a deadlock: which ranks wait for what, or which requests repeat while time stands still."""
+"""Explains a deadlock: which ranks wait for what, or which requests repeat without end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fibers (coroutines under way on one rank) and lanes, on which children run one after the other.
 
 A fiber gets an answer and runs until it requests something that takes time. A step, its background and every child are
-fibers. See "The trampoline" in workbench/DESIGN.md; the simulator needs no autograd hooks for it.
+fibers. See "The trampoline" in workbench/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARK = object()  # a verb's answer: the fiber goes on later
 END = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
 ROOM = 32  # as on the engine: the most children that rank 0 chooses at a time
-MANY = 1_000_000  # answers in a row without time passing; after so many, the loop counts as endless
+MANY = 1_000_000  # answers in a row without time passing that count as an endless loop
 
 
 class Fiber:

@@ -25,7 +25,7 @@ class Message(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A fiber that waits for a message: from `source`, from `replayed` (the recorded sender), or from any rank."""
+    """A fiber that waits for a message from `source`, from `replayed` (the recorded sender) or from any rank."""
 
     fiber: Fiber
     into: Tensor | None
@@ -107,7 +107,7 @@ class Mailboxes:
         return False
 
     def _taken(self, wait: _Wait, message: Message) -> tuple[Tensor, int]:
-        """Records how long a step has waited and, after a receive from any rank, which rank the message came from."""
+        """Records how long a step has waited and, for a receive from any rank, the sender."""
         host, now = wait.fiber.host, self.world.clock.now
         if now > wait.since and wait.fiber.lane is None:
             name = message_name("recv", wait.kind, **{"from": wait.source})

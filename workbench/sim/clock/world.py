@@ -1,4 +1,4 @@
-"""The simulated world: all ranks on one clock, the places where they meet, and the detection of deadlocks."""
+"""The simulated world: all ranks on one clock, their meetings, and the detection of deadlocks."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class World:
                 if not life.done and s.rank.id not in self.fallen]  # fmt: skip
 
     def crashes(self, fiber: Fiber) -> None:
-        """Notes that a rank crashes now. The other ranks notice it `NOTICED` seconds later."""
+        """Notes a crash, which the other ranks notice `NOTICED` seconds later."""
         if not self.fallen:
             self.clock.at(self.clock.now + NOTICED, Bell(self._miss))
         self.fallen.add(fiber.host.index)
         fiber.host.fall()
 
     def _miss(self) -> None:
-        """Lets no joint operation complete from now on. Each rank stops at its next one."""
+        """Stops each rank at its next joint operation."""
         self.missed = True
         for host in self._hosts:
             host.cut_off()
@@ -159,7 +159,7 @@ class World:
 
     def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
                  seconds: float, group: Group | None = None) -> Any:
-        """Gathers `mine` from every rank of a group, or of all. The last rank calls `joint`, which answers every rank.
+        """Gathers `mine` from every rank of a group (None: all). The last one calls `joint`, which answers every rank.
 
         seconds: delay of the answers after the last arrival
         """

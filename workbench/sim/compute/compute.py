@@ -1,7 +1,7 @@
 """The compute of one virtual rank and its duration: whole phases, and passes that a strategy gets bucket by bucket.
 
 A pass stops at every bucket: in backward when its gradients are complete, in forward before its parameters are read.
-Each piece is computed when the strategy requests it. The device is idle while the strategy waits in between.
+  The device computes a piece when the strategy requests it, and is idle while the strategy waits.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Compute(Arithmetic):
             self._hindered += costs.slows * seconds
 
     def _occupy(self, fiber: Fiber, seconds: float) -> float:
-        """Occupies the device for `seconds` from when it is free. Returns the begin."""
+        """Occupies the device for `seconds`. Returns the begin."""
         began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
         self.free[fiber.origin] = self.computes_until = began + seconds
         return began

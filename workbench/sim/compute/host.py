@@ -223,7 +223,7 @@ class Host(Waving, Away, Drawing):
         return self.clock.now
 
     def _drive(self, fiber: Fiber, op: Op) -> Any:
-        """Runs a step as a fiber of its own, so that answers need not pass through the fiber that requested it."""
+        """Runs a step as a fiber of its own, so that its answers skip the requesting fiber."""
         return self.inner(fiber, op.args[0])
 
     def inner(self, fiber: Fiber, coro: Coroutine[Op, Any, Any]) -> Any:

@@ -23,14 +23,14 @@ from workbench.sim.costs.lines import not_negative
 from workbench.sim.costs.measure_codecs import By, codecs, slows
 from workbench.sim.costs.measure_own import asked, coders, flops
 
-WARM = 2  # steps at the beginning and after a change that differ from other steps
-SHORT = 3.0  # factor of the measured time over the Link's, from which a transfer counts as longer than the Link
+WARM = 2  # untypical steps at the beginning and after a change
+SHORT = 3.0  # factor over the Link's time from which a transfer counts as longer
 FEW = 20  # the fewest such collectives for an estimate
 ENOUGH = 200  # steps per median; more only cost time
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """Returns the fields of a run's Costs; see `Costs.measured`. Raises ValueError if the run has too few steps."""
+    """Returns the fields of `Costs.measured`. Raises ValueError if the run has too few steps."""
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
     codec, beside = about.codecs()
@@ -172,7 +172,7 @@ class _Recorded:
         return middle if middle > 1e-9 else 0.0
 
     def evaluation(self) -> float:
-        """Returns the seconds of one evaluation on its fastest rank, which does not wait for other ranks."""
+        """Returns the seconds of an evaluation on its fastest rank, which waits for no other rank."""
         rows = self.run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
@@ -194,7 +194,7 @@ def _alone(c: Arrivals) -> np.ndarray:
 
 
 def _short(took: np.ndarray, own: np.ndarray) -> bool:
-    """Returns whether these collectives take much longer than their Link, and so show the transfer itself."""
+    """Returns whether these collectives take much longer than their Link."""
     return bool(took.mean() > SHORT * own.mean())
 
 

@@ -1,4 +1,4 @@
-"""Calibrates codecs: the time until the last rank has finished a stretch, with and without compute at the same time.
+"""Calibrates codecs: the time until the last rank has finished a stretch, with and without compute.
 
 All ranks of a collective wait for the slowest encoder. On shared cores, some ranks are late, and their stretches
 take several times the median. So a stretch's price is the mean over steps of its longest time over ranks. Compute also
@@ -20,7 +20,7 @@ from workbench.experiment import Experiment
 from workbench.sim.costs.durations import kind
 from workbench.sim.costs.lines import Price, priced
 
-DISTURBED = 0.05  # share of the stretches: the longest ones, which other load on the machine has disturbed
+DISTURBED = 0.05  # share of the longest stretches, which other load has disturbed
 FEWEST = 5  # steps under a compressor from which its slowdown of compute is known
 LITTLE = 0.01  # of the compute: less codec work at the same time shows nothing
 

@@ -72,7 +72,7 @@ def _each(passes: Any) -> float:
 
 
 def _backwards(passes: Any) -> float:
-    """Returns the number of forwards (equal to that of backwards) that a rank makes in a step."""
+    """Returns the number of forwards, or of backwards, per rank and step."""
     rows = passes[passes.equal("name", "forward")]
     return len(rows) / max(1, len(np.unique(np.stack([rows.rank, rows.step]), axis=1).T))
 

@@ -21,7 +21,7 @@ class TensorsAnew:
         me.layout.clear()
 
     def forget_order(self) -> None:
-        """Forgets the order of gradients. The next backward shows it to every rank of a generation."""
+        """Forgets the order of gradients, which the next backward shows to every rank."""
         me: Any = self
         me._arrival, me._learned = None, False
 
@@ -58,7 +58,7 @@ class SizesAnew:
         me.opened, me.going, me.came, me.roomy = [0.0] * len(me.shares), 0, None, False
 
     def forget_order(self) -> None:
-        """Forgets the order of gradients. The next backward shows it to every rank of a generation."""
+        """Forgets the order of gradients, which the next backward shows to every rank."""
         me: Any = self
         me._told = me.learning = False
 

@@ -1,4 +1,4 @@
-"""A virtual rank's portion of a model that is spread over several ranks: a stage, or slices of all matrices."""
+"""A virtual rank's portion of a spread model: a stage, or slices of all matrices."""
 
 from __future__ import annotations
 

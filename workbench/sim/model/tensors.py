@@ -1,4 +1,4 @@
-"""Real tensors: the model, data and optimizer of one virtual rank, in one process with all ranks."""
+"""Real tensors: the model, data and optimizer of one virtual rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Tensors(TensorsAnew, Portion):
         self.optimizer = optimizer
 
     def like(self, other: Tensors) -> None:
-        """Copies the parameters and buffers of `other`, because random initial values may differ between processes."""
+        """Copies the parameters and buffers of `other`, because random initial values may differ."""
         mine, its = self.model.state_dict(), other.model.state_dict()
         for name, x in mine.items():
             x.copy_(its[name])

@@ -24,7 +24,7 @@ from workbench.sim.plan.space import Dimension, candidates, under
 from workbench.sim.plan.trials import Settings, Trial
 
 RANDOM = 10  # random trials before the process proposes anything: Optuna's default
-AGAIN = 12  # proposals of the process that may be unusable, before the simulator's next one is taken
+AGAIN = 12  # unusable proposals of the process before the simulator's next one counts
 SLOWER = 1.5  # settings predicted to be slower than this many times the best are not tried
 AHEAD = 0.7  # share of all trials that the simulator proposes
 DOUBT = 1.0  # ridge weight: half of a correction is believed if it rests on one trial
