@@ -1,7 +1,7 @@
-"""What the lab does about a loss that is no number, or has run away: by the experiment's policy and by who watches.
+"""Reacts to a loss that is not finite or has diverged, as the experiment's policy says.
 
-Ranks say it in their marks, and rank 0 pauses or stops for what it meets itself; of other ranks' nobody in the run
-hears, so the lab asks. Rows of several ranks come in any order, and the note names who was first.
+Ranks record alarms as marks, which arrive in any order. Rank 0 acts on its own alarms; no rank sees the alarms of
+another, so the lab acts on those. The note names the earliest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go o
 
 
 class Alarmed(NamedTuple):
-    """What a rank met, in the order in which what was first is looked for."""
+    """What one rank met. The smallest instance is the earliest."""
 
     t: float
     rank: int
@@ -32,7 +32,7 @@ class Alarmed(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Who was first, and where."""
+        """Names the rank, the step and the value."""
         whose, about = f"rank {self.rank}'s", self._asdict()
         if self.name == "diverged":
             return f"{whose} loss was {self.loss} at step {self.step}, after {self.best} at its best"
@@ -41,23 +41,23 @@ class Alarmed(NamedTuple):
 
 
 class Alarm:
-    """One run's. What it says about the same is one note, brought up to date."""
+    """The alarms of one run. A newer note replaces the older one on the same topic."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
-        self._first: Alarmed | None = None  # since the run began, or went on
-        self._went_on = float("-inf")  # when that was
-        self._pauses = True  # does it pause the run?
-        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: does a rank say it of itself, and what
-        self._notes: dict[str, str] = {}  # what it put among the run's notes, by what about
+        self._first: Alarmed | None = None  # the earliest since the run began or resumed
+        self._went_on = float("-inf")  # when the run last resumed
+        self._pauses = True  # whether the run pauses or ends
+        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (whether a rank met it on its own data, sentence)
+        self._notes: dict[str, str] = {}  # its notes, by topic
 
     def went_on(self, t: float) -> None:
-        """A run that goes on has left behind what was met before."""
+        """Forgets what ranks met before `t`, when the run resumed."""
         self._went_on = max(self._went_on, t)
         self._first = self._first if self._first and self._first.t > t else None
 
     def heard(self, name: str, rank: int, step: int, t: float, detail: dict[str, Any]) -> None:
-        """A rank's mark: the first pauses the run, or ends it where nobody would go on."""
+        """Takes in a rank's mark. The first alarm pauses, ends or rolls back the run, as the policy says."""
         said = {k: str(detail.get(k, "")) for k in ("loss", "layer", "why", "best")}
         found = Alarmed(t, rank, step, name, **said)
         if detail.get("skipped"):
@@ -71,7 +71,10 @@ class Alarm:
             self._tell(self._first)
 
     def _skip(self, found: Alarmed, own: bool) -> None:
-        """A step that was skipped; who met it on its own data is named before who only has the sum of all."""
+        """Notes a skipped step.
+
+        The note prefers a rank with a non-finite value in its own data to one that only saw the sum.
+        """
         if own >= self._skipped.get(found.step, (False, ""))[0]:
             self._skipped[found.step] = own, found.sentence
         _, sentence = self._skipped[max(self._skipped)]
@@ -93,7 +96,7 @@ class Alarm:
             self.live.come_to_end()
 
     def went_back(self, t: float, detail: dict[str, Any]) -> None:
-        """The ranks went back to a checkpoint, or (`to` is missing) said why not, and stand still."""
+        """Takes in the result of a roll-back. Without `to` it failed, `text` says why, and the ranks stand still."""
         text = detail["text"]
         if "to" in detail:
             self.went_on(t)
@@ -115,7 +118,7 @@ class Alarm:
         why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
         empty = first.why == NO_ROWS
-        known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}  # the layer is where it was
+        known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}  # `op` already names the layer
         mend = "give every rank at least 1 row in each batch" if empty else "lower the learning rate"
         text = UNWATCHED.format(what=met(first.name, known), why=why, mend=mend, else_=ELSE[first.name])
         unwatched = {**about, "type": "FloatingPointError", "text": text}

@@ -1,4 +1,4 @@
-"""What a run asks of whoever follows it while it is live: where its ranks are, and a profile of one."""
+"""Answers questions about a live run: where its ranks are, and a profile of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """The part of a Live that answers."""
+    """The part of a Live that answers questions."""
 
     attention: Attention
     cluster: Cluster
@@ -23,17 +23,17 @@ class Asked:
 
     @property
     def holdup(self) -> str:
-        """Which ranks hold the run up right now, in words; "" if none does."""
+        """Says which ranks hold the run up right now; "" if none does."""
         return self.attention.holdup
 
     @property
     def standing(self) -> list[Standing]:
-        """Where every rank is, as it was known a second ago at most."""
+        """Where every rank is, at most one second old."""
         table = self.attention.table
         return [Standing(r, s.step, s.op, s.waits, s.still) for r, s in sorted(table.items()) if r in self.members]
 
     def profile(self, rank: int, steps: int) -> Path:
-        """The next `steps` steps of `rank` are profiled; where the trace will be. See `engine.profile`."""
+        """Profiles the next `steps` steps of `rank`. Returns the path of the trace. See `engine/record/profile.py`."""
         if isinstance(rank, bool) or rank not in self.members:
             raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, self.members))}")
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:

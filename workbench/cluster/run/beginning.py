@@ -1,4 +1,4 @@
-"""How a run begins: every rank is told the run's secret and starts its session, or none goes on."""
+"""Begins a run: sends every rank the secret and starts its session, or starts none."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from workbench.cluster.run.ending import LEAVE
 from workbench.cluster.run.errors import RankError
 from workbench.settings.said import class_of, text_of
 
-TRUST_TIMEOUT = 30.0  # seconds for all ranks to be told the run's secret
-BEGIN = 60.0  # seconds that all ranks together have to begin
-LOOK = 0.2  # seconds between two looks at engines that are waited for
+TRUST_TIMEOUT = 30.0  # seconds for all ranks to take the secret
+BEGIN = 60.0  # seconds for all ranks to begin
+LOOK = 0.2  # seconds between two looks at engines
 
 
 class Late(ClusterError):
-    """An engine has not begun in time, or not soon enough after the run was stopped; it may still begin."""
+    """An engine has not begun in time, or soon enough after a stop. It may still begin."""
 
 
 def begin(
     cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: Sequence[int],
     unwanted: Callable[[], bool] = lambda: False, *, secret: str,
 ) -> dict[int, str]:  # fmt: skip
-    """Starts a session on each rank's engine; {rank: the directory it spools into}.
+    """Starts a session on each rank's engine. Returns {rank: the directory it spools into}.
 
-    secret:   what only these ranks know
-    unwanted: whether the run was stopped a while ago. Raises RankError; then no rank goes on.
+    secret:   hexadecimal digits that only these ranks know
+    unwanted: whether the run was stopped a while ago
+
+    Raises RankError if a rank cannot begin; then no rank goes on.
     """
     first, asked = cluster.engines[0], {}
     loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
@@ -59,7 +61,7 @@ def begin(
 
 
 def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
-    """Tells the ranks a secret of this run, over the encrypted line and nowhere else."""
+    """Sends the ranks the run's secret, only over the encrypted line."""
     until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
     while waiting:
         said = cluster.line.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
@@ -73,7 +75,7 @@ def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Call
 
 
 def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted: Callable[[], bool]) -> Any:
-    """What a rank's engine answers. Nothing comes from one that is gone, nor past a controller that is."""
+    """Waits for an engine's answer. Stops if the engine or the controller is gone, because then no answer can come."""
     while not answer.ready():
         answer.wait(LOOK)
         if cluster.death(rank) or cluster.health.controller():
@@ -84,7 +86,7 @@ def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted:
 
 
 def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
-    """Some ranks could not begin: those that have are told to leave, for they would wait for the others."""
+    """Tells ranks that have begun to leave; otherwise they would wait for the rank that could not begin."""
     cluster.line.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
     until, inside = time.monotonic() + LEAVE, set(begun)
     while inside and time.monotonic() < until:
@@ -96,7 +98,7 @@ def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: 
 
 
 def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
-    """Why a rank could not begin."""
+    """Returns the error of a rank that could not begin."""
     about = {"rank": rank, "step": 0, "op": "set-up"}
     if how := cluster.death(rank):
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}

@@ -1,4 +1,4 @@
-"""Changes asked for during a run: checked at once, then applied by all ranks before one step, or refused in words."""
+"""Changes of a live run: checked at once, then applied or refused by all ranks together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.settings import NEXT, Change, KnobError, fold, resolved
 
-BEFORE = "before the run"  # the id of a change for which there was no run yet
+BEFORE = "before the run"  # the id of a change made before the run
 
 
 class PendingChange:
-    """A Change that was asked for, and its answer, to `wait` for.
+    """A requested Change, and its answer to `wait` for.
 
-    applied_at: the first step that it acts on, once it is applied
-    refused:    the reason why it never will be
+    applied_at: the first step with the change, once it is applied
+    refused:    why the change will never be applied
     """
 
     def __init__(self, change: Change, applied_at: int | None = None) -> None:
@@ -29,17 +29,17 @@ class PendingChange:
         self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
-        self.members: Sequence[int] = ()  # where other ranks are to train: those, of whom
-        self.coming: Sequence[int] = ()  # these are to come
-        self.sent = False  # has it gone out to the ranks?
+        self.members: Sequence[int] = ()  # of a resize: the ranks to train with,
+        self.coming: Sequence[int] = ()  # and the new ones among them
+        self.sent = False  # whether the ranks have received it
         self.seconds: float | None = None  # from the request to the answer
-        self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of those that ought to answer
+        self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of the ranks
         self._answered = threading.Event()
         if applied_at is not None:
             self._answered.set()
 
     def wait(self, timeout: float | None = None) -> PendingChange:
-        """Waits for the answer; raises KnobError if it is a refusal, TimeoutError if none comes in time."""
+        """Waits for the answer. Raises KnobError for a refusal, TimeoutError if no answer comes in time."""
         if not self._answered.wait(timeout):
             raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.whereabouts()}")
         if self.refused:
@@ -48,7 +48,7 @@ class PendingChange:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What ranks are asked."""
+        """The request as the ranks receive it."""
         if self.members:
             return {"kind": "resize", "members": list(self.members), "id": self.id}
         return {"kind": "change", **self.change.plain()}
@@ -67,7 +67,7 @@ class PendingChange:
 
 
 class Changes:
-    """The experiment as it is now, the changes that wait for an answer, and those that have one."""
+    """The experiment as the ranks run it now, and all changes, answered and unanswered."""
 
     def __init__(self, experiment: Experiment, listed: list[PendingChange]) -> None:
         self.experiment = experiment  # what the ranks run now
@@ -78,7 +78,7 @@ class Changes:
 
     def ask(self, path: str | Mapping[str, Any], value: Any,
             send: Callable[[PendingChange, list[type]], None]) -> PendingChange:  # fmt: skip
-        """Checks a change against what will be in force, then sends it. Raises KnobError, changing nothing."""
+        """Checks a change against the settings that will hold, then sends it. If it is invalid, raises KnobError."""
         with self._lock:
             number = f"change {next(self._numbers)} {time.time_ns():x}"
             change = Change(NEXT, path, value, number, time.time())
@@ -94,9 +94,9 @@ class Changes:
         return fold(self.experiment, iter(waiting), Experiment.set, skips=True)[-1][1]
 
     def applied(self, step: int, detail: dict[str, Any], late: bool = False) -> None:
-        """A change took effect: ours, one that was planned, or one asked by another kernel.
+        """Records that a change of this kernel, of a plan or of another kernel took effect.
 
-        late: others have gone on since, from what is known to be in force then
+        late: a later generation has already reported its settings, so `experiment` stays
         """
         with self._lock:
             asked, change = self._take(detail), Change.read(detail, step)
@@ -108,7 +108,7 @@ class Changes:
                 self.listed.append(PendingChange(change, step))
 
     def refused(self, detail: dict[str, Any]) -> Sequence[int]:
-        """A change will not be made; the ranks that were to come by it."""
+        """Records a refusal. Returns the ranks that would have joined."""
         with self._lock:
             if asked := self._take(detail):
                 asked.answer(refused=detail["reason"])
@@ -121,7 +121,7 @@ class Changes:
         return found
 
     def resizing(self, members: Sequence[int], coming: Sequence[int]) -> PendingChange:
-        """These `members` are to train, of whom some are to come; `resized` or `refused` answers."""
+        """Adds a resize to `members`, including the new ranks `coming`. `resized` or `refused` answers it."""
         with self._lock:
             number = f"resize {next(self._numbers)} {time.time_ns():x}"
             asked = PendingChange(Change(NEXT, "ranks", len(members), number, time.time()))
@@ -131,14 +131,14 @@ class Changes:
             return asked
 
     def resized(self, step: int, detail: dict[str, Any]) -> None:
-        """Other ranks train from `step` on: those that are left, or as it was asked."""
+        """Records that other ranks train from `step` on, after a loss or a resize."""
         with self._lock:
             self.experiment = Experiment.read(detail["settings"], self.experiment.task)
             if asked := self._take(detail):
                 asked.answer(applied_at=step)
 
     def made(self, step: int, detail: dict[str, Any]) -> Sequence[int]:
-        """So many did train from `step` on, and one who was to say so is lost; others go on by now. Who was to come."""
+        """Answers a resize that a later generation may have replaced. Returns its new ranks."""
         with self._lock:
             if asked := self._take(detail):
                 asked.answer(applied_at=step)
@@ -149,7 +149,7 @@ class Changes:
             return list(self._pending)
 
     def end(self, reason: str) -> None:
-        """Nothing will be applied any more."""
+        """Refuses all unanswered changes."""
         with self._lock:
             for asked in self._pending:
                 asked.answer(refused=f"{asked.path}={asked.value}: {reason}")
@@ -157,7 +157,7 @@ class Changes:
 
 
 def classes(value: Any) -> Iterator[type]:
-    """The settings classes in a value that are not workbench's own: engines must learn them before their names."""
+    """Yields the settings classes in a value that are not workbench's. Engines need them before a change names them."""
     if isinstance(value, (tuple, list)):
         for one in value:
             yield from classes(one)

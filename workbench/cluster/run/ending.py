@@ -1,11 +1,12 @@
-"""How a run comes to its end: who has left it, what went wrong, and how long is still waited for whom.
+"""Decides when a run is over: which ranks left, which errors count, how long to wait.
 
-It is told what is heard and is asked what is due. It has no thread and no socket, and its clock is handed in.
+Callers report events and ask what is due. The class has no thread, no socket and no clock of its own.
 
-[Note: How long a stop takes] The ranks stop at the next step boundary at which they meet. They get there if any of them
-still makes steps: none for max(`LEAST`, `STEPS` x the longest of the last steps) (`FIRST` before the first step), or
-`MOST` seconds in all where steps are shorter than that, and they are told to leave in the middle of a step. Who has
-not left max(`LEAVE`, `STEPS` x that step) later is given up.
+[Note: How long a stop takes] The ranks stop at the next step boundary at which they meet. The kernel waits for it while
+ranks complete steps. One step may take max(`LEAST`, `STEPS` x the longest recent step) seconds, with `FIRST` in place
+of `LEAST` before the first step. The wait is over after `MOST` seconds if steps are shorter than that. Then the ranks
+must leave in the middle of a step. The kernel gives up a rank that has not left max(`LEAVE`, `STEPS` x that step)
+seconds later.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ STEPS = 3.0
 FIRST = 10.0  # seconds
 MOST = 20.0  # seconds
 LEAVE = 3.0  # seconds
-REUNION = 30.0  # seconds in which those who are to go on without a rank have to find each other
-REPORT = 0.5  # seconds that the others have to report, once a rank has failed, before they are freed
+REUNION = 30.0  # seconds for the remaining ranks to find each other after a loss
+REPORT = 0.5  # seconds for the other ranks to report after a failure, before they are freed
 
 Error = dict[str, Any]
 
@@ -40,38 +41,38 @@ class Ending:
         self.coming: set[int] = set()
         self.left: dict[int, str] = {}  # ranks that are over, and the state they ended in
         self.errors: dict[int, Error] = {}
-        self.lost: dict[int, Error | None] = {}  # ranks without whom the others went on, and how they ended
-        self.outlives: Callable[[], bool] = lambda: False  # do the others go on when one is lost?
-        self.unwatched: Error | None = None  # a loss that is not finite, with nobody there to go on
-        self.asked = False  # was a stop asked?
-        self._told = False  # were the ranks told to leave?
-        self._since = self._moved = 0.0  # when the stop was asked, and when a rank made a step last
+        self.lost: dict[int, Error | None] = {}  # ranks that the run went on without, and how they ended
+        self.outlives: Callable[[], bool] = lambda: False  # does the run go on if a rank is lost?
+        self.unwatched: Error | None = None  # a non-finite loss that ended an unwatched run
+        self.asked = False  # whether a stop was requested
+        self._told = False  # whether the ranks must leave in the middle of a step
+        self._since = self._moved = 0.0  # when the stop was requested, and when a rank last made a step
         self._release = self._until = float("inf")
         self._waiting: float | None = None  # since when only ranks that have not joined are in the run
         self._steps: dict[int, int] = {}
-        self._lengths: dict[int, float] = {}  # the longest of each rank's last steps, in seconds
+        self._lengths: dict[int, float] = {}  # each rank's longest recent step, in seconds
         self._lock = threading.Lock()
 
-    # -- what is heard
+    # -- events
 
     def heard(self, rank: int, status: dict[str, Any]) -> None:
-        """What a rank answered of itself."""
+        """Takes in a rank's status."""
         self._lengths[rank] = float(status.get("step_s") or 0.0)
         self.at(rank, int(status["step"]))
         if status["over"]:
             self.gone(rank, status["state"] if status["state"] in FINAL else "failed")
 
     def at(self, rank: int, step: int) -> None:
-        """A rank has come to `step`."""
+        """Records that a rank has reached `step`."""
         if step > self._steps.get(rank, -1):
             self._steps[rank], self._moved = step, self.clock()
 
     def gone(self, rank: int, state: str) -> None:
-        """A rank has left the run; what it says first of its end stands."""
+        """Records that a rank has left the run. Its first report counts."""
         self.left.setdefault(rank, state)
 
     def failed(self, rank: int, error: Error) -> None:
-        """A rank met an error; the first that it reports counts."""
+        """Records a rank's error. Its first report counts."""
         with self._lock:
             if rank in self.errors:
                 return
@@ -103,7 +104,7 @@ class Ending:
             self.failed(rank, error)
 
     def outlived(self, gone: Iterable[int], step: int) -> None:
-        """The others went on without these ranks, from `step`, before which they may have been already."""
+        """Records that the run goes on from `step` without these ranks. `step` may be earlier than before."""
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)
@@ -113,24 +114,24 @@ class Ending:
                 self._release = float("inf")
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """The end of these ranks says nothing about the run."""
+        """Makes the end of these ranks irrelevant to the outcome."""
         with self._lock:
             self.lost |= {rank: self.errors.pop(rank) for rank in ranks}
 
-    # -- what is asked
+    # -- orders
 
     def stop(self) -> None:
-        """A stop was asked."""
+        """Records that a stop was requested."""
         self.asked = True
         self._since = self.clock()
 
     def abort(self) -> None:
-        """The ranks are told to leave at once."""
+        """Records that the ranks must leave at once."""
         self._told = True
         self._until = min(self._until, self.clock() + self._patience(LEAVE))
 
     def begun(self) -> None:
-        """The ranks are there: what was asked of them before, they hear now, and their time counts from here."""
+        """Restarts the waits, because the ranks receive earlier orders only now."""
         if self.asked:
             self._since = self.clock()
         if self._told:
@@ -140,7 +141,7 @@ class Ending:
 
     @property
     def unwanted(self) -> bool:
-        """Whether a stop was asked so long ago that ranks which have not begun are not waited for."""
+        """Whether the stop is too long ago to wait for ranks that have not begun."""
         return self.asked and self.clock() - self._since > FIRST
 
     @property
@@ -153,16 +154,16 @@ class Ending:
 
     @property
     def inside(self) -> set[int]:
-        """The ranks that are still waited for."""
+        """The ranks that the kernel still waits for."""
         return self.living - set(self.left)
 
     @property
     def near(self) -> bool:
-        """Whether the end is on its way, so that it is worth looking often."""
+        """Whether the end is near enough to look often."""
         return bool(self.asked or self._told or self.errors or self.left)
 
     def due(self) -> str:
-        """What is to be done now: "over", "give up", "abort", or "" for nothing."""
+        """Returns what to do now: "over", "give up", "abort", or "" for nothing."""
         now = self.clock()
         if not self.inside:
             return "over"
@@ -180,7 +181,7 @@ class Ending:
         return False
 
     def _boundary(self) -> float:
-        """Until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
+        """Returns until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
         if not self.asked:
             return float("inf")
         begun = any(step > 0 for step in self._steps.values())
@@ -191,7 +192,10 @@ class Ending:
         return max(least, STEPS * max(self._lengths.values(), default=0.0))
 
     def outcome(self) -> tuple[str, list[Error]]:
-        """(done, stopped, preempted or failed; the errors). A peer's closing after a stop was asked is no failure."""
+        """Returns (done, stopped, preempted or failed; the errors).
+
+        After a stop, a peer's closed connection is no failure.
+        """
         errors = [e for e in self.errors.values() if not (self.asked and consequence(e))]
         if errors and not self.asked:
             errors += [_released(rank, step) for rank, step in self._released()]
@@ -206,7 +210,7 @@ class Ending:
         return ("failed" if states == {"failed"} and not self.asked else "stopped"), []
 
     def _released(self) -> list[tuple[int, int]]:
-        """The ranks that were told to leave before they had missed the one that failed, and where they were."""
+        """Returns (rank, step) of ranks that left on request before they noticed the failed rank."""
         left = sorted(r for r, state in self.left.items() if state == "stopped" and r not in self.errors)
         return [(rank, self._steps.get(rank, 0)) for rank in left]
 

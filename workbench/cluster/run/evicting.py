@@ -1,7 +1,7 @@
-"""Ranks that hang, put out of a run that goes on without them: because somebody says so, or as `on_hang` does.
+"""Evicts ranks that hang, on request or by `on_hang`, and replaces lost ranks.
 
-The others are told first, and say whether they could go on. Then the engine that hangs is ended, so that nothing of it
-burns a core or wakes up later, and what follows is what follows a death.
+The remaining ranks first report whether they can go on. Then the lab ends the engine that hangs, so that it neither
+burns a core nor wakes up later. From there on the run treats it as a death.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
     from workbench.cluster.run.live import Live
 
-TELL = 2.0  # seconds that the others have to say whether they could go on
-AGAIN = "ask again"  # the end of a refusal that holds no longer
-TRIES = 3  # times that ranks are asked for again after such a refusal
-WORD = 2.0  # seconds that their word may take that they went on
+TELL = 2.0  # seconds for the remaining ranks to report whether they can go on
+AGAIN = "ask again"  # the end of a temporary refusal
+TRIES = 3  # requests for new ranks after such refusals
+WORD = 2.0  # seconds from an engine's end to the report that the run went on
 
 
 class Evicting:
-    """One run's.
+    """The evictions and replacements of one run.
 
-    reasons:   why ranks were put out, by rank; leaving: those whom the others have not left behind yet
-    acts:      does it replace who is lost? Not while what the record says is heard again
-    lacking:   then, how many of those who were lost nobody has come for
-    preempted: ranks that have said that they leave, and when their engines were first seen to be gone
+    reasons:   why ranks were evicted, by rank
+    leaving:   evicted ranks, until the run has gone on without them
+    acts:      whether to replace lost ranks; False while a kernel replays the record
+    lacking:   lost ranks without a replacement in the replayed record
+    preempted: ranks that reported a preemption, and when their engines were first seen to be gone
     """
 
     def __init__(self, live: Live) -> None:
@@ -46,17 +47,17 @@ class Evicting:
         self.leaving: set[int] = set()
         self.acts, self.lacking = True, 0
         self.preempted: dict[int, float | None] = {}
-        self._replaced: set[int] = set()  # in whose place another is to come
+        self._replaced: set[int] = set()  # replaced once the run has gone on without them
         self._refused = ""
-        self._refusals = 0  # in a row, of ranks that were to come in for others
+        self._refusals = 0  # of replacements, in a row
         self._lock, self._counts = threading.Lock(), threading.Lock()
         self._replacing = threading.Lock()  # of the thread that asks for new ranks, until the ranks have answered
         self._wanted = 0  # how many are to come in for others and nobody has seen to yet
 
-    # -- what the ranks do
+    # -- events
 
     def hangs(self, found: Verdict, fresh: bool) -> None:
-        """Ranks stand still and hold up others. fresh: was that not so a moment ago?"""
+        """Takes in that ranks hold the run up. fresh: whether this is a new stall"""
         live = self.live
         if fresh:
             self.note("hang", {"ranks": found.odd, "seconds": found.seconds, "text": found.text}, besides=found.odd)
@@ -72,11 +73,11 @@ class Evicting:
                 live.note(failure)
 
     def between(self, found: Verdict) -> Verdict:
-        """All ranks wait: which link is dead, if one is."""
+        """Names the dead link, if there is one, when all ranks wait."""
         return links.named(found, self.live.cluster.line.ask_all("wires", timeout=TELL, ranks=self.live.members))
 
     def note(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
-        """A mark in the record, by the first rank that can write it."""
+        """Records a mark through the first rank that can write it, except the ranks `besides`."""
         for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead):
             try:
                 self.live.cluster.line.ask(rank, "note", timeout=1.0, name=name, detail=detail)
@@ -85,9 +86,9 @@ class Evicting:
             return
 
     def left(self, rank: int) -> bool:
-        """Is the engine of this rank gone because it was preempted, and had its rank left before?
+        """Whether a preempted rank left before its engine ended.
 
-        The word of those who go on may come a moment later than the engine's end.
+        The ranks' report may come a moment after the engine's end.
         """
         if rank not in self.preempted:
             return False
@@ -97,9 +98,11 @@ class Evicting:
 
     def went_on(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None,
                 spare: Collection[int] = ()) -> None:  # fmt: skip
-        """The others went on without these, of whom some were preempted. new: who came, if ranks were asked for.
+        """Takes in that the run went on without the ranks `gone`, and replaces lost ranks if the settings say so.
 
-        spare: who was only not needed without one that is lost: in their place others come, too
+        preempted: preempted ranks among `gone`
+        new:       ranks that joined; None without a resize
+        spare:     ranks that left because the remaining number did not fit; they are replaced, too
         """
         self.leaving -= set(gone)
         lost = {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
@@ -116,7 +119,7 @@ class Evicting:
             self._begin_replacing(len(mine | lost | set(spare)))
 
     def attached(self) -> None:
-        """Others come in for those who were lost while no kernel was there to ask for them."""
+        """Replaces the ranks that were lost while no kernel was attached."""
         count, self.lacking = self.lacking, 0
         if count and self.live.changes.experiment.on_death == "replace" and not self.live.ending.asked:
             self._begin_replacing(count)
@@ -124,19 +127,21 @@ class Evicting:
     def _begin_replacing(self, count: int) -> None:
         with self._counts:
             self._wanted += count
-            if self._wanted == count:  # else one waits already who sees to these, too
+            if self._wanted == count:  # otherwise a waiting thread requests these, too
                 threading.Thread(target=self._replace, name="run replacing", daemon=True).start()
 
-    # -- what is asked
+    # -- orders
 
     def evict(self, ranks: Sequence[int], why: str, replace: bool = False, whatever: bool = False) -> None:
-        """Ends the engines of these ranks, and the others go on.
+        """Ends the engines of these ranks; the remaining ranks go on.
 
-        One that this lab has not started, or that is on another machine, is left behind: it is not ended, and finds
-        once it moves that the others went on.
+        An engine that this lab did not start, or on another machine, is not ended. Once it moves, it finds that the run
+        went on.
 
-        why: in words, for the record; whatever: also where the others cannot go on, so that the run fails
-        Raises KnobError or ClusterError where it cannot be, and ends nothing then.
+        why:      the reason, for the record
+        whatever: evict also if the remaining ranks cannot go on and the run fails
+
+        Raises KnobError or ClusterError, and ends nothing, if the eviction is impossible.
         """
         with self._lock:
             able = self._able(ranks)
@@ -169,13 +174,13 @@ class Evicting:
         return list(dict.fromkeys(ranks))
 
     def leave_behind(self, ranks: Sequence[int], besides: Collection[int] = ()) -> None:
-        """The others are told to go on without these, whose engines nobody here can end."""
+        """Tells the remaining ranks to go on without these, because the lab cannot end their engines."""
         live = self.live
         others = [m for m in live.members if m not in (*ranks, *besides) and m not in live.ending.dead]
         live.cluster.line.ask_all("without", timeout=TELL, ranks=others, members=list(ranks))
 
     def _told(self, ranks: list[int], whatever: bool) -> bool:
-        """Tells the others; whether they could go on. Raises ClusterError where they could not."""
+        """Tells the remaining ranks. Returns whether they can go on; raises ClusterError if they cannot."""
         live, these = self.live, ", ".join(map(str, ranks))
         others = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead]
         said = live.cluster.line.ask_all("outlive", timeout=TELL, ranks=others)
@@ -201,8 +206,9 @@ class Evicting:
 
     def _replace_lost(self) -> None:
         live = self.live
-        while live.state == "starting":  # the word that they train may have been lost with who says it: who is first
-            if live.over.wait(LOOK):  # now does so once they have gone on
+        # the first rank may be lost before it reports that ranks train; the new first rank then reports it
+        while live.state == "starting":
+            if live.over.wait(LOOK):
                 break
         with self._counts:
             count, self._wanted = self._wanted, 0
@@ -229,9 +235,9 @@ class Evicting:
             self._begin_replacing(count)
 
     def _ask_again(self, asked: PendingChange) -> None:
-        """Asks for new ranks again if they were refused because a rank or a connection was lost while they joined.
+        """Requests new ranks again if a rank or a connection was lost while they joined.
 
-        Only for those that still live: `went_on` counts the others.
+        It counts only new ranks that are alive; `went_on` counts the dead ones.
         """
         live = self.live
         while not live.over.is_set():

@@ -1,7 +1,7 @@
-"""What the kernel makes of a run's generations: who trains now, who is gone, and what was asked without an answer yet.
+"""Follows a run's generations: training ranks, lost ranks, and answered requests.
 
-A rank says in the record who went on. One that is lost may have said so where nobody heard it: its rows are read
-from its disk when others have gone on since, or never.
+The first rank of a generation records its members. If that rank is lost, the kernel may read this late, from disk, when
+a later generation trains.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def went_on(live: Live, step: int, detail: dict[str, Any]) -> None:
-    """Ranks went on without others, or say why they cannot."""
+    """Takes in a new generation, or the reason why the ranks cannot go on."""
     live.notes.append(detail["text"])
     if "members" not in detail:
         return
-    live.admit([m for m in detail["members"] if m not in live.been])  # of whom another kernel knew
-    if detail.get("turn", live.turn + 1) <= live.turn:  # one who is lost said it, and others have gone on since
+    live.admit([m for m in detail["members"] if m not in live.been])  # ranks that another kernel added
+    if detail.get("turn", live.turn + 1) <= live.turn:  # a lost rank recorded this, and a later generation trains
         return was_resized(live, step, detail)
     live.turn = detail.get("turn", live.turn)
-    unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # whose end nobody heard of
+    unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # no rank reported their end
     live.members, gone = tuple(detail["members"]), [*detail["gone"], *unheard]
     live.ending.joined(live.members)
     live.ending.outlived(gone, step)
@@ -33,5 +33,5 @@ def went_on(live: Live, step: int, detail: dict[str, Any]) -> None:
 
 
 def was_resized(live: Live, step: int, detail: dict[str, Any]) -> None:
-    """Other ranks trained from `step` on, and those who do now have said so since."""
+    """Answers a resize. Sends away its new ranks if they are not in the current generation."""
     live.orders.dismiss([m for m in live.changes.made(step, detail) if m not in live.members])

@@ -1,4 +1,4 @@
-"""The end of a record: the rows that came last, and the end in the name of ranks that could not write it themselves."""
+"""Completes a record: the last rows, and the end of ranks that could not record it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from workbench.settings.said import text_of
 if TYPE_CHECKING:
     from workbench.cluster.run.live import Live
 
-ON_THE_WAY = 1.0  # seconds that a message may take
-ALL = 1 << 62  # rows: more than there can be
+ON_THE_WAY = 1.0  # seconds that a message may take to arrive
+ALL = 1 << 62  # rows: more than a rank can have
 
 Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 
 def gather(live: Live, silent: set[int]) -> None:
-    """Fetches what is missing; of ranks that are `silent`, what lies on a disk that is seen here."""
-    time.sleep(0.1)  # what was sent last is on its way
-    wait_for(lambda: _come(live, silent), ON_THE_WAY)  # it need not be on a disk, too
+    """Fetches the missing rows. For `silent` ranks it reads only disks that this kernel sees."""
+    time.sleep(0.1)  # for the messages that are on their way
+    wait_for(lambda: _come(live, silent), ON_THE_WAY)  # these need not be on a disk
     for rank in live.ranks:
         sent = live.status.get(rank, {}).get("sent", {})
         for kind in KINDS:
@@ -38,15 +38,15 @@ def gather(live: Live, silent: set[int]) -> None:
 
 
 def _come(live: Live, silent: set[int]) -> bool:
-    """Whether all rows have come that ranks have said to have sent."""
+    """Whether all rows have come that ranks reported as sent."""
     told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
     return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
 
 
 def of_silent(live: Live, kind: str, rank: int) -> None:
-    """What a rank that does not answer left on a disk that is seen here; what came and waited passes in any case.
+    """Reads the rows of a rank that does not answer, if its disk is visible. Rows that waited pass in any case.
 
-    It is not asked: each answer that does not come would hold up the rows of all ranks for seconds.
+    It does not ask the rank, because each missing answer delays the rows of all ranks for seconds.
     """
     if live.elsewhere(rank):
         live.gaps.release(kind, rank)
@@ -55,7 +55,7 @@ def of_silent(live: Live, kind: str, rank: int) -> None:
 
 
 def of_left(live: Live, rank: int, sent: dict[str, int]) -> None:
-    """What a rank has recorded that the others left behind, while its engine still knows; the last that is heard."""
+    """Fetches the last rows of a rank that the run left behind, while its engine still has them."""
     for kind in KINDS:
         live.gaps.mend(kind, rank, sent.get(kind, ALL))
     if live.elsewhere(rank):
@@ -73,14 +73,14 @@ def _fetch(live: Live, rank: int) -> None:
 
 
 def obituary(live: Live, dead: set[int]) -> None:
-    """Writes what the ranks that died could not."""
+    """Records the errors of ranks that died."""
     for rank in sorted(dead):
         about = {k: v for k, v in (live.ending.errors.get(rank) or live.ending.lost[rank] or {}).items() if k != "t"}
         _add(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
 
 
 def final(live: Live, state: str, error: BaseException | None) -> None:
-    """The record says how the run ended, also where rank 0 could not, or was stopped before it was decided."""
+    """Records how the run ended, unless rank 0 has recorded the same."""
     said = live.run.details("state")
     if live.run.path is None or (said and said[-1][2].get("state") == state):
         return

@@ -1,7 +1,6 @@
-"""One run under way, as the kernel sees it: takes rows in, answers changes, notices the end, brings errors home.
+"""One live run as the kernel sees it: rows come in, changes go out, the end is noticed.
 
-Two threads feed it: the relay hands over batches, and its own watch looks at the engines. It does not know how
-engines are started, nor how anything is shown.
+Two threads feed it: the relay with batches, and the watch, which looks at the engines.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "stat
 
 
 class Live(Asked):
-    """Drives and follows one run. `state` is "starting", "running", "paused" or "stopping", or one of `FINAL`.
+    """Drives and follows one run. `state` is "starting", "running", "paused", "stopping", or one of `FINAL`.
 
-    watched: asked when a loss is not finite: does anybody see the run, so that it is to pause and not to end?
+    watched: whether a person sees the run; an unwatched run ends, rather than pauses, at a non-finite loss
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Live(Asked):
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
-        self.notes: list[str] = []  # what the person should read, newest last
+        self.notes: list[str] = []  # messages for the user, newest last
         self.error: BaseException | None = None
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
@@ -81,10 +80,10 @@ class Live(Asked):
         self.attention.hangs, self.attention.between = self.evicting.hangs, self.evicting.between
         run.live, run._control = True, self
 
-    # -- rows come in (the relay's thread)
+    # -- rows come in (on the relay's thread)
 
     def take(self, batch: Batch) -> None:
-        """Puts a batch into the run, in order and without gaps."""
+        """Adds a batch to the run, in order and without gaps."""
         if batch.generation == self.generation:
             self.gaps.put(batch)
 
@@ -107,7 +106,7 @@ class Live(Asked):
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
     def replay(self) -> None:
-        """Takes in what the record already says, and does nothing about it: for a kernel that attaches."""
+        """Takes in the existing record without acting on it, when a kernel attaches."""
         self.evicting.acts = False
         for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
             self._mark(rank, step, t, name, detail)
@@ -121,7 +120,7 @@ class Live(Asked):
         return self.step + 1 if self.step else 0
 
     def _missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
-        """Rows that no message brought, from the rank's disk."""
+        """Reads lost rows from the rank's disk."""
         if not self.elsewhere(rank):
             path = Path(self.run.path or ".")
             return within(PATIENCE, lambda: spool.pieces(path, kind, rank, start))
@@ -165,19 +164,19 @@ class Live(Asked):
             self.alarm.heard(name, rank, step, t, detail)
 
     def admit(self, new: list[int]) -> None:
-        """These ranks are to come, and are listened to from now on."""
+        """Listens to ranks that are about to join."""
         self.been |= set(new)
         self.ranks = self.attention.ranks = range(max(self.been) + 1)
         self.ending.admit(new)
 
     def died(self, rank: int, error: dict[str, Any]) -> None:
-        """A rank's engine is gone."""
+        """Records that a rank's engine is gone."""
         if why := self.evicting.reasons.get(rank):
             error["text"] = f"was put out: {why}; {error['text']}"
         self.ending.failed(rank, error)
-        gone_on = rank in self.ending.lost  # their word may come before the engine's end is seen
+        gone_on = rank in self.ending.lost  # the report may come before the engine's end is seen
         if (gone_on or self.ending.outlives()) and not self.ending.asked:
-            where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # where it ever said it
+            where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # if the rank reported it
             where += f", {error['op']}" if error["op"] else ""
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
             if self.cluster.engines[rank].host != host():  # a machine that is gone closes no connection
@@ -186,17 +185,17 @@ class Live(Asked):
     # -- orders
 
     def order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        """Asks the rank that hears for all, or everyone, to do something; done in the order asked."""
+        """Queues an order for the first rank, or for every rank if `everyone`."""
         self.orders.put(what, everyone, **rest)
 
     def note(self, failure: BaseException) -> None:
-        """Says, once in a row, what went wrong here."""
+        """Adds an error of the kernel to the notes, unless it is among the last 5."""
         text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
     def begun(self) -> None:
-        """The sessions are there: what was asked meanwhile goes out in order, and the watch begins."""
+        """Sends the orders that waited for the sessions, and starts the watch."""
         self.ending.begun()
         self.attention.begun()
         if self.began_with.task.leads:
@@ -205,11 +204,11 @@ class Live(Asked):
         Watch(self).start()
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
-        """Asks for a change, also of several knobs; classes that the engines do not have go to all of them first."""
+        """Requests a change of one or several knobs. Engines first receive classes that they lack."""
         return self.changes.ask(path, value, self._send_change)
 
     def whereabouts(self) -> str:
-        """Where each rank was when it last said so, in words."""
+        """Says where each rank was by its last report."""
         ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
         return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
@@ -220,18 +219,18 @@ class Live(Asked):
         self.orders.ask(asked)
 
     def stop(self) -> None:
-        """Stops at the next step boundary; asked again, aborts. Never a failure of the run.
+        """Stops at the next step boundary. A second call aborts. A stop is never a failure of the run.
 
-        Where no boundary comes, the ranks are told to leave in the middle of a step, and the engine of a rank that does
-        not leave is ended; a note says which and where it stood, and the next run gets new engines. All this takes less
-        than 30 s, or seven times the longest step where steps last longer than 3 s. See [Note: How long a stop takes].
+        If no boundary comes, the ranks leave in the middle of a step. The lab ends the engine of a rank that does not
+        leave, a note says where it stood, and the next run gets new engines. All this takes less than 30 s, or 7 times
+        the longest step if steps last longer than 3 s. See [Note: How long a stop takes].
         """
         if self.state == "stopping":
             return self.abort()
         self.come_to_end()
 
     def keep(self) -> None:
-        """A checkpoint is made at the next step boundary."""
+        """Requests a checkpoint at the next step boundary."""
         self.order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
 
     def come_to_end(self) -> None:
@@ -242,13 +241,13 @@ class Live(Asked):
         self.order("hurry", everyone=True)
 
     def abort(self) -> None:
-        """Leaves at once, on every rank."""
+        """Ends the run at once, in the middle of a step."""
         self.state = "stopping"
         self.ending.stop()
         self.free()
 
     def close(self) -> None:
-        """Stops it; in a few seconds it is over, or told to leave."""
+        """Stops the run, and aborts it if it is not over after 3 s."""
         if not self.over.is_set():
             self.stop()
             if not self.over.wait(3.0):
@@ -261,17 +260,17 @@ class Live(Asked):
         self.order("abort", everyone=True, asked=self.ending.asked)
 
     def saved(self, path: Path, rows: int) -> None:
-        """The run was saved in `path` while it is followed here."""
+        """Notes that the run was saved in `path` while this kernel follows it."""
         self.attention.recording.saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Waits for the end, with a line of progress; raises RankError if ranks failed. See `waiting`."""
+        """Waits for the end with a progress line. Raises RankError if ranks failed. See `waiting`."""
         return wait_for_run(self, timeout)
 
     # -- the end
 
     def leave(self, why: str) -> None:
-        """From now on the run is not followed here, whatever becomes of it."""
+        """Stops following the run, which may go on."""
         if not self.over.is_set():
             self.changes.end(why)
             self.run.live = False
@@ -279,7 +278,7 @@ class Live(Asked):
             self.over.set()
 
     def end(self, state: str, error: BaseException | None = None) -> None:
-        """Marks the run as over, in `state`; its record says the same."""
+        """Marks the run as over, in `state`, here and in its record."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -289,7 +288,7 @@ class Live(Asked):
             try:
                 last_rows.final(self, state, error)
                 self.attention.recording.ended()
-            except Exception as failure:  # whatever the disk does must not keep it from being over
+            except Exception as failure:  # a disk error must not keep the run from being over
                 self.note(failure)
             self.changes.end("the run ended before it could be applied")
             self.run.live = False

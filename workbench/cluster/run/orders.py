@@ -1,4 +1,4 @@
-"""What the kernel asks of a run's ranks: one order after the other, to the rank that hears for all, or to everyone."""
+"""Sends the kernel's orders to the first rank, or to every rank, one after another."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from workbench.cluster.run.live import Live
 
 ASK_AGAIN = "ask again"
-AGAIN = 0.2  # seconds until an order is sent again for which no rank hears at the moment
+AGAIN = 0.2  # seconds until an order is sent again if there is no first rank
 
 
 class Orders:
-    """The orders of one run, in the order asked. first: the rank that hears for all.
+    """The orders of one run, in sequence. first: the rank that takes requests for all ranks
 
-    Each names the run and the ranks it is meant for: it may come when the engine is in another run, or another rank.
+    Each order names its run and its ranks, because on arrival the engine may be in another run, or be another rank.
     """
 
     def __init__(self, live: Live) -> None:
         self.live = live
         self.first = 0
-        self.dismissed: set[int] = set()  # ranks that were to come and were told not to
+        self.dismissed: set[int] = set()  # ranks that were about to join and were sent away
         self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
     def put(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
-        """Asks the first rank, or everyone, or these to do something; done once the sessions are there."""
+        """Queues an order for the first rank, `everyone`, or the ranks `to`. It goes out once the sessions exist."""
         self._queue.put((what, everyone, to, rest))
 
     def ask(self, asked: PendingChange) -> None:
-        """Asks the first rank for a change, or for other ranks."""
+        """Sends a change or a resize to the first rank."""
         self._queue.put(("request", False, (), {"pending": asked}))
 
     def dismiss(self, ranks: Sequence[int]) -> None:
-        """These were to come and do not: their sessions end, and their engines are free again."""
+        """Sends away ranks that were about to join, which frees their engines."""
         if ranks:
             with whole():
                 self.dismissed |= set(ranks)
@@ -46,7 +46,7 @@ class Orders:
                 self.put("abort", to=ranks)
 
     def carry(self) -> None:
-        """Sends the next order, if there is one."""
+        """Sends the next order, if one waits."""
         try:
             order = self._queue.get(timeout=0.5)
         except queue.Empty:
@@ -66,33 +66,35 @@ class Orders:
                 line.ask(self.first, what, timeout=1.0, of=(live.generation, [self.first]), **said)
                 if asked is not None:
                     asked.sent = True
-        except Exception as failure:  # one order that fails must not keep the next from going out
+        except Exception as failure:  # must not block the next order
             if not (everyone or to) and self._leaderless and not live.over.wait(AGAIN):
                 return self._queue.put((what, everyone, to, rest))
             live.note(failure)
-            if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
+            if rest.get("request", {}).get("kind") == "stop":  # no other rank would learn of the stop
                 live.free()
 
     @property
     def _leaderless(self) -> bool:
-        """Is the rank that hears for all gone, and are the others about to find another?"""
+        """Whether the first rank is dead and the remaining ranks will agree on another."""
         return self.first in self.live.ending.dead and self.live.ending.outlives()
 
     def hears(self, rank: int, gone: Sequence[int]) -> None:
-        """From now on it is this rank that hears for all, and these are gone, with what they had not told."""
+        """Makes `rank` the first rank. Sends requests again that the ranks `gone` may have lost."""
         self.first = rank
         if gone:
             self.put(ASK_AGAIN, gone=gone)
 
     def _ask_again(self, gone: Sequence[int]) -> None:
-        """What still has no answer is asked again. Those who are left do what they have not done, and say of what was
-        done what became of it: who was to say so may have been lost before that came to a disk that is seen here.
+        """Sends unanswered requests again, after reading what the ranks `gone` recorded.
+
+        The remaining ranks apply them, or repeat the result. The rank that was to report it may have been lost before
+        its record reached a visible disk.
         """
         for one in gone:
-            if self.live.cluster.death(one):  # else its rows come by themselves
+            if self.live.cluster.death(one):  # otherwise its rows come by themselves
                 last_rows.of_silent(self.live, "marks", one)
         for asked in self.live.changes.unanswered():
-            if asked.sent:  # else it is still to go out, behind what it needs
+            if asked.sent:  # otherwise it still waits in the queue, behind what it needs
                 self._send("request", False, (), {"pending": asked})
         if self.live.state == "stopping":
             self._send("request", False, (), {"request": {"id": "stop", "kind": "stop"}})

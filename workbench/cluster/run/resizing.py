@@ -1,8 +1,7 @@
 """The kernel's side of a resize: adds ranks to a live run, and takes ranks out of it.
 
-A new rank gets an idle engine of this lab, or an engine is started for it. Its session begins and reports that it
-waits. Only then the kernel asks the training ranks, and they invite the new rank (`engine/rank/resizing.py`). So a rank
-that cannot begin changes nothing.
+A new rank gets an idle engine of this lab, or a new one. Its session begins and reports that it waits. Only then does
+the kernel ask the training ranks to invite it (`engine/rank/resizing.py`). So a rank that cannot begin changes nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from workbench.settings.doing import doing
 if TYPE_CHECKING:
     from workbench.cluster.run.live import Live
 
-WAIT = 60.0  # seconds that a rank which is to come has to say that it waits
+WAIT = 60.0  # seconds for a new rank to report that it waits
 LOOK = 0.05  # seconds between two looks
-ASK = 1.0  # seconds in which an engine that is free again answers
+ASK = 1.0  # seconds for an engine to report that it is free again
 
 
 class NotBegun(ClusterError):
@@ -48,7 +47,7 @@ def resize(live: Live, ranks: int) -> PendingChange:
 def _made(live: Live, ranks: int, here: list[int]) -> PendingChange:
     spare = idle(live)
     if ranks > len(here) + len(spare):
-        with live.cluster.starting:  # one that is coming up is waited for, and nobody else takes one that is back
+        with live.cluster.starting:  # waits for starting engines, and reserves returned ones
             spare = idle(live) + returned(live)
             return _resized(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
     return _resized(live, ranks, here, spare, 0)
@@ -73,15 +72,15 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
         with whole():
             asked = live.changes.resizing([*here[:ranks], *new], new)
             live.orders.ask(asked)
-    except BaseException:  # an interrupt, too
-        if asked is None:  # nobody would ever ask for them; else those who train invite them
+    except BaseException:  # also for an interrupt
+        if asked is None:  # no rank would ever invite the new ranks
             live.orders.dismiss(new)
         raise
     return asked
 
 
 def idle(live: Live) -> list[int]:
-    """Ranks of this lab that were never in this run, and whose engines live and never were in it as other ranks."""
+    """Returns ranks with living engines that were never in this run, under any number."""
     engines, been = live.cluster.engines, live.been
     used = {engines[rank].process for rank in been if rank < len(engines)}
     fresh = {e.process: e.rank for e in engines if e.process not in used}
@@ -89,11 +88,11 @@ def idle(live: Live) -> list[int]:
 
 
 def returned(live: Live) -> list[int]:
-    """Engines that this run went on without and that are free again, as ranks of another number.
+    """Returns new ranks for engines that the run went on without and that are free again.
 
-    So comes back who was taken out, who was to come and was dismissed, and who was out of reach: on a machine that was
-    cut off, or stopped. Its engine says that it is free once it has moved and has found that the others went on. What
-    it recorded as the rank that it was is fetched before.
+    Such a rank was taken out, was sent away before it joined, or was out of reach: on a machine that was cut off, or
+    stopped. Its engine reports that it is free once it moves and finds that the run went on. The kernel first fetches
+    its last rows.
     """
     with live.cluster.starting:
         return _returned(live)
@@ -103,7 +102,7 @@ def _returned(live: Live) -> list[int]:
     cluster, engines = live.cluster, live.cluster.engines
     here = {engines[rank].process for rank in live.members}
     last = {engines[rank].process: rank for rank in sorted(live.been) if rank < len(engines)}
-    ends = live.evicting.preempted  # their engines are over soon
+    ends = live.evicting.preempted  # their engines end soon
     gone = [rank for process, rank in last.items() if not (process in here or rank in ends or cluster.death(rank))]
     said = cluster.line.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
     over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in said.items()

@@ -1,4 +1,4 @@
-"""Waiting for a run at a prompt: one line of progress, and what an interrupt means."""
+"""Waits for a run at a prompt, with a line of progress, and handles interrupts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from workbench.cluster.run.live import Live
     from workbench.record.run import Run
 
-STOP = 60.0  # seconds that a new run waits for the run before it, which was asked to stop
+STOP = 60.0  # seconds that a new run waits for the previous one
 
 
 def wait_for_stop(live: Live, patience: float = STOP) -> None:
-    """Waits until a run that was asked to stop is over. Raises ClusterError if that takes longer than `patience` s."""
+    """Waits until a stopped run is over. Raises ClusterError if that takes longer than `patience` s."""
     with doing(f"waiting for {live.run.name} to stop"):
         if not live.over.wait(patience):
             raise ClusterError(
@@ -30,8 +30,10 @@ def wait_for_stop(live: Live, patience: float = STOP) -> None:
 
 
 def wait_for_run(live: Live, timeout: float | None = None) -> Run:
-    """Waits until the run is over and returns it; raises what ended it. Interrupting stops it at the next step
-    boundary, interrupting again aborts it. Raises TimeoutError if it is not over in time; it goes on then.
+    """Waits until the run is over. Returns it, or raises its error.
+
+    The first interrupt stops the run at the next step boundary, the second aborts it. Raises TimeoutError if the run is
+    not over in time; it then goes on.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with _line(live) as line:
@@ -57,7 +59,7 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
 
 
 def _line(live: Live) -> Any:
-    """The line of the whole run: one that is waited for late has made steps and taken time before."""
+    """Returns the progress line of the whole run, with earlier steps and time."""
     total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
     line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
     line.n = line.last_print_n = max(first, live.steps_done)

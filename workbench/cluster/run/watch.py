@@ -1,6 +1,6 @@
-"""The watch over one run: looks at its engines, asks its ranks where they are, and brings it to its end.
+"""Watches one run: looks at its engines, asks its ranks for status, ends the run.
 
-What is due is said by `Ending`; it is done here, on a thread of its own.
+`Ending` decides what is due; this thread does it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.live import Live
 
-LOOK = 0.2  # seconds between two looks at the processes
-ASK = 1.0  # seconds between two questions to the sessions
-SILENT = 2.0  # seconds without an answer after which a rank's marks are read from its disk
+LOOK = 0.2  # seconds between two looks at the engines
+ASK = 1.0  # seconds between two status requests
+SILENT = 2.0  # seconds without an answer until a rank's marks are read from its disk
 
 
 class Watch:
@@ -31,8 +31,8 @@ class Watch:
     def __init__(self, live: Live) -> None:
         self.live, self.ending = live, live.ending
         self._asked, self._tidy = 0.0, Tidy(OFTEN)
-        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank's line answered last
-        self.silent: set[int] = set()  # ranks whose lines have not answered for a while
+        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank last answered
+        self.silent: set[int] = set()  # ranks that have not answered for a while
 
     def start(self) -> None:
         Steady("run watch", self._turn, self.live.over, self.live.note).start()
@@ -44,7 +44,7 @@ class Watch:
                 self._asked = time.monotonic()
                 self.ask()
             self._tidy.due()
-        finally:  # what cannot be looked at must not keep the run from ending
+        finally:  # a failed look must not keep the run from ending
             self._do(self.ending.due())
             self.live.over.wait(LOOK)
 
@@ -64,13 +64,13 @@ class Watch:
                 self.live.died(rank, self.live.attention.death(rank, how))
 
     def ask(self) -> None:
-        """Asks every rank where it is; the marks of one that does not answer are read from a disk seen here."""
+        """Asks every rank for its status. Reads the marks of a silent rank from its disk, if visible."""
         live, now = self.live, time.monotonic()
         for rank, answer in live.cluster.line.ask_all("status", timeout=0.8, ranks=self.ending.living).items():
             if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
                 live.status[rank], self._answered[rank] = answer, now
                 self.silent.discard(rank)
-                live.gaps.remind("marks", rank, answer["sent"].get("marks", 0))  # no later one may show a gap
+                live.gaps.remind("marks", rank, answer["sent"].get("marks", 0))  # no later message may reveal a gap
                 if answer["error"]:
                     self.ending.failed(rank, answer["error"])
                 self.ending.heard(rank, answer)
@@ -83,12 +83,12 @@ class Watch:
         live.attention.look("failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost})
 
     def _stumble(self, rank: int, what: str) -> None:
-        """The line of a rank's engine met an error and went on."""
+        """Notes an error of an engine's line, which goes on."""
         if what and (text := f"rank {rank}'s line met {what}; the traceback is in its log") not in self.live.notes:
             self.live.notes.append(text)
 
     def _give_up(self, late: list[int]) -> None:
-        """Ranks that have not left are not waited for any longer."""
+        """Gives up the wait for ranks that have not left."""
         ended, live = self.live.cluster.health.give_up(late), self.live
         for rank in late:
             last = live.status.get(rank, {})
@@ -100,7 +100,7 @@ class Watch:
         self._finish(self.silent | set(late))
 
     def _finish(self, silent: set[int]) -> None:
-        """No rank is waited for any more: the last rows come in, then the run is what it is."""
+        """Takes in the last rows and decides the outcome."""
         live, dead = self.live, self.ending.dead
         try:
             left = {r for r in live.evicting.preempted if live.cluster.death(r)} | set(live.returned)
@@ -108,10 +108,10 @@ class Watch:
             brought_up(self.ending.errors, live.changes.experiment)
             self._tell_none_holds()
             last_rows.obituary(live, dead)
-        except Exception as failure:  # neither a full disk nor a silent rank may keep it from being over
+        except Exception as failure:  # a full disk or a silent rank must not keep the run from being over
             live.note(failure)
         if self.ending.asked:
-            self.ending.forget(set(self.ending.errors) - set(live.members))  # these were yet to join
+            self.ending.forget(set(self.ending.errors) - set(live.members))  # these ranks had not joined yet
         state, errors = self.ending.outcome()
         if state != "done" and (why := _orphaned(live.cluster)):
             return live.end("failed", ClusterError(why))
@@ -119,7 +119,7 @@ class Watch:
 
 
     def _tell_none_holds(self) -> None:
-        """If all ranks that held the trained state died, their errors say so."""
+        """If all ranks that held the trained state died, adds that to their errors."""
         live, ending = self.live, self.ending
         joining = sorted(live.been - set(live.members) - ending.dead - set(ending.lost))
         kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
@@ -127,7 +127,7 @@ class Watch:
 
 
 def _orphaned(cluster: Cluster) -> str:
-    """On a guest: what became of the kernel that owned these engines, if that is why they are gone; else ""."""
+    """Says how a guest's owner ended or closed the lab; "" if it did not."""
     if cluster.guest and not alive(cluster.owner):
         return f"the kernel that owned lab {cluster.name!r} ended, and its ranks with it"
     if cluster.guest and not cluster.place.read():
