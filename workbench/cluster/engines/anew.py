@@ -1,7 +1,7 @@
-"""Restarts an engine's process, and notes which kinds of run the process has had. Both run on the engine.
+"""Restarts an engine's process, and notes its kinds of run. Both happen on the engine.
 
-A loop of its own (a script, or a function) leaves default types, seeds, modules, threads and more in its process. So
-it gets a process that has run nothing, and no later run gets that process. The lab's side is in renewing.py.
+A loop of its own (a script, or a function) leaves default types, seeds, modules, threads and more in its process. So it
+gets a process that has run nothing, and no later run gets that process. The lab's side is in renewing.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
-SOON = 0.2  # seconds that an engine has to send its last answer before it restarts
-ENDING = 2.0  # seconds that a killed child has to be gone
+SOON = 0.2  # seconds for an engine to send its last answer before it restarts
+ENDING = 2.0  # seconds for a killed child to be gone
 
-_environment, _folder = dict(os.environ), os.getcwd()  # as the process had them before its first run
-_runs: set[str] = set()  # the kinds of run that this process has had: "task", "loop"
+_environment, _folder = dict(os.environ), os.getcwd()  # as they were before the first run
+_runs: set[str] = set()  # "task", "loop"
 
 
 def refuse_second_loop() -> None:
@@ -28,7 +28,7 @@ def refuse_second_loop() -> None:
 
 
 def note_run(leads: bool) -> None:
-    """A run begins in this process. leads: does a loop of its own make the steps?"""
+    """Notes that a run begins in this process. leads: whether a loop of its own makes the steps"""
     _runs.add("loop" if leads else "task")
 
 
@@ -44,9 +44,9 @@ def refuse_restart() -> None:
 
 
 def restart_soon() -> None:
-    """Replaces this process with a new engine of the same command line, environment and process id, in a moment.
+    """Replaces this process, soon, with a new engine of the same command line, environment and process id.
 
-    So whatever started the engine, such as Slurm or SSH, does not see it end.
+    So Slurm or SSH, if it started the engine, does not see it end.
     """
     threading.Timer(SOON, _execute).start()
 
@@ -62,14 +62,14 @@ def _execute() -> None:
         if (number := int(name)) > 2:
             try:
                 os.set_inheritable(number, False)
-            except OSError:  # it was open only for this listing
+            except OSError:  # open only for this listing
                 continue
     os.chdir(_folder)
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], _environment)  # noqa: S606 (its own command line)
 
 
 def _restore(number: int, stream: Any) -> None:
-    """Undoes ipykernel's redirection of a standard stream, whose reader is about to be gone."""
+    """Undoes ipykernel's redirection of a standard stream, because its reader is about to be gone."""
     copy = getattr(stream, "_original_stdstream_copy", None)
     if copy is not None:
         os.dup2(copy, number)

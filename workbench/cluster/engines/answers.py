@@ -1,6 +1,6 @@
-"""What an engine answers on its line, while its rank trains and between runs: one method for each question.
+"""Answers the kernel's questions to an engine, while its rank trains and between runs.
 
-Called by name on the line's thread; a value that is no bytes goes as JSON.
+The line's thread calls `on_<question>`. An answer that is not bytes travels as JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from workbench.cluster.observe import links
 from workbench.cluster.processes.stacks import stacks
 from workbench.cluster.transport import spool
 
-OWN = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # of a job, what is said to one rank only
+OWN = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # fields of a job that only one rank gets
 
 
 class Answers:
-    """The part of an engine's bench that answers. See `worker.Bench` for what it has."""
+    """The part of `worker.Bench` that answers: one method for each question."""
 
     session: Any
     job: dict[str, Any]
@@ -39,12 +39,12 @@ class Answers:
     def busy(self) -> bool: ...
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
-        """Where this rank is: the session's own words, which run, as which rank, is it over, rows sent so far.
+        """Returns the session's status, its run and rank, whether it is over, and how many rows it has sent.
 
-        runs: what this process has run, see `anew`
+        runs: the kinds of run that this process has had, see `anew`
         """
-        runs = anew.runs()  # asked first: who has run a loop and is over has nothing to do any more
-        over = self.told_over = not self.busy  # asked first: who is over then tells its last state
+        runs = anew.runs()  # first, so that a loop that begins now does not look like one that is over
+        over = self.told_over = not self.busy  # before the status, which then is the last one
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
         who = {"generation": self.job.get("generation", ""), "as": self.job.get("rank")}
         return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble,
@@ -62,65 +62,68 @@ class Answers:
             self.session.abort(asked)
 
     def on_outlive(self, blob: bytes, so: bool = True) -> str:
-        """A rank is about to be put out, or (`so` is false) is not; why this one could not go on without it, or ""."""
+        """Prepares for the eviction of a rank, or calls it off (`so` is False).
+
+        Returns why this rank cannot go on, or "".
+        """
         said: str = self.session.outlive(so)
         return said
 
     def on_without(self, blob: bytes, members: list[int]) -> None:
-        """These are out of reach and cannot be ended: this rank goes on without them."""
+        """Makes this rank go on without `members`, which are out of reach and cannot be ended."""
         if self.busy:
             self.session.leave_behind(members)
 
     def on_note(self, blob: bytes, name: str, detail: dict[str, Any]) -> None:
-        """Writes a mark of what the lab did, or saw, into the record."""
+        """Records a mark that the lab asks for."""
         if self.busy:
             self.session.mark(name, detail)
 
     def on_stacks(self, blob: bytes) -> str:
-        """What each thread of this process is in."""
+        """Returns the stacks of this process's threads."""
         return stacks()
 
     def on_profile(self, blob: bytes, steps: int) -> str | None:
-        """The next steps are profiled; where the trace will be, None where no run is under way."""
+        """Profiles the next steps. Returns the path of the trace, or None if no run is under way."""
         return str(self.session.profiler.ask(steps)) if self.busy else None
 
     def on_wires(self, blob: bytes) -> list[list[Any]]:
-        """What the system knows of this process's connections. See links.py."""
+        """Returns the system's data on this process's connections. See links.py."""
         return links.wires()
 
     def on_trust(self, blob: bytes, secret: str) -> None:
-        """What only the ranks of the run to come know, as hexadecimal digits."""
+        """Takes the secret of the next run, as hexadecimal digits."""
         self.secret = secret
 
     def on_learn(self, blob: bytes) -> None:
-        """Takes in classes defined in the notebook, before a change names them."""
+        """Loads classes from the notebook, before a change names them."""
         self.learned.append(cloudpickle.loads(blob))
 
     def on_experiment(self, blob: bytes) -> bytes:
-        """The pickled experiment that this run began with, for a kernel that attaches."""
+        """Returns the pickled experiment that this run began with, to a kernel that attaches."""
         return self.blob
 
     def on_job(self, blob: bytes) -> dict[str, Any]:
-        """What was said of this run to all its ranks, and what only they know: for a kernel that attaches."""
+        """Returns the part of the job that all ranks share, and their secret, to a kernel that attaches."""
         return {name: x for name, x in self.job.items() if name not in OWN} | {"secret": self.secret}
 
     def on_own(self, blob: bytes, owner: list[float] | None, home: str) -> None:
-        """Who owns the lab from now on; None after `detach`."""
+        """Sets the owner of the lab; None after `detach`."""
         self.owner, self.home = owner, home
 
     def on_settle(self, blob: bytes) -> bool:
-        """Rows that were sent so far are on disk now, if it answers: for a kernel that attaches, which missed them."""
+        """Returns once the rows sent so far are on disk, so that a kernel that attaches can read them."""
         return bool(self.session is None or self.session.record.settle())
 
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
-        """The rank's rows of `kind` from row `start` on, from its own disk."""
+        """Returns the rank's rows of `kind` from row `start` on, from its own disk."""
         rank = self.job["rank"]
         return spool.pack(spool.pieces(self.where, kind, rank, start), kind, rank)
 
     def on_files(self, blob: bytes) -> list[list[Any]]:
-        """[name, bytes] of each file that this rank spooled."""
+        """Returns [name, bytes] of each file that this rank spooled."""
         return spool.files(self.where, self.job["rank"])
 
     def on_file(self, blob: bytes, name: str, start: int) -> bytes:
-        """A part of one such file."""
+        """Returns a part of one such file."""
         return spool.chunk(self.where, name, start)

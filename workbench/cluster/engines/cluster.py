@@ -1,6 +1,7 @@
-"""One lab's engines over ipyparallel: started here, found by their connection file, or found again after a detach.
+"""One lab's engines over ipyparallel: started here, or found by a connection file.
 
-Comes up in the background and says how far it is. Knows which process is which rank, and nothing of training.
+They come up in the background, or are found again after a detach. The cluster knows which process is which rank, and
+nothing of training.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from workbench.cluster.transport.wire import Batch
 from workbench.settings.said import text_of
 
 START_TIMEOUT = 120.0  # seconds for all engines to come up
-FIND_TIMEOUT = 10.0  # seconds for the engines of an existing cluster
+FIND_TIMEOUT = 10.0  # seconds to find the engines of an existing cluster
 
 
 class Cluster:
     """`ranks` engines, and `spare` ones. `connection`: the client file of an existing cluster, None to start one here.
 
-    starting: held by whoever starts engines besides the first ones
+    starting: a lock for the thread that starts further engines
     """
 
     def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None,
@@ -50,9 +51,9 @@ class Cluster:
         self.client: Any = None
         self.error: BaseException | None = None
         self.take: Callable[[Batch], None] = lambda batch: None
-        self.guest = False  # whether another kernel owns it
+        self.guest = False  # whether another kernel owns the lab
         self.owner: list[float] | None = None  # of a guest's engines
-        self.stuck = False  # whether a rank would not leave its last run
+        self.stuck = False  # whether a rank did not leave its last run
         self.owned: Processes | None = None
         self.health = Health(self)
         self.spares, self.starting = Spares(self, spare), threading.RLock()
@@ -62,10 +63,10 @@ class Cluster:
         self._context: zmq.Context[Any] | None = None  # of the client's sockets
         self.relay: Relay | None = None
         self._ready = threading.Event()
-        self.closed = self._ended = False  # on its way to its end; and come to it
+        self.closed = self._ended = False  # whether the end has begun, and whether it is complete
 
     def start(self) -> Cluster:
-        """Begins to come up; returns at once. `wait` waits for it."""
+        """Begins to start the engines and returns at once. `wait` waits for them."""
         self.place, self.keys = Place.new(self.name), Keys.new()
         self.guard = start_guard(self.place)
         self.owned = Processes(self.place) if self.connection is None else None
@@ -91,7 +92,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def restarting(self) -> Iterator[None]:
-        """Inside, engines are on their way, and whoever needs them waits."""
+        """Makes callers of `wait` wait while engines restart inside."""
         self._ready.clear()
         self.progress = "restarting engines"
         try:
@@ -111,11 +112,11 @@ class Cluster:
         return self._line
 
     def settled(self, timeout: float) -> bool:
-        """Whether it is known, after `timeout` seconds at most, that the engines are up or will not be."""
+        """Waits at most `timeout` seconds. Returns whether the engines are up or have failed."""
         return self._ready.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> Cluster:
-        """Waits until the engines are up; raises ClusterError with the reason if they will not be."""
+        """Waits until the engines are up. Raises ClusterError with the reason if they fail."""
         if not awaited(self._ready, timeout, engines(self.ranks)):
             raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
         if self.error:
@@ -163,7 +164,7 @@ class Cluster:
 
         by_file = {"connection_info": str(connection)}
         how = {"profile": str(connection)[8:]} if str(connection).startswith("profile:") else by_file
-        # the client closes some sockets without a linger; one with an unsent message would then keep its descriptors
+        # the client closes some sockets without a linger; an unsent message would keep their descriptors
         self._context = self._context or zmq.Context()
         self._context.linger = 0
         return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
@@ -192,7 +193,7 @@ class Cluster:
         self._activate()
 
     def note_engines(self) -> None:
-        """Writes down, for kernels to come, which engines there are."""
+        """Writes the engines down, for kernels that attach."""
         file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
         self.place.write(
             engines=[e.plain() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
@@ -200,7 +201,7 @@ class Cluster:
         )  # fmt: skip
 
     def controller(self) -> str:
-        """An address of the controller, to learn by which of its own an engine can be reached."""
+        """An address of the controller. An engine's own address on the route there is the one to reach it."""
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
     def _open_sockets(self) -> None:
@@ -209,21 +210,21 @@ class Cluster:
         self.health.start()
 
     def _activate(self) -> None:
-        """Makes `%%px` speak to this lab's ranks, where there are such magics."""
+        """Makes `%%px` use this lab's ranks, if IPython runs."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is not None:
             self.view.activate()
 
     def table(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each rank in one row: where it is, and what it last said of itself."""
+        """Returns a row for each rank: its process and its last status."""
         keys = ("state", "step", "busy")
-        last = {e.process: e for e in self.engines}.values()  # as the rank that it came as last
+        last = {e.process: e for e in self.engines}.values()  # the newest rank of each process
         return [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid, "device": self.devices[e.rank],
                  **{k: said.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
 
     @property
     def view(self) -> Any:
-        """The ipyparallel view of all ranks that live, in their order."""
+        """The ipyparallel view of all living ranks, in their order."""
         view = self.client.direct_view(list(dict.fromkeys(e.id for e in self.engines if e.id in self.client.ids)))
         view.block = True
         return view
@@ -233,12 +234,12 @@ class Cluster:
         return self.client[engine].apply_async(function, *rest).get(timeout)
 
     def death(self, rank: int) -> str | None:
-        """How the engine of `rank` ended, in words; None while it lives."""
+        """Says how the engine of `rank` ended; None while it lives."""
         return self.health.death(rank)
 
     @property
     def usable(self) -> bool:
-        """Whether it is up, or on its way."""
+        """Whether the engines are up or coming up."""
         return not self.closed and self.error is None
 
     @property
@@ -251,7 +252,7 @@ class Cluster:
     def detach(self) -> None:
         """Leaves engines and controller alone from now on, also when this kernel ends."""
         if self.relay:
-            self.relay.close()  # the first, so that there is a descriptor for the file
+            self.relay.close()  # first, to free a descriptor for the file
         self.place.write(owner=None)
         self._tell_owner(None)
         let_go(self.owned)
@@ -261,18 +262,18 @@ class Cluster:
         self.line.ask_all("own", owner=owner, home=host())
 
     def close(self) -> None:
-        """Ends what this lab started; of an existing cluster only what the lab did there.
+        """Ends what this lab started; in an existing cluster, only what the lab did there.
 
-        Called again, it goes on where it was interrupted.
+        After an interrupt, a second call goes on with the rest.
         """
         if self._ended:
             return
         self.closed = True
-        if self.guest or self.place.state.get("owner") is None:  # another kernel's, or left to one
+        if self.guest or self.place.state.get("owner") is None:  # another kernel owns it, or may attach to it
             return self._disconnect()
         if self.ready and not self.place.state.get("here"):
             for engine in self.engines:
-                with contextlib.suppress(Exception):  # one that does not answer keeps nothing else from its end
+                with contextlib.suppress(Exception):  # an engine that does not answer must not block the end
                     if not self.health.controller() and not self.death(engine.rank):
                         self.call(engine.id, worker.close_bench, timeout=10)
         self._drop()
@@ -288,7 +289,7 @@ class Cluster:
         self._disconnect()
 
     def _hang_up(self) -> None:
-        """Closes all sockets. It comes before what needs descriptors, because the process may have no more."""
+        """Closes all sockets. This comes before what needs descriptors, because the process may have none left."""
         self.closed = True
         self.spares.over.set()
         self.renewal.over.set()
@@ -309,7 +310,7 @@ class Cluster:
 
     @classmethod
     def again(cls, place: Place) -> Cluster:
-        """The cluster of a lab that was detached (or, as a guest, of one that another kernel owns)."""
+        """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns."""
         state = place.read()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
         self.place, self.keys = place, Keys(*state["keys"])
@@ -321,7 +322,7 @@ class Cluster:
         if not self.guest:
             place.write(owner=this_process())
             self.guard = start_guard(place)
-            self.owned = Processes(place) if state["here"] else None  # for what is started from now on
+            self.owned = Processes(place) if state["here"] else None  # for engines that it starts from now on
             self._tell_owner(this_process())
         self._activate()
         self.progress = "ready"

@@ -1,7 +1,4 @@
-"""What each engine is: where it runs, with which versions, and whether it can train together with this kernel.
-
-The question is asked as source text, so that an engine of another Python can answer it.
-"""
+"""Finds out where engines run, with which versions, and whether they can train together."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ MARK = "workbench-probe "
 class Engine:
     """One engine and the rank that it holds. ipyparallel's id is not the rank.
 
-    An engine that a run has left behind may come again as another rank: two of these are one process then.
+    An engine that a run left behind may come back as another rank. Then two of these stand for one process.
     """
 
     rank: int
@@ -41,7 +38,7 @@ class Engine:
 
     @property
     def process(self) -> tuple[str, int, float]:
-        """Which process it is, on which machine."""
+        """Identifies the process: host, pid, create time."""
         return self.host, self.pid, self.created
 
     def plain(self) -> dict[str, Any]:
@@ -49,7 +46,7 @@ class Engine:
 
 
 def _question() -> str:
-    """Source text that prints one line about the engine and leaves nothing in its namespace."""
+    """Returns source text that prints one line about the engine and leaves nothing in its namespace."""
     return f"""
 def _workbench_probe(controller):
     import importlib.metadata, json, os, platform, socket
@@ -77,7 +74,7 @@ del _workbench_probe
 
 
 def probe(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
-    """Asks each engine what it is; rank r is on the r-th of `ids`."""
+    """Asks each engine what it is; rank r is on the r-th of `ids`. Raises ClusterError if one does not answer."""
     question, until = _question().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
     said = dict.fromkeys(ids, "")
     while missing := [i for i, s in said.items() if not s]:
@@ -88,14 +85,14 @@ def probe(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -
             late = [i for i in missing if i not in {m["engine_id"] for m in asked.metadata if m["completed"]}]
             text = f"engines {late or missing} did not answer within {timeout:g} s (is a cell running there?)"
             raise ClusterError(text) from None
-        asked.wait_for_output(10)  # what is printed comes by another way, and may come later than that
+        asked.wait_for_output(10)  # output comes on another channel, maybe later
         found = [next((x for x in out.splitlines() if x.startswith(MARK)), "") for out in asked.stdout]
         said |= dict(zip(missing, found, strict=True))
     return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(said.items())]
 
 
 def here() -> dict[str, str]:
-    """The versions of this kernel (torch without importing it)."""
+    """Returns the versions of this kernel (torch without importing it)."""
 
     def version(name: str) -> str:
         try:
@@ -108,7 +105,7 @@ def here() -> dict[str, str]:
 
 
 def check_versions(engines: list[Engine]) -> None:
-    """Raises ClusterError that names every engine whose Python (to the minor), torch or workbench is another."""
+    """Raises ClusterError with every engine that has another Python (up to the minor version), torch or workbench."""
     own, wrong = here(), []
     for engine in engines:
         for what, version in engine.versions.items():
@@ -123,7 +120,10 @@ def _comparable(what: str, version: str) -> str:
 
 
 def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
-    """(the device of each rank, "gloo" or "nccl"). One GPU per rank speaks NCCL; shared GPUs and CPUs gloo."""
+    """Returns (the device of each rank, "nccl" or "gloo"). NCCL needs one GPU per rank.
+
+    Raises KnobError if `asked` is invalid.
+    """
     gpus = min((e.gpus for e in engines if e.host == engines[0].host), default=0)
     if asked == "cpu" or (asked == "auto" and not gpus):
         return ["cpu"] * len(engines), "gloo"
@@ -133,7 +133,7 @@ def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
     if not 1 <= use <= gpus:
         allowed = f"must be an integer in [1, {gpus}] GPUs, or auto, cpu, cuda" if gpus else "there is no GPU; use cpu"
         raise KnobError(f"device={asked!r}: {allowed}")
-    places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, the place of each engine's process
+    places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, the index of each process
     chosen = []
     for engine in engines:
         there = places.setdefault(engine.host, {})
@@ -143,5 +143,5 @@ def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
 
 
 def spans_hosts(engines: list[Engine]) -> bool:
-    """Whether rows and orders have to cross between machines."""
+    """Whether an engine runs on another machine."""
     return any(e.host != host() for e in engines)

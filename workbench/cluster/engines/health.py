@@ -1,6 +1,6 @@
-"""Which of a lab's processes still live, how those that do not ended, and the ending of an engine that will not leave.
+"""Knows which of a lab's processes live and how they ended, and ends stuck engines.
 
-Asks the system, never the processes themselves. Only what this lab started is signalled, by pid and create time.
+It asks the system, never the processes. It signals only what this lab started, checked by pid and create time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
 LOOK = 1.0  # seconds between two looks at all engines
-KNOCK = 2.0  # seconds between two knocks at the door of a controller whose process is not known here
-ENDING = 2.0  # seconds that a killed engine has to be gone
-ASKED = 1.0  # seconds that an engine has to end in order, before it is killed
-SHORTLY = 0.02  # seconds between two looks at engines that are to end
+KNOCK = 2.0  # seconds between two attempts to reach a controller without a known process
+ENDING = 2.0  # seconds for a killed engine to be gone
+ASKED = 1.0  # seconds for an engine to end in order, before it is killed
+SHORTLY = 0.02  # seconds between two looks at engines that end
 
 
 class Health:
@@ -43,21 +43,21 @@ class Health:
         self._answers = True
         self._over = threading.Event()
         self._watch = Steady("engine watch", self._look, self._over)
-        self._telling, self._told = threading.Lock(), set[int]()  # engines that the controller knows to be dead
+        self._telling, self._told = threading.Lock(), set[int]()  # dead engines that the controller knows of
 
     def start(self) -> None:
-        """From now on the controller is told who is dead, also where no run is under way, and nobody asks them."""
+        """Starts to report dead engines to the controller, also between runs."""
         self._watch.start()
 
     def close(self) -> None:
-        """The cluster is left alone."""
+        """Stops the watch, and signals that are still to come."""
         self._over.set()
-        if self._watch.alive:  # what it asks for is closed next
+        if self._watch.alive:  # it uses sockets that are closed next
             self._watch.join(LOOK)
 
     def _look(self) -> None:
         for engine in list(self.cluster.engines):
-            if self.death(engine.rank) and engine.host == host():  # another machine's may only be out of reach
+            if self.death(engine.rank) and engine.host == host():  # another machine may only be out of reach
                 self.cluster.line.leave(engine.rank, engine.line)
         self._over.wait(LOOK)
 
@@ -68,21 +68,23 @@ class Health:
 
     @staticmethod
     def _ends(engine: Engine) -> bool:
-        """Is its process over, though the system may be still taking its threads away and not yet say how it ended?"""
+        """Whether the engine's process is over, even if the system has not removed all its threads and has no exit
+        code.
+        """
         return engine.host == host() and not alive([engine.pid, engine.created])
 
     @property
     def trouble(self) -> str:
-        """What is wrong although the engines live, in a sentence; or nothing."""
+        """Says that the controller is gone although the engines live; "" otherwise."""
         if not self.cluster.ready or self.cluster.closed or not (how := self.controller()):
             return ""
         return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
 
     def death(self, rank: int) -> str | None:
-        """How the engine of `rank` ended, in words; None while it lives."""
+        """Says how the engine of `rank` ended; None while it lives."""
         engine = self.cluster.engines[rank]
         how = self._death(engine)
-        if how and engine.id in self.cluster.client.ids:  # no nanny tells the controller, and nobody shall wait for it
+        if how and engine.id in self.cluster.client.ids:  # no nanny does, and calls would wait for the dead engine
             self.tell_controller(engine)
         return how
 
@@ -110,11 +112,11 @@ class Health:
         return f": {words}" if words else ""
 
     def begin(self) -> None:
-        """A run begins: for lack of what an engine ends from now on is told by what the system counts from now on."""
+        """Reads the system's counts of shortages when a run begins. Later counts explain why an engine ended."""
         self.scarcity.look(engine.pid for engine in self.cluster.engines if engine.host == host())
 
     def controller(self) -> str | None:
-        """How the controller ended, in words; None while it lives."""
+        """Says how the controller ended; None while it lives."""
         if child := self._child("controller"):
             return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
         known = next((p for p in self.cluster.place.state.get("processes", []) if p[2] == "controller"), None)
@@ -123,12 +125,15 @@ class Health:
         return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
 
     def _child(self, what: str) -> subprocess.Popen[bytes] | Forked | None:
-        """A process that this very one started, or had forked: only of those it is known how they ended."""
+        """Returns a process that this kernel started or had forked.
+
+        Only for such processes it learns how they ended.
+        """
         child = self.cluster.owned.started.get(what) if self.cluster.owned else None
         return None if isinstance(child, Forked) and child.unheard else child
 
     def _knock(self) -> bool:
-        """Whether somebody listens where another's controller did; a refusal alone counts as nobody."""
+        """Whether the controller of another kernel accepts connections. Only a refusal counts as no."""
         if time.monotonic() - self._knocked > KNOCK:
             self._knocked = time.monotonic()
             url = str(self.cluster.client._config["registration"])
@@ -142,22 +147,22 @@ class Health:
         return self._answers
 
     def give_up(self, ranks: Iterable[int]) -> list[int]:
-        """These ranks will not leave their run: no other is begun on their engines, and those of this lab are ended.
+        """Begins no further run on the engines of these ranks, and ends those of this lab.
 
-        Returns the ranks whose engines were ended.
+        Returns the ranks that lost their engines.
         """
         late = list(ranks)
         self.cluster.stuck |= bool(late)
         return [rank for rank in late if self._end(self.cluster.engines[rank])]
 
     def mine(self, engine: Engine) -> bool:
-        """Did this lab start the engine, here, so that it may be signalled? And does it live?"""
+        """Whether the engine lives and this lab started it here, so that the lab may signal it."""
         noted = self.cluster.place.state.get("processes", [])
         own = engine.host == host() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
         return own and alive([engine.pid, engine.created])
 
     def send(self, rank: int, what: int) -> bool:
-        """Sends a signal to the engine of `rank`, where it is this lab's own; whether it was sent."""
+        """Sends a signal to the engine of `rank`, if it is this lab's. Returns whether it did."""
         engine = self.cluster.engines[rank]
         if not self.mine(engine):
             return False
@@ -167,7 +172,7 @@ class Health:
         return False
 
     def send_later(self, rank: int, what: int, seconds: float) -> None:
-        """Sends a signal to the engine of `rank` after so many seconds, unless the cluster is left alone before."""
+        """Sends a signal to the engine of `rank` after `seconds`, unless the cluster is closed before."""
 
         def wait() -> None:
             if not self._over.wait(seconds):
@@ -176,7 +181,7 @@ class Health:
         threading.Thread(target=wait, name=f"grace of rank {rank}", daemon=True).start()
 
     def stopped(self, rank: int) -> str:
-        """That the system has stopped the process of `rank`, in words; "" where it has not, or nobody here knows."""
+        """Says that the system has stopped the process of `rank`; "" if it has not, or on another machine."""
         engine = self.cluster.engines[rank]
         if engine.host == host():
             with contextlib.suppress(psutil.Error):
@@ -185,11 +190,11 @@ class Health:
         return ""
 
     def end(self, rank: int) -> bool:
-        """Ends the engine of `rank` and what it has started, where it is this lab's own; whether it is gone."""
+        """Ends the engine of `rank` and its children, if it is this lab's. Returns whether the engine is gone."""
         return self._end(self.cluster.engines[rank])
 
     def retire(self, engines: Collection[Engine]) -> None:
-        """Ends engines that are no ranks any more, and what they have started; in order, if that takes no second."""
+        """Ends engines without a rank, and their children. Kills them if they do not end in order within `ASKED` s."""
         children = []
         for engine in engines:
             with contextlib.suppress(psutil.Error):
@@ -219,7 +224,7 @@ class Health:
                     one.kill()
             if child := self._child(f"engine {engine.id}"):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(ENDING)  # who else waited for it would take away how it ended
+                    child.wait(ENDING)  # another waiter would take its exit code
             else:
                 process.wait(ENDING)
         return self._death(engine) is not None

@@ -1,6 +1,6 @@
-"""Engines become ranks of a lab: they are asked what they are, checked, and given what they need to serve it.
+"""Makes engines ranks of a lab: asks what they are, checks them, and opens their sockets.
 
-Also those that a lab starts later, for more ranks than it had or in the place of ranks that are gone.
+Also starts further engines, for more ranks or in place of lost ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workbench.experiment.given import MAX_RANKS
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
-COME_UP = 60.0  # seconds that an engine has to come up
+COME_UP = 60.0  # seconds for an engine to come up
 LOOK = 0.05  # seconds between two looks
 
 
 def meet(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
-    """The engines with these ipyparallel ids, as `ranks`, or as the ranks that come after those that there are.
+    """Returns the engines with these ipyparallel ids, as `ranks`, or as the next ranks.
 
-    Raises ClusterError or KnobError where they cannot train together with this kernel and with each other.
+    Raises ClusterError or KnobError if they cannot train together with this kernel and with each other.
     """
     first = len(cluster.engines)
     ranks = ranks or range(first, first + len(ids))
@@ -58,7 +58,7 @@ def meet(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> lis
 
 
 def join(cluster: Cluster, engine: Engine) -> int:
-    """One more rank, which is returned, of an engine that is one already: it was left behind, and is free again."""
+    """Returns a new rank for an engine that a run left behind and that is free again."""
     again = replace(engine, rank=len(cluster.engines))
     cluster.line.reach(again.rank, again.line)
     cluster.devices = [*cluster.devices, cluster.devices[engine.rank]]
@@ -68,7 +68,7 @@ def join(cluster: Cluster, engine: Engine) -> int:
 
 
 def cannot_start(cluster: Cluster, count: int) -> str:
-    """Why `count` more engines cannot be started, in words; "" where they can."""
+    """Says why `count` more engines cannot be started; "" if they can."""
     if cluster.owned is None or cluster.guest:
         return "another has started its engines"
     if how := cluster.health.controller():
@@ -78,7 +78,9 @@ def cannot_start(cluster: Cluster, count: int) -> str:
 
 
 def start_more(cluster: Cluster, count: int) -> list[int]:
-    """Starts `count` engines more on this machine; their ranks. It takes some seconds, nearly all of them imports.
+    """Starts `count` more engines on this machine. Returns their ranks.
+
+    It takes some seconds, nearly all for imports.
 
     Raises ClusterError if they do not come up; then none of them stays.
     """
@@ -99,7 +101,7 @@ def _started(cluster: Cluster, count: int) -> list[int]:
         with whole():
             joined += [_joined(cluster, engine) for engine in found]
             cluster.note_engines()
-    except BaseException:  # an interrupt, too: nobody else knows them
+    except BaseException:  # also for an interrupt: no other code knows them
         for number in numbers if not joined else ():
             cluster.owned.dismiss(number)
         raise
@@ -115,7 +117,7 @@ def _joined(cluster: Cluster, engine: Engine) -> int:
 
 
 def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine]:
-    """Gives ranks other engines; those that they had. numbers: by rank the ipyparallel id of its new engine."""
+    """Gives ranks other engines. Returns the old ones. numbers: by rank, the ipyparallel id of its new engine"""
     found = meet(cluster, list(numbers.values()), list(numbers))
     before = [cluster.engines[rank] for rank in numbers]
     assert cluster.relay is not None
@@ -131,7 +133,7 @@ def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine
 
 
 def wait_for_engines(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
-    """Waits until engines that were started with these numbers are up. Raises ClusterError if they do not come up."""
+    """Waits until the engines with these numbers are up. Raises ClusterError if they do not come up."""
     assert cluster.owned is not None
     until = time.monotonic() + COME_UP
     while not set(numbers) <= set(cluster.client.ids):

@@ -1,8 +1,8 @@
 """Replaces engines whose earlier runs would change a later run.
 
 After a loop of its own (a script, or a function) the lab replaces the ranks' engines. It starts the new engines while
-the run still trains. Before such a loop begins, the lab also replaces engines that have run anything else.
-Engines that this lab did not start restart themselves: see `anew`.
+the run still trains. Before such a loop begins, the lab also replaces engines that have run anything else. Engines that
+this lab did not start restart themselves: see `anew`.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.live import Live
 
-REST = 0.3  # seconds after a run in which a lab may be closed before its engines are replaced
+REST = 0.3  # seconds after a run before its engines are replaced: the lab may be closed
 LOOK = 0.05  # seconds between two looks
-SILENT = 10.0  # seconds that engines have to report their earlier runs
+SILENT = 10.0  # seconds for engines to report their earlier runs
 
 
 class Renewal:
     """Replaces engines of a cluster.
 
-    ahead:   start new engines while a loop of its own still trains? Not where no other run follows
-    trouble: why engines were not replaced, in words; "" if they were
+    ahead:   whether to start new engines while a loop of its own still trains; False if no run follows
+    trouble: why engines were not replaced; "" if they were
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.ahead, self.trouble = cluster, True, ""
         self.over = threading.Event()
-        self._ready: list[int] = []  # ipyparallel ids of engines that are up and hold no rank
+        self._ready: list[int] = []  # ipyparallel ids of engines that are up without a rank
         self._lock = threading.Lock()
 
     def follow(self, live: Live) -> None:
-        """A loop of its own has begun: its engines are replaced at its end, on a thread of their own."""
+        """Starts a thread that replaces the engines of a loop of its own when the loop ends."""
         if not self.cluster.guest:
             threading.Thread(target=self._follow, args=(live,), name="engine renewal", daemon=True).start()
 
     def _follow(self, live: Live) -> None:
         try:
-            while not (live.step or live.over.wait(LOOK)):  # with its first step it has loaded what it needs
+            while not (live.step or live.over.wait(LOOK)):  # by its first step the run has loaded what it needs
                 continue
             if self.ahead and self.cluster.owned is not None and not live.over.is_set():
                 with self._lock:
@@ -61,10 +61,11 @@ class Renewal:
                 self.trouble = f"engines that have run a loop of their own are not replaced yet: {text_of(error)}"
 
     def replace_used(self, ranks: Sequence[int], leads: bool) -> None:
-        """Replaces the engines of `ranks` that the next run must not have.
+        """Replaces engines of `ranks` that the next run must not have.
 
-        leads: is the next run a loop of its own, which needs processes that have run nothing?
-        Raises ClusterError if there are no others.
+        leads: whether the next run is a loop of its own, which needs processes that have run nothing
+
+        Raises ClusterError if no other engines are possible.
         """
         with self._lock:
             if used := self._used(ranks, leads):
@@ -72,7 +73,7 @@ class Renewal:
             self.trouble = ""
 
     def _used(self, ranks: Sequence[int], leads: bool) -> list[int]:
-        """Those of `ranks` that are free and have run what the next run must not meet."""
+        """Returns the free ranks with engines that have run what the next run must not meet."""
         said, silent, until = dict[int, dict[str, Any]](), set(ranks), time.monotonic() + SILENT
         while silent and time.monotonic() < until:
             answers = self.cluster.line.ask_all("status", timeout=1.0, ranks=silent)

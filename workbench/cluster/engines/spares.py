@@ -1,7 +1,6 @@
-"""Spare engines: started and warmed up before anybody needs them, so that who replaces a rank begins at once.
+"""Keeps spare engines warm, so that a new rank begins at once.
 
-An engine is spare that lives and that the run under way has not used. As soon as there are fewer than were asked for,
-others are started behind those that were taken.
+A spare engine lives, and the current run has not used it. If there are too few, the lab starts more.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
 LOOK = 0.5  # seconds between two looks
-QUIET = 3.0  # seconds that one who comes in has the cores to itself, before another is started behind it
-TRIES = 3  # engines that may end unused, or not come up, before no more are started
-WARM = 120.0  # seconds that an engine may take to load what a rank needs
+QUIET = 3.0  # seconds that a new rank has the cores to itself, before another spare starts
+TRIES = 3  # spares that may fail or end unused, before no more are started
+WARM = 120.0  # seconds for an engine to load what a rank needs
 
 
 class Spares:
-    """Keeps `count` engines of a cluster warm beside those that are in use.
+    """Keeps `count` engines of a cluster warm, in addition to those in use.
 
-    used: ranks whose engines a run has, or had; trouble: why there are fewer than asked for, in words
+    used:    ranks of engines that a run has or had
+    trouble: why spares are missing
     """
 
     def __init__(self, cluster: Cluster, count: int) -> None:
@@ -37,16 +37,16 @@ class Spares:
         self.trouble = ""
         self.warm: set[int] = set()
         self.over = threading.Event()
-        self._lacking: float | None = None  # since when there are too few
+        self._lacking: float | None = None  # since when spares are missing
         self._failed = 0
 
     def start(self) -> None:
-        """From now on; the cluster is up."""
+        """Starts the watch, once the cluster is up."""
         if self.count:
             Steady("spare engines", self._look, self.over).start()
 
     def there(self) -> list[int]:
-        """The ranks of the engines that are idle."""
+        """Returns the ranks of idle engines."""
         used, cluster = self.used(), self.cluster
         busy = {e.process for e in cluster.engines if e.rank in used}
         return [e.rank for e in cluster.engines if e.process not in busy and not cluster.death(e.rank)]

@@ -1,7 +1,7 @@
-"""The engine's end: holds its rank's session, publishes its rows and answers the line.
+"""The engine's side: holds its rank's session, publishes its rows and answers the line.
 
-The functions below are called over ipyparallel, before a run. While one goes on everything passes through
-the engine's own two sockets, so that `%%px` may keep the engine's main thread busy.
+The lab calls these functions over ipyparallel, before a run. During a run everything passes through the engine's own
+two sockets, so that `%%px` may keep the engine's main thread busy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from workbench.cluster.transport.keys import Keys, admit
 from workbench.cluster.transport.wire import Batch, encode
 from workbench.settings.said import said, speaks, traceback_of
 
-SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
+SILENCE = 60.0  # seconds without a message from a kernel on another host, until a run is abandoned
 
 _bench: Bench | None = None
 
 
 def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
-    """Opens this engine's sockets for one lab; returns their addresses. Refuses while it trains for another."""
+    """Opens this engine's sockets for one lab. Returns their addresses.
+
+    Raises RuntimeError while it trains for another lab.
+    """
     global _bench
     if _bench and _bench.busy and _bench.lab != setup["lab"]:
         raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
@@ -47,27 +50,27 @@ def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_store(session: str, where: str) -> tuple[str, int]:
-    """The meeting point of the lab's ranks, kept on this engine; returns its address."""
+    """Keeps the meeting point of the lab's ranks on this engine. Returns its address."""
     return _opened().host_store(session, where)
 
 
 def begin(job: dict[str, Any], blob: bytes) -> str:
-    """Builds this rank's session of what is pickled in `blob` and starts it; returns where it spools."""
+    """Builds this rank's session from the pickled `blob` and starts it. Returns where it spools."""
     try:
         return _opened().begin(job, blob)
     except BaseException as error:
         if speaks(error):
             raise
-        raise RuntimeError(said(error)) from None  # ipyparallel asks an error for its words as it is
+        raise RuntimeError(said(error)) from None  # ipyparallel takes the error's text as it is
 
 
 def warm() -> None:
-    """Loads all that a rank needs and an engine has not loaded yet, before one is wanted here."""
+    """Loads what a rank needs, before a rank is wanted here."""
     importlib.import_module("workbench.engine.rank.session")
 
 
 def restart(lab: str) -> None:
-    """Has this engine start anew, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
+    """Restarts this engine, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
     if _bench is None or _bench.lab != lab or _bench.busy:
         raise RuntimeError("this engine serves another lab, or trains")
     anew.refuse_restart()
@@ -82,7 +85,7 @@ def _opened() -> Bench:
 
 
 def close_bench() -> None:
-    """Ends what this engine does for a lab and closes its sockets; the engine itself stays."""
+    """Ends this engine's work for a lab and closes its sockets. The engine itself stays."""
     global _bench
     if _bench:
         _bench.close()
@@ -95,7 +98,7 @@ def _load(path: str) -> Any:
 
 
 class Bench(Answers):
-    """One engine's place in a lab: its two sockets, and the session of its rank while one runs."""
+    """One engine's place in a lab: its two sockets, and the session of its rank during a run."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.lab = setup["lab"]
@@ -103,16 +106,16 @@ class Bench(Answers):
         self.session: Any = None
         self.job: dict[str, Any] = {}
         self.blob = b""
-        self.secret = ""  # of the run that begins next
+        self.secret = ""  # of the next run
         self.store: Any = None
         self.sent: dict[str, int] = {}
         self.where = Path()
         self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
         self.heard = time.monotonic()
-        self.told_over = False  # has the kernel been told that the session is over?
-        self.trouble = ""  # what a look of the line raised last; told with every status
-        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): told to leave before it began
-        self._life = threading.Lock()  # held while a session takes another's place, or heeds an order
+        self.told_over = False  # whether the kernel knows that the session is over
+        self.trouble = ""  # the line's last error; part of every status
+        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): sent away before it began
+        self._life = threading.Lock()  # held while a session begins or an order is carried out
         self._context = zmq.Context()
         keys = Keys.new()
         self._doorkeeper = admit(setup["client"], self._context)
@@ -151,7 +154,7 @@ class Bench(Answers):
                 raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
         anew.refuse_second_loop()
         where = Path(job["run_dir"])
-        if not (where / "run.json").exists():  # another host: the kernel fetches the rows from here
+        if not (where / "run.json").exists():  # on another host: the kernel fetches the rows from here
             where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
         experiment, changes, learned = cloudpickle.loads(blob)
         session = _load(job["session"])(
@@ -161,7 +164,8 @@ class Bench(Answers):
             **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
         )  # fmt: skip
         with self._life:
-            self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
+            # before the job: a reader of the job finds these
+            self.session, self.where, self.learned = session, where, learned
             anew.note_run(bool(job.get("leads")))
             self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
             if (job["generation"], job["rank"]) in self._dismissed:
@@ -171,12 +175,12 @@ class Bench(Answers):
         try:
             session.start()
         except BaseException:
-            self.session = None  # one that never started would be waited for
+            self.session = None  # a session that never started would be waited for
             raise
         return str(where)
 
     def push(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
-        """Publishes rows in one message; where nobody listens they are dropped here and stay on disk."""
+        """Publishes rows in one message. Without a listener they are dropped here and stay on disk."""
         frames = []
         for kind, seq, columns in new:
             batch = Batch(self.job["generation"], kind, self.job["rank"], seq, columns)
@@ -201,7 +205,7 @@ class Bench(Answers):
             self.session.abort()
 
     def stumbled(self, error: BaseException) -> None:
-        """A look of the line failed: into the engine's log file, the next status and the record."""
+        """Reports an error of the line in the engine's log file, the next status and the record."""
         text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
         self.trouble = said(error)
@@ -216,15 +220,15 @@ class Bench(Answers):
                 out = value
             else:
                 answer["value"] = value
-        except BaseException as error:  # a class from a cell may do anything while it is unpickled
+        except BaseException as error:  # unpickling a class from a cell may do anything
             answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
 
     def _heeded(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
-        """An order to these ranks of a run: it is nothing to a session that this engine had before, or has since.
+        """Carries out an order if it is meant for this session's run and rank, and ignores it otherwise.
 
-        Who is told to leave before it has begun leaves as it begins, for a session comes past the controller, where it
-        may be overtaken.
+        A session comes through the controller, so an order to leave may overtake it. Then the session leaves as it
+        begins.
         """
         generation, ranks = of
         with self._life:
