@@ -1,7 +1,7 @@
-"""The first lines of every process that a lab starts: controller, engine, or the server that engines are forks of.
+"""Becomes one of a lab's processes: controller, engine, or the server that forks engines.
 
-Run as a script. An engine loads torch before it reports, so that "up" means ready; controller and engines watch for
-their owner, and end by themselves when that is gone and the guard has not come for them.
+Run as a script. An engine loads torch before it reports, so that "up" means ready. Controller and engines watch for
+their owner. They end by themselves if the owner is gone and the guard has not ended them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from workbench.cluster.processes.place import Place
 
-PATIENCE = 6.0  # seconds the guard has before a process ends itself
-DESCRIPTORS = 65_536  # that an engine may have open, where it may: soft limits of 1,024 were made for select()
-FEWER = (DESCRIPTORS, 10_240, 4_096)  # a Mac says that there is no limit, and has one
-COURTESY = 5  # engines step back for the notebook and the page, which draw what they do on the same cores
+PATIENCE = 6.0  # seconds for the guard, before a process ends itself
+DESCRIPTORS = 65_536  # wanted per engine: soft limits of 1,024 were made for select()
+FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS reports no limit, and has one
+COURTESY = 5  # niceness: notebook and page draw on the same cores
 
 
 def main(kind: str, file: str) -> None:
-    """Becomes one of them; the remaining arguments are ipyparallel's own."""
+    """Becomes the process `kind`. The remaining arguments are ipyparallel's own."""
     find_workbench()
     import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
 
@@ -45,7 +45,7 @@ def main(kind: str, file: str) -> None:
 
 
 def live(place: Path) -> NoReturn:
-    """Lives as an engine of the lab that is kept in `place`."""
+    """Runs as an engine of the lab with the directory `place`."""
     from workbench.cluster.processes.stacks import answering
 
     keep_watch(place)
@@ -59,14 +59,14 @@ def live(place: Path) -> NoReturn:
 
 
 def keep_watch(place: Path) -> None:
-    """Has a thread look for the owner of the lab from now on."""
+    """Starts a thread that watches for the lab's owner."""
     from workbench.cluster.processes.place import Place
 
     threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()
 
 
 def follow() -> None:
-    """Has a thread end this process, which was forked just now, once its parent is gone, whose threads are not here."""
+    """Starts a thread that ends this fork once its parent is gone. The parent's threads do not exist here."""
     parent = os.getppid()
 
     def look() -> None:
@@ -78,10 +78,10 @@ def follow() -> None:
 
 
 def ends(become: Callable[[], None]) -> NoReturn:
-    """Lives as an engine, and ends at once once that is over, whatever its threads are in.
+    """Runs as an engine, then ends the process at once, whatever its threads do.
 
-    An interpreter that ends in good order ends a rank's threads wherever they ask for it next; inside of torch no C++
-    frame lets that through, and the process aborts (SIGABRT). What is to be done at an exit is done before.
+    A normal exit ends a rank's threads when they next ask for the interpreter. Inside torch no C++ frame lets that
+    through, and the process aborts (SIGABRT). So exit functions run here, before.
     """
     code: Any = 0
     try:
@@ -89,7 +89,7 @@ def ends(become: Callable[[], None]) -> NoReturn:
     except SystemExit as left:
         code = left.code
     except RuntimeError as error:
-        code = 128 + signal.SIGTERM  # tornado says so of a loop that ipyparallel stops when it is told SIGTERM
+        code = 128 + signal.SIGTERM  # tornado raises this when ipyparallel stops its loop at SIGTERM
         if "Event loop stopped" not in str(error):
             traceback.print_exc()
             code = 1
@@ -105,7 +105,7 @@ def ends(become: Callable[[], None]) -> NoReturn:
 
 
 def more_descriptors() -> None:
-    """As many as this user may have without asking: every wire of a rank has one for each peer."""
+    """Raises the limit of open files as far as this user may: each process group needs one for each peer."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -120,7 +120,7 @@ def more_descriptors() -> None:
 
 
 def find_workbench() -> None:
-    """Makes `workbench` the one that this file belongs to, wherever it was started from."""
+    """Makes `workbench` the package that this file belongs to, wherever the process was started."""
     here = str(Path(__file__).resolve().parents[3])
     sys.path.pop(0)
     if here not in sys.path:
@@ -128,7 +128,7 @@ def find_workbench() -> None:
 
 
 def watch(place: Place) -> None:
-    """Ends this process and its children once nobody owns the lab any more (detached is nobody's loss)."""
+    """Ends this process and its children once the lab's owner is gone. A detached lab has no owner, and goes on."""
     import psutil
 
     from workbench.cluster.processes.place import alive

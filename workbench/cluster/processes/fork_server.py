@@ -1,8 +1,8 @@
-"""Engines as forks of one process that has loaded what they need, so that loading is paid for once and not per rank.
+"""Forks engines from one process that has loaded their modules, so that it loads them once.
 
-The server is one of the lab's processes. Each line that it reads is an order for an engine; it says which process that
-is, and later how it ended, for the system tells that to a parent alone. It has no threads of its own, ends when it is
-told to (SIGTERM) or its input does, and then only after its engines.
+The server is one of the lab's processes. Each line that it reads orders an engine. It reports which process that is,
+and later how it ended, because the system tells that only to a parent. It has no threads. It ends at SIGTERM or at the
+end of its input, but after its engines.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import psutil
 
 from workbench.cluster.processes.place import alive
 
-LOADED = (  # torch._dynamo and ipykernel.debugger: torch and ipykernel load them later, in every engine
+LOADED = (  # torch and ipykernel would load torch._dynamo and ipykernel.debugger later, in every engine
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",
     "workbench.cluster.engines.worker",
 )  # fmt: skip
-CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # where there are any, whoever asks for them must not fork afterwards
-QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's allocator starts a thread otherwise
-LOOK = 0.05  # seconds between two looks at an engine that is waited for
-TELLS = 1.0  # seconds that a server has to tell how an engine ended that is gone
-UNTOLD = 1  # how an engine ended that was never forked
+CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that has looked for such chips must not fork
+QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # otherwise pyarrow's allocator starts a thread
+LOOK = 0.05  # seconds between two looks at an engine
+TELLS = 1.0  # seconds for a server to report how an engine ended
+UNTOLD = 1  # the exit code of an engine that was never forked
 
 _log = logging.getLogger(__name__)
 
 
 def usable() -> bool:
-    """Whether engines can be forked here: not on a Mac, whose libraries do not outlive it, nor beside chips."""
+    """Whether engines can be forked here: not on macOS, where libraries break in a fork, nor with GPUs."""
     return sys.platform == "linux" and not any(map(os.path.exists, CHIPS))
 
 
@@ -51,27 +51,30 @@ def usable() -> bool:
 
 
 class Forked:
-    """An engine that a server forks, to be asked as a Popen is. `pid` is 0 until it has been forked."""
+    """An engine that a server forks, with the methods of a Popen. `pid` is 0 until the fork."""
 
     def __init__(self, what: str) -> None:
         self.what, self.pid, self.created = what, 0, 0.0
         self.returncode: int | None = None
-        self.over = threading.Event()  # it has ended, or nobody will tell any more
+        self.over = threading.Event()  # it has ended, or no report will come
         self._unwanted = False
-        self._missed: float | None = None  # since when it is gone and nobody has told how it ended
+        self._missed: float | None = None  # since when it is gone without a report
 
     @property
     def unheard(self) -> bool:
-        """Is nobody left who could tell how this one ends?"""
+        """Whether no report of this engine's end can come."""
         return self.over.is_set() and self.returncode is None
 
     @property
     def lost(self) -> bool:
-        """Has it ended, and nobody can tell how?"""
+        """Whether it has ended without a report."""
         return self.unheard and not self._lives()
 
     def poll(self) -> int | None:
-        """How it ended, if it has; of a server that stands still nothing is expected for longer than `TELLS`."""
+        """Returns its exit code, if it has ended.
+
+        If it is gone, waits for the server's report no longer than `TELLS` s.
+        """
         if self.returncode is None and self.pid and not self.over.is_set() and not self._lives():
             self._missed = self._missed or time.monotonic()
             if time.monotonic() - self._missed > TELLS:
@@ -79,7 +82,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """How it ended; None where nobody can tell. Raises TimeoutExpired."""
+        """Returns its exit code; None if no report comes. Raises TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None and not self.lost:
             if until is not None and time.monotonic() >= until:
@@ -88,9 +91,9 @@ class Forked:
         return self.returncode
 
     def send_signal(self, what: int) -> None:
-        """One that is still to come gets SIGKILL when it has."""
+        """Sends a signal. An engine that is not forked yet gets SIGKILL once it is."""
         if not self.pid:
-            self._unwanted = True  # then is looked again: it may be coming right now
+            self._unwanted = True  # before the next look: the engine may appear right now
         if self._lives():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, what)
@@ -102,7 +105,7 @@ class Forked:
         return bool(self.pid) and self.returncode is None and alive([self.pid, self.created])
 
     def come(self, pid: int) -> bool:
-        """It is this process, as far as that can still be said."""
+        """Takes in its pid. Returns whether the process exists."""
         with contextlib.suppress(psutil.Error):
             self.created = psutil.Process(pid).create_time()
         self.pid = pid
@@ -116,31 +119,33 @@ class Forked:
 
 
 class ForkServer:
-    """Has engines forked by `process`, a server whose ends are pipes. noted: is told the name and process of each."""
+    """Orders engines from `process`, a server that reads and writes pipes. noted: called with each engine's name and
+    process
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
         self.process, self._noted = process, noted
-        self.env = dict(os.environ)  # as the server has it, but for what it was given besides
-        self.over = False  # does it fork no more?
+        self.env = dict(os.environ)  # the server's, without what only the server got
+        self.over = False  # whether it forks no more
         self._asked: dict[str, Forked] = {}
         self._by_pid: dict[int, Forked] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._hear, name="fork server", daemon=True).start()
 
     def fork(self, engine: Forked, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
-        """Orders an engine, with ipyparallel's arguments. log: where it writes what it prints; env: what it has so"""
+        """Orders an engine with ipyparallel's arguments. log: the file for its output; env: its further variables"""
         order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _here(),
                  "env": {**self._changed(), **env}}  # fmt: skip
         with self._lock:
             self._asked[engine.what] = engine
             if self.over or self.process.stdin is None:
                 return engine.ended(UNTOLD)
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which is heard on the other pipe
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which the other pipe shows
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
 
     def _changed(self) -> dict[str, str | None]:
-        """What the environment has that it had not when the server was started; None: what it has no longer."""
+        """Returns what has changed in the environment since the server started; None for a removed variable."""
         gone = dict.fromkeys(self.env.keys() - os.environ.keys())
         return {**gone, **{name: x for name, x in os.environ.items() if self.env.get(name) != x}}
 
@@ -148,7 +153,7 @@ class ForkServer:
         for line in self.process.stdout or ():
             try:
                 self._heard(**json.loads(line))
-            except ValueError:  # what a site's own modules print before the server has its output to itself
+            except ValueError:  # a site's own modules may print before the server redirects its output
                 _log.info("a fork server printed %r", line)
             except Exception:
                 _log.exception("a fork server said %r", line)
@@ -169,10 +174,10 @@ class ForkServer:
                 self._noted(what, [pid, engine.created])
 
     def _no_more(self, code: int) -> None:
-        """From now on it forks none, and none of those that were to come will."""
+        """Orders no more engines. Engines that are not forked yet count as ended."""
         with self._lock:
             self.over = True
-            with contextlib.suppress(OSError):  # it does not take any more what was to be written
+            with contextlib.suppress(OSError):  # the server no longer reads the rest
                 self.process.stdin.close()  # type: ignore[union-attr]
             if self.process.returncode is not None:
                 self.process.stdout.close()  # type: ignore[union-attr]
@@ -184,7 +189,7 @@ class ForkServer:
 def _here() -> str:
     try:
         return os.getcwd()
-    except OSError:  # somebody has removed it
+    except OSError:  # the directory was removed
         return os.sep
 
 
@@ -192,14 +197,17 @@ def _here() -> str:
 
 
 def serve(live: Callable[[], NoReturn]) -> None:
-    """Forks engines, which `live`, as they are ordered; until it is told to end and all of them have."""
+    """Forks engines on order, and each calls `live`.
+
+    Returns at SIGTERM or the end of input, once all engines have ended.
+    """
     out = os.dup(1)
-    os.dup2(2, 1)  # what is printed while modules are loaded goes where all that the server prints goes
+    os.dup2(2, 1)  # keeps prints of modules out of the pipe
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is shared is left where it is: a collection would write to its pages
+    gc.freeze()  # leaves shared objects alone: a collection would write to their pages
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     told: list[int] = []
@@ -225,12 +233,12 @@ def serve(live: Callable[[], NoReturn]) -> None:
         *lines, rest = (rest + new).split(b"\n")
         orders = orders if new else []
         for line in lines:
-            if told:  # who ends the lab looks for what has been forked
+            if told:  # the kernel looks for forks now, and must find all
                 break
             order = json.loads(line)
             try:
                 pid = os.fork()
-            except OSError:  # too many processes, or too little memory, for this one
+            except OSError:  # too many processes, or too little memory
                 traceback.print_exc()
                 _say(out, what=order["what"], code=1)
                 continue
@@ -246,7 +254,7 @@ def _say(out: int, **what: Any) -> None:
 
 
 def _become(order: dict[str, Any], live: Callable[[], NoReturn], pipes: tuple[int, ...]) -> NoReturn:
-    """The fork's own life: nothing that the server has goes on in it."""
+    """Makes the fork an engine, and removes what belongs to the server."""
     try:
         signal.set_wakeup_fd(-1)
         for what in (signal.SIGTERM, signal.SIGCHLD):

@@ -1,9 +1,9 @@
-"""Guards one lab: when the notebook kernel is gone, so are the processes that the lab started.
+"""Guards one lab: ends the lab's processes when the notebook kernel is gone.
 
-Run as a script by the kernel, with the standard library only so that it stays tiny. It waits for the end of
-its standard input (the kernel holds the other end) and looks every second whether its parent is still the
-kernel. Then it reads the lab's state file: if the lab was detached it leaves everything alone, else it ends
-the processes named there and their children, by pid, each verified by its create time.
+The kernel runs it as a script, with the standard library only, so that it stays tiny. It waits for the end of its
+standard input (the kernel holds the other end) and checks every second whether its parent is still the kernel. Then it
+reads the lab's state file. If the lab was detached, it leaves everything alone. Otherwise it ends the processes in the
+file and their children, by pid, each verified by its create time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import time
 import typing
 
-TOLERANCE = 5.0  # seconds by which two readings of a create time may differ when the clock is set in between
-GRACE = 1.0  # seconds between asking and killing
+TOLERANCE = 5.0  # seconds by which two readings of a create time may differ if the clock is set in between
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(file: str, packages: str, kernel: int) -> None:
-    """Waits for the kernel's end, then clears up what `file` says it owned."""
+    """Waits for the kernel's end, then clears up what `file` lists."""
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     while os.getppid() == kernel:
@@ -35,13 +35,13 @@ def main(file: str, packages: str, kernel: int) -> None:
 
 
 def owned(file: str, kernel: int) -> bool:
-    """Whether the kernel that died still owns the lab (it was neither detached nor taken over nor closed)."""
+    """Whether the dead kernel still owns the lab, which was not detached, taken over or closed."""
     state = read(file)
     return bool(state.get("owner")) and state["owner"][0] == kernel
 
 
 def read(file: str) -> dict[str, typing.Any]:
-    """The lab's state; empty if the lab is gone."""
+    """Returns the lab's state; empty if the lab is gone."""
     try:
         with open(file) as f:
             return json.load(f)
@@ -72,7 +72,7 @@ def end(file: str) -> None:
 
 
 def gather(processes: list[list[typing.Any]], known: dict[tuple[int, float], typing.Any]) -> None:
-    """Adds the processes that are still the ones noted, and all their children, to `known`."""
+    """Adds the noted processes that still live, and all their children, to `known`."""
     import psutil
 
     for pid, created, *_ in processes:
@@ -86,7 +86,7 @@ def gather(processes: list[list[typing.Any]], known: dict[tuple[int, float], typ
 
 
 def running(process: typing.Any) -> bool:
-    """Whether a process is more than a zombie."""
+    """Whether a process runs and is no zombie."""
     import psutil
 
     try:

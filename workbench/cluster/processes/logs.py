@@ -1,4 +1,4 @@
-"""How the processes of a lab ended, in words, and what they wrote last."""
+"""Says how the processes of a lab ended, and quotes their logs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from workbench.cluster.processes.place import Place
 
 
 def log_file(place: Place, what: str) -> Path:
-    """Where a process of the lab writes what it prints."""
+    """Returns the file that a process of the lab logs into."""
     return place.path / "log" / f"{what.replace(' ', '-')}.log"
 
 
 def log_tail(place: Place, what: str, lines: int = 12) -> str:
-    """The last lines of a process's log, as the end of an error message; empty if there are none."""
+    """Returns the last lines of a process's log as the end of an error message; "" if there is no log."""
     of = log_file(place, what)
-    if what.startswith("engine ") and not of.exists():  # it is still to be forked
+    if what.startswith("engine ") and not of.exists():  # not forked yet
         of = log_file(place, "engines")
     try:
         text = of.read_text(errors="replace")
@@ -27,7 +27,7 @@ def log_tail(place: Place, what: str, lines: int = 12) -> str:
 
 
 def code_in_words(code: int | None) -> str:
-    """How a child ended: `signal SIGKILL`, `exit code 1`."""
+    """Says how a child ended: `signal SIGKILL`, `exit code 1`."""
     if code is None:
         return "an exit code that nobody knows"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

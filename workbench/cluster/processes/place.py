@@ -1,7 +1,7 @@
-"""Where a lab keeps its private files: one directory per lab, 0700, with the state that survives the kernel.
+"""A lab's private directory: one per lab, 0700, with the state that survives the kernel.
 
-`lab.json` in that directory is the one truth about who owns which processes: the guard, the engines' own
-watch and `Lab.attach` all read it. Nothing here starts, signals or talks to a process.
+Its `lab.json` alone says who owns which processes. The guard, the engines' own watch and `Lab.attach` read it. This
+module does not start, signal or talk to a process.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ClusterError(RuntimeError):
 
 
 def root() -> Path:
-    """The user's own runtime directory, 0700; one that somebody else made or could swap is not used."""
+    """Returns the user's runtime directory, 0700. Raises ClusterError if another user could change or replace it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # platformdirs warns where XDG_RUNTIME_DIR is unset
+        warnings.simplefilter("ignore")  # platformdirs warns if XDG_RUNTIME_DIR is unset
         path = Path(os.environ.get("WORKBENCH_RUNTIME_DIR") or platformdirs.user_runtime_dir("training-workbench"))
     if not _made(path):
         path = Path(platformdirs.user_data_dir("training-workbench")) / "runtime"
@@ -45,10 +45,10 @@ def root() -> Path:
 
 
 def _made(path: Path) -> bool:
-    """Makes `path` if it is not there. Returns whether nobody else can change it.
+    """Makes `path` if it is not there. Returns whether only this user can change it.
 
-    `path` must be this user's own. The folder around it must be this user's or root's. Other users must not be able to
-    rename what is in it; a user can allow the latter two, see `workbench.record.folders`.
+    `path` must be this user's own. The folder around it must be this user's or root's, and other users must not be able
+    to rename what is in it. A user can waive both conditions on the folder, see `workbench.record.folders`.
     """
     try:
         for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
@@ -67,7 +67,7 @@ def _made(path: Path) -> bool:
 
 
 def runs_dir() -> Path:
-    """Where runs go when nobody says where: this user's data directory, never silently the working directory."""
+    """Returns the default folder for runs: in this user's data directory, never the working directory."""
     return Path(platformdirs.user_data_dir("training-workbench")) / "runs"
 
 
@@ -78,11 +78,11 @@ class Place:
         self.path = path
         self.file = path / "lab.json"
         self._state: dict[str, Any] = {}
-        self._writing = threading.RLock()  # spare engines are noted beside whatever else a lab does
+        self._writing = threading.RLock()  # spare engines start on another thread
 
     @classmethod
     def new(cls, name: str) -> Place:
-        """A fresh directory that no other lab, kernel or user shares."""
+        """Makes a new directory that no other lab, kernel or user shares."""
         sweep()
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:24]
         path = root() / f"{safe}-{secrets.token_hex(4)}"
@@ -93,7 +93,7 @@ class Place:
         return place
 
     def read(self) -> dict[str, Any]:
-        """The state as it is on disk; empty if there is none."""
+        """Returns the state on disk; empty if there is none."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
@@ -109,12 +109,12 @@ class Place:
             os.replace(fresh, self.file)
 
     def add_process(self, process: list[float], what: str) -> None:
-        """Notes a process that this lab started, so that it will be ended with the lab."""
+        """Notes a process that this lab started, so that it ends with the lab."""
         with self._writing:
             self.write(processes=[*self.state["processes"], [*process, what]])
 
     def drop_process(self, pid: int) -> None:
-        """This process has ended."""
+        """Forgets a process that has ended."""
         with self._writing:
             self.write(processes=[p for p in self.state["processes"] if int(p[0]) != pid])
 
@@ -128,7 +128,7 @@ class Place:
 
 
 def check_connection(path: Path) -> None:
-    """Raises ClusterError if `path` is not a file by which ipyparallel's clients find their controller."""
+    """Raises ClusterError if `path` is not a connection file of ipyparallel's clients."""
     if not path.is_file():
         raise ClusterError(f"cluster={str(path)!r}: there is no such connection file")
     try:
@@ -143,7 +143,7 @@ def check_connection(path: Path) -> None:
 
 
 def places() -> list[Place]:
-    """Every lab's place of this user on this machine, the newest first."""
+    """Returns the places of all labs of this user on this machine, the newest first."""
     found = [Place(p.parent) for p in root().glob("*/lab.json")]
     with_state = [p for p in found if p.read()]
     return sorted(with_state, key=lambda p: -p.read().get("since", 0.0))
@@ -152,12 +152,12 @@ def places() -> list[Place]:
 def sweep() -> None:
     """Removes the places of labs that are over."""
     for place in places():
-        if (state := place.read()) and over(state):  # another kernel may have removed it meanwhile
+        if (state := place.read()) and over(state):  # another kernel may have removed it
             place.remove()
 
 
 def over(state: dict[str, Any]) -> bool:
-    """Whether a lab's owner and all its processes are gone (one on other hosts is over with its owner)."""
+    """Whether a lab's owner and all its processes are gone. A lab on other hosts is over with its owner."""
     engines = state.get("engines", [])
     here = [p[:2] for p in state["processes"]] + [[e["pid"], e["created"]] for e in engines if e["host"] == host()]
     elsewhere = any(e["host"] != host() for e in engines) and state["owner"] is None
@@ -165,5 +165,5 @@ def over(state: dict[str, Any]) -> bool:
 
 
 def host() -> str:
-    """The name of this machine."""
+    """Returns the name of this machine."""
     return socket.gethostname()

@@ -1,4 +1,7 @@
-"""Whose are a controller's ports? It chooses them, lets go of them and binds them later: others may come in between."""
+"""Finds ports that a controller lost to other processes.
+
+A controller chooses its ports, releases them and binds them later. Another process may take one in between.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ ALL = frozenset(range(1 << 16))
 
 
 def ports(about: dict[str, Any]) -> set[int]:
-    """The ports in one of the controller's connection files: every number in it, also in lists."""
+    """Returns the ports in one of the controller's connection files: every number in it, also in lists."""
     found = (value if isinstance(value, list) else [value] for value in about.values())
     return {port for some in found for port in some if type(port) is int}
 
 
 def listened(pid: int) -> frozenset[int]:
-    """The TCP ports on which a process and its children listen; none if it is gone, all if the system does not tell."""
+    """Returns the TCP ports of a process and its children: none if it is gone, all if the system does not tell."""
     try:
         process = psutil.Process(pid)
         found = [c for each in [process, *process.children(recursive=True)] for c in each.net_connections("tcp")]
@@ -29,7 +32,7 @@ def listened(pid: int) -> frozenset[int]:
 
 
 def taken(port: int) -> bool:
-    """Whether nobody can listen on a port of the loopback now, since somebody has it."""
+    """Whether a process already listens on this port of the loopback."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,7 +1,6 @@
-"""The processes that a lab starts: one controller, one engine per rank, and the guard over them all.
+"""Starts and ends a lab's processes: one controller, one engine per rank, and the guard.
 
-Each is written into the lab's state before anything else happens, and only those are ever signalled, by
-pid and create time. What the engines then say to each other is not known here.
+It first writes each process into the lab's state. It signals only the processes there, by pid and create time.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from workbench.cluster.processes.place import ClusterError, Place, alive
 from workbench.cluster.processes.ports import listened, ports, taken
 
 _HERE = Path(__file__).parent
-FEW = {"MALLOC_ARENA_MAX": "2"}  # else each thread of a rank keeps what others freed: 40 MB after 500 live changes
-CONTROLLERS = 4  # that are started at most, where ports are taken away before they are bound
+FEW = {"MALLOC_ARENA_MAX": "2"}  # otherwise a thread keeps what other threads freed: 40 MB after 500 live changes
+CONTROLLERS = 4  # tries, if other processes take the ports
 
 
 def loopback() -> str:
-    """The name of this machine's loopback interface (lo, lo0)."""
+    """Returns the name of this machine's loopback interface (lo, lo0)."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == "127.0.0.1" for a in addresses):
             return name
@@ -40,13 +39,13 @@ def loopback() -> str:
 
 
 def start_guard(place: Place) -> subprocess.Popen[bytes]:
-    """A tiny process that ends the lab's processes once this one is gone; keep its stdin open."""
+    """Starts a tiny process that ends the lab's processes once this one is gone. Keep its stdin open."""
     command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
     command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
     return _popen(place, "guard", command, subprocess.PIPE, {})
 
 
-_let_go: list[subprocess.Popen[bytes] | Forked] = []  # whose labs were detached
+_let_go: list[subprocess.Popen[bytes] | Forked] = []  # processes of detached labs
 
 
 class Processes:
@@ -61,15 +60,15 @@ class Processes:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """From here on nothing is started: a process under way is noted first, so that none is forgotten."""
+        """Starts nothing from here on. A process that is starting is noted first, so that none is forgotten."""
         with self._lock:
             self._closed = True
 
     def reap(self) -> None:
-        """Waits for those that were ended, so that none stays a zombie."""
+        """Waits for processes that were ended, so that none stays a zombie."""
         until = time.monotonic() + 5.0
         for child in self.started.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):  # what else a lab has is given back all the same
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the lab must still release the rest
                 child.wait(max(until - time.monotonic(), 0.0))
 
     def start(self, ranks: int) -> None:
@@ -80,7 +79,7 @@ class Processes:
             self.start_engine(number)
 
     def _start_controller(self) -> None:
-        """One that strikes no engine off because it stands still, within an hour: of dead ones `Health` tells it."""
+        """Starts a controller that keeps a silent engine for an hour. `Health` reports dead engines to it."""
         self._spawn("controller", [
             *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
             "--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=18000",
@@ -92,7 +91,7 @@ class Processes:
         return [f"--profile-dir={self.place.path}", "--log-level=30"]
 
     def start_engine(self, number: int) -> None:
-        """Starts one engine, whose ipyparallel id is `number`; as a fork, where that can be."""
+        """Starts the engine with the ipyparallel id `number`, as a fork if possible."""
         env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback(), **FEW}
         arguments = [
             *self._common, f"--file={self.introduction}", f"--IPEngine.id={number}", "--IPEngine.enable_nanny=False",
@@ -110,21 +109,21 @@ class Processes:
         return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
 
     def dismiss(self, number: int) -> None:
-        """Ends an engine that was to come and cannot."""
+        """Ends an engine that cannot come up."""
         if child := self.started.get(f"engine {number}"):
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(5 if child.pid else 0)  # one that is still to be forked is ended as it comes
+                child.wait(5 if child.pid else 0)  # one that is not forked yet ends as it appears
 
     def _lock_up(self) -> None:
-        """Has the controller encrypt its channels and sign what goes over them; no command line shows the key."""
+        """Makes the controller encrypt its channels and sign its messages. No command line shows the key."""
         config = self.place.path / "ipcontroller_config.py"
         with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             key = secrets.token_hex(32).encode()
             file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
     def _spawn(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
-        """One process more. pipes: its input and output are this process's to write and read"""
+        """Starts a process. pipes: whether this process writes its input and reads its output"""
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
         with self._lock:
             self._refuse_closed()
@@ -134,7 +133,7 @@ class Processes:
         return child
 
     def _fork(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
-        """One engine more, by the server, which is started where there is none."""
+        """Forks an engine by the server, which it starts if necessary."""
         if self._server is None or self._server.over:
             self._server = ForkServer(self._spawn("engines", [], {**env, **QUIET}, pipes=True), self._note)
         with self._lock:
@@ -147,20 +146,20 @@ class Processes:
             raise ClusterError("the lab was closed while it came up")
 
     def _note(self, what: str, process: list[float]) -> None:
-        with self._lock, contextlib.suppress(OSError):  # its directory may be gone
-            if not self._closed:  # else who ends the lab finds it as the server's child
+        with self._lock, contextlib.suppress(OSError):  # the directory may be gone
+            if not self._closed:  # otherwise `end` finds it as the server's child
                 self.place.add_process(process, what)
 
     @property
     def introduction(self) -> Path:
-        """The file that engines wait for, to learn where the controller is."""
+        """The file that engines wait for, with the controller's address."""
         return self.place.path / "engine.json"
 
     def introduce(self) -> bool:
-        """Shows the engines where the controller is, once its files are whole (an engine would take half a file).
+        """Shows the engines where the controller is, once its files are complete (an engine would read half a file).
 
-        The controller chooses its ports, lets go of them and binds them later. One that somebody took meanwhile ends
-        it, or leaves it without one of its schedulers, and no engine ever comes up: another is started then.
+        The controller chooses its ports, releases them and binds them later. If another process takes one, the
+        controller ends or lacks a scheduler, and no engine comes up. Then this starts another controller.
         """
         written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
         try:
@@ -180,12 +179,12 @@ class Processes:
         return True
 
     def _robbed(self, asked: set[int]) -> bool:
-        """Does the controller lack ports, of which others have one, or has it ended for want of one?"""
+        """Whether another process has one of the controller's ports, or the controller ended because of that."""
         controller = self.started["controller"]
         if controller.poll() is not None:
             return "Address already in use" in log_tail(self.place, "controller")
         others = [port for port in asked - listened(controller.pid) if taken(port)]
-        return bool(set(others) - listened(controller.pid))  # it may have bound some of them in between
+        return bool(set(others) - listened(controller.pid))  # the controller may have bound some by now
 
     def _another_controller(self, written: list[Path]) -> None:
         if self._controllers == CONTROLLERS:
@@ -201,14 +200,14 @@ class Processes:
         self._start_controller()
 
     def note_children(self) -> None:
-        """Notes the controller's own children, so that they are found even when the controller is gone."""
+        """Notes the controller's own children, so that they are found even if the controller is gone."""
         noted = {p[0] for p in self.place.state["processes"]}
         for child in psutil.Process(self.started["controller"].pid).children(recursive=True):
             if child.pid not in noted:
                 self.place.add_process([child.pid, child.create_time()], "controller's child")
 
     def check(self) -> None:
-        """Raises ClusterError if one of them has ended, with the tail of its log."""
+        """Raises ClusterError with the tail of its log if a process has ended."""
         for what, child in self.started.items():
             if (code := child.poll()) is not None or (isinstance(child, Forked) and child.lost):
                 how = code_in_words(code)
@@ -217,27 +216,27 @@ class Processes:
 
 
 def let_go(owned: Processes | None) -> None:
-    """These go on without their lab, and are this process's children all the same."""
+    """Lets the processes go on without their lab. They remain children of this process."""
     if owned:
-        owned.close()  # what it hears from now on is not its to note
+        owned.close()  # so that it notes nothing any more
         _let_go.extend(owned.started.values())
 
 
 def end(place: Place, patience: float = 1.0) -> None:
-    """Ends every process that the lab started, with its children; asks first, kills after `patience`."""
+    """Ends every process of the lab, with its children: first by SIGTERM, after `patience` s by SIGKILL."""
     with contextlib.suppress(OSError):  # the directory may be gone
-        place.write(ends=True)  # else an engine that trains would take this for a preemption
+        place.write(ends=True)  # otherwise an engine that trains takes the signal for a preemption
     found = _living(place)
     _signal(found, signal.SIGTERM)
     _, left = psutil.wait_procs(list(found.values()), timeout=patience)
-    late = {p.pid: p for p in left} | _living(place)  # and what was forked while the first were looked for
+    late = {p.pid: p for p in left} | _living(place)  # with processes that were forked since
     _signal(late, signal.SIGKILL)
     psutil.wait_procs(list(late.values()), timeout=5.0)
     _let_go[:] = [child for child in _let_go if child.poll() is None]
 
 
 def _living(place: Place) -> dict[int, psutil.Process]:
-    """Processes of the lab that live, with their children, by pid."""
+    """Returns the living processes of the lab, with their children, by pid."""
     found: dict[int, psutil.Process] = {}
     for pid, created, _ in place.state.get("processes", []):
         if alive([pid, created]):
@@ -259,9 +258,9 @@ def _signal(processes: dict[int, psutil.Process], what: int) -> None:
 def _popen(
     place: Place, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
 ) -> subprocess.Popen[bytes]:
-    """A child in a session of its own (an interrupt at the prompt is not for it), logging to its own file.
+    """Starts a child with its own log file and session, which an interrupt at the prompt does not reach.
 
-    says: what it writes to its output is this process's to read
+    says: whether this process reads its output
     """
     with open(log_file(place, what), "ab") as log:
         return subprocess.Popen(
@@ -271,7 +270,7 @@ def _popen(
 
 
 def memory(place: Place) -> dict[str, float]:
-    """MB of each process that the lab started: its proportional share, or resident where the system knows no other."""
+    """Returns MB of each process of the lab: its proportional share, or resident if the system knows no other."""
     out = {}
     for pid, created, what in place.state.get("processes", []):
         if alive([pid, created]):
@@ -281,7 +280,7 @@ def memory(place: Place) -> dict[str, float]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, every: float = 0.05) -> bool:
-    """Waits until `condition()` is true; False if it was not within `seconds`."""
+    """Waits until `condition()` is true. Returns False if that takes longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""What of an end says that something was scarce: memory, for lack of which the system ends processes, or /dev/shm.
+"""Explains why a process ended: too little memory, or too little room in /dev/shm.
 
-The system tells nobody whom it ended and why, but it counts: for each memory cgroup (version 1 and 2) and for the whole
-machine. Each count is read where there is one. If one has risen while a process was killed, that is the reason.
+The system does not say which process it ended and why. But it counts such ends: per memory cgroup (version 1 and 2),
+and for the whole machine. If a count has risen when a process was killed, that is the reason.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 CGROUPS = "/sys/fs/cgroup"
 MACHINE = "/proc/vmstat"
 WHAT_WOULD_DO = "take a smaller batch or model, let memory_mb refuse what does not fit, or give it more memory"
-NO_LIMIT = 1 << 60  # bytes: cgroups of version 1 write a huge number where there is none
+NO_LIMIT = 1 << 60  # bytes: cgroups of version 1 show a huge number for no limit
 
-Read = Callable[[str], str]  # the text of a file; raises OSError where there is none
+Read = Callable[[str], str]  # the text of a file; raises OSError if there is none
 
 
 def read_text(path: str) -> str:
-    """A file's text; raises OSError."""
+    """Returns a file's text; raises OSError."""
     return Path(path).read_text(errors="replace")
 
 
 class Scarcity:
-    """The counts of some processes, as they were at a `look`."""
+    """The counts for some processes, as they were at a `look`."""
 
     def __init__(self, read: Read = read_text, room: Callable[[str], os.statvfs_result] | None = None) -> None:
         self.read = read
@@ -33,11 +33,11 @@ class Scarcity:
         self._before: dict[int, dict[str, int]] = {}  # by process and file
 
     def look(self, pids: Iterable[int]) -> None:
-        """From now on what is counted concerns these processes, which live."""
+        """Reads the counts for these processes, which live."""
         self._before = {pid: self._counts(pid) for pid in pids}
 
     def words(self, pid: int, code: int | None = None) -> str:
-        """What was scarce for a process that has ended, with `code` where that is known; "" if nothing shows it."""
+        """Names the shortage behind the end of a process with `code` (None: unknown); "" if nothing shows one."""
         if code == -signal.SIGBUS:
             return self._shared_memory()
         if code is not None and code != -signal.SIGKILL:
@@ -57,7 +57,10 @@ class Scarcity:
         return {file: count for file, count in found.items() if count >= 0}
 
     def _files(self, pid: int) -> list[str]:
-        """Where the memory cgroup of a process counts; in a container its own path may not be seen, but the top is."""
+        """Returns the files with the counts of a process's memory cgroup, and of the top one.
+
+        A container may not show the process's own path.
+        """
         try:
             lines = self.read(f"/proc/{pid}/cgroup").splitlines()
         except OSError:
@@ -74,7 +77,7 @@ class Scarcity:
         return list(dict.fromkeys(found))
 
     def _count(self, file: str) -> int:
-        """Processes ended for lack of memory, as a file counts them; -1 where it does not."""
+        """Returns how many processes a file counts as ended for lack of memory; -1 if it does not count."""
         try:
             words = [line.split() for line in self.read(file).splitlines()]
             return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), -1)
@@ -82,7 +85,7 @@ class Scarcity:
             return -1
 
     def _limit(self, file: str) -> str:
-        """What a cgroup may have, in words."""
+        """Says how much memory a cgroup may have."""
         name = "memory.max" if file.endswith("events") else "memory.limit_in_bytes"
         try:
             limit = int(self.read(f"{os.path.dirname(file)}/{name}"))

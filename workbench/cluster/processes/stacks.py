@@ -1,7 +1,7 @@
-"""What every thread of the ranks is in, as Python's stacks; also of a rank whose own code lets no other thread run.
+"""Shows the Python stacks of the ranks' threads, even if a rank's code blocks its threads.
 
-An engine answers on its line's thread. One that does not is asked by a signal, which `faulthandler` answers from C: it
-needs no interpreter that is free. A process that the system has stopped runs nothing, and that is said in its place.
+An engine answers on its line's thread. If it does not, it gets a signal, which `faulthandler` answers from C without
+the interpreter. A process that the system has stopped runs nothing; the text then says so.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
-ANSWER = 2.0  # seconds that an engine's line has to answer
-DUMP = 2.0  # seconds that a signal has until the stacks are written
+ANSWER = 2.0  # seconds for an engine's line to answer
+DUMP = 2.0  # seconds from a signal to the stacks
 LOOK = 0.02  # seconds between two looks
 ASK = getattr(signal, "SIGUSR2", None)  # not on Windows
 
 
 class Stacks(dict[int, str]):
-    """By rank the stacks of its threads, the training thread's first; or why there are none."""
+    """The stacks of each rank's threads, the training thread's first, or why there are none."""
 
     def __str__(self) -> str:
         return "\n\n".join(f"rank {rank}: {text}" for rank, text in sorted(self.items()))
@@ -39,7 +39,7 @@ class Stacks(dict[int, str]):
 
 
 def stacks() -> str:
-    """The stacks of this process but for the calling thread's; the newest call last."""
+    """Returns the stacks of this process except for the calling thread's; the newest call last."""
     frames, me = sys._current_frames(), threading.get_ident()
     threads = sorted((t for t in threading.enumerate() if t.ident != me), key=lambda t: not t.name.endswith("training"))
     found = []
@@ -50,7 +50,7 @@ def stacks() -> str:
 
 
 def answering(folder: Path) -> None:
-    """From now on this process writes its stacks into a file of `folder` when it is asked by a signal."""
+    """Makes this process write its stacks into a file of `folder` at a signal."""
     if ASK is not None:
         faulthandler.register(ASK, open(_file(folder, os.getpid()), "ab"), all_threads=True)
 
@@ -63,7 +63,7 @@ def _file(folder: Path, pid: int) -> Path:
 
 
 def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
-    """The stacks of these ranks, in a few seconds at most."""
+    """Returns the stacks of these ranks, within a few seconds."""
     ended = {rank: how for rank in ranks if (how := cluster.death(rank))}
     found = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
     stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.stopped(rank))}
@@ -76,9 +76,9 @@ def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
 
 
 def _by_signal(cluster: Cluster, rank: int) -> str:
-    """The stacks of an engine that does not answer; the newest call first, as faulthandler writes them."""
+    """Returns the stacks of an engine that does not answer; the newest call first, as faulthandler writes them."""
     engine, file = cluster.engines[rank], _file(cluster.place.path / "log", cluster.engines[rank].pid)
-    if ASK is None or not cluster.health.mine(engine) or not file.exists():  # else the signal would end it
+    if ASK is None or not cluster.health.mine(engine) or not file.exists():  # otherwise the signal would end it
         return "it does not answer, and this lab cannot ask its process on another way"
     before = seen = file.stat().st_size
     cluster.health.send(rank, ASK)

@@ -1,6 +1,6 @@
-"""Threads that others wait for: one look after another until they are told to end.
+"""A thread that repeats a look until an event is set.
 
-A look that raises ends nothing: it is logged with its traceback and said, and the next look comes all the same.
+A look that raises does not end it. The error is logged with its traceback and reported, and the next look follows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from workbench.settings.said import said
 
-PAUSE = 0.2  # seconds until the next look after one that failed, so that a lasting failure does not spin
+PAUSE = 0.2  # seconds after a failed look, so that a lasting failure does not spin
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class Steady:
     """Calls `look()` on a thread of its own until `over` is set, and then `last()`.
 
-    said: is told what a look raised; the same words are logged once in a row
+    said: called with each error of a look; the log does not repeat the same text
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Steady:
         return self
 
     def join(self, timeout: float) -> bool:
-        """Waits for the end; whether it came."""
+        """Waits for the end. Returns whether the thread has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -47,7 +47,7 @@ class Steady:
         while not self.over.is_set():
             try:
                 self.look()
-            except BaseException as error:  # no interrupt comes here, and nobody's exit may end it
+            except BaseException as error:  # also for an exit: nothing may end this thread
                 self._tell(error)
                 self.over.wait(PAUSE)
         self.last()

@@ -1,4 +1,7 @@
-"""How long things took on this machine when they were done last: a small file among this user's data; waiting by it."""
+"""Remembers how long things took on this machine, and shows how long they will take.
+
+The times are in a small file in this user's data directory.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from workbench.cluster.processes.place import runs_dir
 from workbench.record.store import write_atomically
 from workbench.settings.doing import Doing, doing, seen
 
-LOOK = 0.2  # seconds between two looks of who waits at a prompt
+LOOK = 0.2  # seconds between two updates at a prompt
 
 
 @contextmanager
 def timed(what: str) -> Iterator[Doing]:
-    """Says that `what` is under way and, by how long it took last, what it has to go; notes how long it took."""
+    """Shows that `what` is under way and, by its last duration, how long it will take. Notes how long it took."""
     began = time.monotonic()
     with doing(what, usual=usual(what)) as work:
         yield work
@@ -26,7 +29,7 @@ def timed(what: str) -> Iterator[Doing]:
 
 
 def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
-    """Whether `ready` is set in time; at a prompt a line says how long `what`, which it waits for, has to go."""
+    """Waits for `ready`. Returns whether it was set in time. At a prompt, shows how long `what` will take."""
     if ready.is_set() or not seen():
         return ready.wait(timeout)
     until = None if timeout is None else time.monotonic() + timeout
@@ -39,7 +42,7 @@ def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
 
 
 def engines(count: int, more: str = "") -> str:
-    """What it is called.
+    """Returns the name of this work.
 
     >>> engines(4), engines(1, " more")
     ('starting 4 engines', 'starting 1 engine more')
@@ -48,13 +51,13 @@ def engines(count: int, more: str = "") -> str:
 
 
 def usual(what: str) -> float | None:
-    """Seconds that `what` took last; None where nobody knows."""
+    """Returns the seconds that `what` took last; None if they are unknown."""
     found = _read().get(what)
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
 
 def took(what: str, seconds: float) -> None:
-    """Notes it for the next time; a disk that cannot be written is no reason to fail."""
+    """Notes a duration for the next time. A disk that cannot be written is no failure."""
     with suppress(OSError):
         _file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(_file(), json.dumps({**_read(), what: round(seconds, 2)}))

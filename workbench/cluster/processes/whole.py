@@ -1,4 +1,4 @@
-"""What is done whole or not at all, whenever the kernel is interrupted."""
+"""Protects a block of code from being interrupted halfway."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """An interrupt that comes inside is heard at the end; a second one at once, for somebody does not want to wait."""
+    """Delays an interrupt to the end of the block.
+
+    A second interrupt acts at once, because the user does not want to wait.
+    """
     before: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield  # interrupts come to the main thread only, and where nobody hears them
+        yield  # no interrupt arrives on another thread, or without a handler
         return
     came: list[tuple[int, Any]] = []
 
