@@ -1,7 +1,7 @@
-"""Prints, warnings and log messages of a rank's training threads, taken aside; everything else goes its usual way.
+"""Captures prints, warnings and log messages of a rank's training threads.
 
-A thread belongs to the training if its name begins with the prefix (the engine calls them "rank 3 training").
-So `%%px` keeps its own output while a model prints. Knows nothing of where the lines go.
+A thread belongs to the training if its name begins with the prefix (the engine calls them "rank 3 training"). Other
+output goes its usual way, so `%%px` keeps its own output while a model prints.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-PER_SECOND = 40  # lines taken each second; what is beyond is counted, not kept
+PER_SECOND = 40  # lines captured each second; further lines are only counted
 
 Sink = Callable[[str, str], None]
 
 
 class Capture:
-    """Diverts what threads called `prefix...` say to `sink(stream, text)`, a line at a time."""
+    """Diverts the output of threads called `prefix...` to `sink(stream, text)`, a line at a time."""
 
     def __init__(self, prefix: str, sink: Sink) -> None:
         self.prefix = prefix
@@ -29,7 +29,7 @@ class Capture:
         self._lock = threading.Lock()
 
     def mine(self) -> bool:
-        """Whether the calling thread is one whose words are taken."""
+        """Whether the calling thread's output is captured."""
         name = threading.current_thread().name
         return name.startswith(self.prefix) and not name.endswith("recorder")
 
@@ -74,7 +74,7 @@ class Capture:
 
 
 class _Split:
-    """A text stream that gives the training's lines to the capture and the rest to the usual stream."""
+    """A text stream that gives the training's lines to the capture and other text to the usual stream."""
 
     def __init__(self, capture: Capture, name: str, usual: Any) -> None:
         self.capture, self.name, self.usual = capture, name, usual
@@ -103,7 +103,7 @@ class _Split:
 
 
 class _Log(logging.Handler):
-    """Takes the training's log records; for others it does what would be done without it."""
+    """Captures the training's log records. For other threads it does what logging does without it."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Log(logging.Handler):
         if self.capture.mine():
             try:
                 text = self.format(record)
-            except Exception:  # as any handler of logging: what cannot be formatted is said, and ends nothing
+            except Exception:  # as in any logging handler: a record that cannot be formatted ends nothing
                 return self.handleError(record)
             self.capture.say("log", text)
         elif (last := logging.lastResort) and logging.getLogger().handlers == [self] and record.levelno >= last.level:

@@ -1,4 +1,4 @@
-"""Keeps each rank's rows in order: a message that was lost is made good from the rank's disk before later ones pass."""
+"""Keeps each rank's rows in order: reads lost ones from its disk before later ones pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from workbench.cluster.transport.wire import Batch
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
 HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
-UNHEARD = 30.0  # and where nobody says what lies there: a rank's engine on a busy machine, asked for its rows
-TRIES = 3  # times that it is asked at the end
+UNHEARD = 30.0  # and if a rank's engine does not answer what is on its disk, on a busy machine
+TRIES = 3  # reads at the end of a run
 
 
 class Gaps:
     """`next` is the number of the next row per (kind, rank); `missed(kind, rank, start)` reads from disk.
 
-    What may pass goes to `append(kind, rank, seq, columns)`, from one thread at a time.
+    Rows pass, in order, to `append(kind, rank, seq, columns)`, from one thread at a time.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Gaps:
         self.next: dict[tuple[str, int], int] = defaultdict(int, following)
         self._missed, self._append = missed, append
         self._lock = threading.Lock()
-        self._due: dict[tuple[str, int], int] = {}  # rows that there were when it was asked last
+        self._due: dict[tuple[str, int], int] = {}  # rows at the last reminder
         self._held: dict[tuple[str, int], list[Piece]] = {}
         self._since: dict[tuple[str, int], float] = {}
 
     def put(self, batch: Batch) -> None:
-        """`batch` came; it passes, with what waited for it, unless an earlier row is still missing."""
+        """Takes in `batch`. It passes, with the rows that waited for it, unless an earlier row is missing."""
         with self._lock:
             self._put((batch.kind, batch.rank), batch)
 
@@ -51,7 +51,10 @@ class Gaps:
             self._pass(key)
 
     def remind(self, kind: str, rank: int, sent: int) -> None:
-        """There are `sent` rows now; those that there were at the last reminder ought to have come, or are fetched."""
+        """Takes in that a rank has sent `sent` rows.
+
+        Fetches rows that it had sent at the last reminder and that did not come.
+        """
         key = kind, rank
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:
@@ -60,7 +63,7 @@ class Gaps:
                 self._pass(key)
 
     def mend(self, kind: str, rank: int, sent: int) -> None:
-        """The end: fetches what is missing of the first `sent` rows; it passes with what waited for it, or without."""
+        """At the end, fetches what is missing of the first `sent` rows. Rows that waited pass even if it fails."""
         key = kind, rank
         with self._lock:
             found = None
@@ -71,12 +74,12 @@ class Gaps:
             self._pass(key)
 
     def release(self, kind: str, rank: int) -> None:
-        """What waits passes: nobody can be asked for what is missing before it."""
+        """Passes the rows that wait, because the missing ones cannot be read."""
         with self._lock:
             self._pass((kind, rank))
 
     def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
-        """What lies there from the next row on; None where it cannot be said."""
+        """Reads the rows from the next one on; None if the disk or the rank does not answer."""
         try:
             return self._missed(*key, self.next[key])
         except (OSError, RuntimeError):

@@ -1,7 +1,7 @@
-"""CurveZMQ for one lab: who may listen to its engines and who may command them.
+"""CurveZMQ keys for one lab: only its kernels may listen to its engines or command them.
 
-Each engine and the lab have a pair of keys of their own. Only the public halves travel over ipyparallel, whose channels
-are encrypted in a cluster that a lab starts, and in another one as whoever started it wished.
+Each engine and the lab have a pair of keys of their own. Only the public halves travel over ipyparallel. A cluster that
+a lab starts encrypts them; another cluster does what its owner chose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 
 class Keys(NamedTuple):
-    """One pair: an engine's, which is a server, or the lab's, with which each of its kernels is a client."""
+    """One pair: an engine's, which is a server, or the lab's. Each kernel of the lab is a client with it."""
 
     public: str
     secret: str
@@ -23,12 +23,12 @@ class Keys(NamedTuple):
         return cls(*(k.decode() for k in zmq.curve_keypair()))
 
     def lock(self, socket: zmq.Socket[bytes]) -> None:
-        """Makes `socket` a server with these keys (see `admit` for whom it talks to)."""
+        """Makes `socket` a server with these keys. `admit` sets its clients."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public.encode(), self.secret.encode()
 
     def reach(self, socket: zmq.Socket[bytes], where: str) -> None:
-        """Connects `socket` to the engine at `where`, "address public-key", and to nobody who has not its secret."""
+        """Connects `socket` to the engine at `where`, "address public-key", and only if that has the secret key."""
         address, server = where.split()
         socket.curve_serverkey = server.encode()
         socket.curve_publickey, socket.curve_secretkey = self.public.encode(), self.secret.encode()
@@ -36,7 +36,10 @@ class Keys(NamedTuple):
 
 
 def admit(client: str, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-    """Refuses all but the `client` with this public key on the sockets of `context`; stop the answer to end it."""
+    """Refuses every client on the sockets of `context` except the one with this public key.
+
+    Stop the result to end it.
+    """
     doorkeeper = ThreadAuthenticator(context)
     doorkeeper.start()
     doorkeeper.configure_curve_callback(credentials_provider=_Only(client))

@@ -1,6 +1,6 @@
-"""The line to the engines: short questions and orders that must be answered also while `%%px` keeps an engine busy.
+"""Asks engines short questions, which they answer even while `%%px` keeps them busy.
 
-JSON and at most one blob each way, over a socket of the engine's own. The engine's end is in `worker`.
+A question and its answer are JSON and at most one blob, over the engine's own socket. The engine's side is in `worker`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Silence(ClusterError):
 
 
 class _Channel:
-    """One engine's wire: a question at a time, an answer that comes too late is dropped."""
+    """One engine's connection: one question at a time; an answer that comes too late is dropped."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         self.socket, self.address = socket, address
@@ -44,7 +44,7 @@ class Line:
             self.reach(rank, address)
 
     def reach(self, rank: int, address: str) -> None:
-        """From now on the engine of `rank` is asked at `address`."""
+        """Connects `rank` to the engine at `address`."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         self._keys.reach(socket, address)
@@ -55,7 +55,10 @@ class Line:
                 before.socket.close(0)
 
     def leave(self, rank: int, address: str) -> None:
-        """The engine of `rank` at `address` is gone: whoever asks it hears so at once. Not while somebody asks it."""
+        """Makes questions to `rank` fail at once, because its engine at `address` is gone.
+
+        Does nothing during a question.
+        """
         wire = self._wires[rank]
         if wire.address == address and wire.lock.acquire(blocking=False):
             try:
@@ -64,7 +67,7 @@ class Line:
                 wire.lock.release()
 
     def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
-        """What rank's engine answers to `what`: (plain value, blob). Raises Silence or ClusterError."""
+        """Returns the answer of a rank's engine to `what`: (plain value, blob). Raises Silence or ClusterError."""
         wire = self._wires[rank]
         with wire.lock:
             self._send(wire, what, blob, rest)
@@ -73,8 +76,8 @@ class Line:
     def ask_all(
         self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
     ) -> dict[int, Any]:
-        """Asks every engine (or those of `ranks`) at once; {rank: plain answer, or the error that came instead}."""
-        with whole(), contextlib.ExitStack() as locks:  # else an interrupt would leave one of them taken for ever
+        """Asks every engine (or those of `ranks`) at once. Returns {rank: plain answer, or the error in its place}."""
+        with whole(), contextlib.ExitStack() as locks:  # otherwise an interrupt could leave a lock taken for ever
             wires = [(rank, wire) for rank, wire in sorted(self._wires.items()) if ranks is None or rank in ranks]
             for _, wire in wires:
                 locks.enter_context(wire.lock)
@@ -94,7 +97,7 @@ class Line:
             return
         wire.expects = next(wire.numbers)
         message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
-        with contextlib.suppress(zmq.Again):  # an engine that takes nothing in will not answer either
+        with contextlib.suppress(zmq.Again):  # an engine that receives nothing will not answer either
             wire.socket.send_multipart(message, zmq.NOBLOCK)
 
     def _receive(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:

@@ -1,6 +1,6 @@
-"""The kernel's ear: one thread that takes in what all engines publish and hands over decoded batches.
+"""Receives what all engines publish, on one thread, and hands over decoded batches.
 
-It wakes a few times a second and takes everything there is, so that it costs next to nothing.
+It wakes a few times a second and takes everything there is, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.cluster.transport.keys import Keys
 from workbench.cluster.transport.wire import Batch, batches
 from workbench.settings.said import said
 
-PAUSE = 0.2  # seconds between two looks at a busy wire: five a second are enough for the eye
+PAUSE = 0.2  # seconds between two looks at a busy socket: five a second are enough for the eye
 
 
 class Relay:
@@ -39,15 +39,15 @@ class Relay:
         self._thread = Steady("relay", self._look, self._closing, self._wrong, self._end).start()
 
     def reach(self, address: str) -> None:
-        """From now on it hears this engine, too."""
+        """Subscribes to another engine."""
         self._coming.put((True, address))
 
     def leave(self, address: str) -> None:
-        """The engine there has ended, and another process may get its port."""
+        """Leaves an engine that has ended, because another process may get its port."""
         self._coming.put((False, address))
 
     def _meet(self) -> None:
-        """Only the thread that has the socket connects it."""
+        """Connects and disconnects the socket, on the thread that owns it."""
         while not self._coming.empty():
             connect, address = self._coming.get()
             if connect:

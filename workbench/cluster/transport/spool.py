@@ -1,4 +1,7 @@
-"""Reads back what ranks spooled to disk: for a kernel that attaches, missed messages, or is on another host."""
+"""Reads rows back from the ranks' disks.
+
+A kernel needs them if it attaches, missed messages, or is on another host.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Pieces = list[tuple[int, dict[str, Any]]]
 
 
 def pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
-    """(number of the first row, columns) of each stretch of rows that is on disk, from row `start` on."""
+    """Returns (number of the first row, columns) of each stretch of rows on disk, from row `start` on."""
     found = []
     for part in store.parts(path):
         if (part.kind, part.rank) != (kind, rank):
@@ -31,7 +34,7 @@ def pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
 
 
 def pack(found: Pieces, kind: str, rank: int) -> bytes:
-    """Pieces as one blob, for the line."""
+    """Packs pieces into one blob for the line."""
     out = []
     for first, columns in found:
         frames = encode(Batch("", kind, rank, first, columns))
@@ -40,7 +43,7 @@ def pack(found: Pieces, kind: str, rank: int) -> bytes:
 
 
 def unpack(blob: bytes) -> Pieces:
-    """What `pack` packed."""
+    """Unpacks what `pack` packed."""
     frames, at = [], 0
     while at < len(blob):
         n = int.from_bytes(blob[at : at + 8], "little")
@@ -50,12 +53,12 @@ def unpack(blob: bytes) -> Pieces:
 
 
 def files(path: Path, rank: int) -> list[list[Any]]:
-    """[name, bytes] of each stream file of one rank."""
+    """Returns [name, bytes] of each stream file of one rank."""
     return [[p.path.name, p.path.stat().st_size] for p in store.parts(path) if p.rank == rank]
 
 
 def chunk(path: Path, name: str, start: int) -> bytes:
-    """Part of a stream file."""
+    """Returns part of a stream file."""
     with open(path / Path(name).name, "rb") as f:
         f.seek(start)
         return f.read(CHUNK)
@@ -70,7 +73,7 @@ def fetch(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Pat
 
 
 def note(path: Path, rank: int, marks: list[tuple[int, str, float, dict[str, Any]]]) -> None:
-    """Adds marks (step, name, t, detail) to the record of a rank that is gone and cannot write them itself."""
+    """Adds marks (step, name, t, detail) to the record of a rank that cannot write them itself."""
     found = pieces(path, "marks", rank)
     first = max((seq + len(columns["rank"]) for seq, columns in found), default=0)
     steps, names, times, details = zip(*marks, strict=True)

@@ -1,7 +1,6 @@
-"""Rows as bytes: what an engine publishes and a kernel reads. A short header and plain column buffers, no pickle.
+"""Encodes rows for messages: a short header and plain column buffers, no pickle.
 
-Text columns with few distinct values travel as numbers, with the words that this one message uses. The rank
-is said once. Nothing here knows sockets.
+Text columns with few distinct values travel as numbers, with the words of this message. The header names the rank once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ WORDS = np.dtype("u2")  # the number of a word within its message
 
 
 def _row(table: Table) -> np.dtype[Any]:
-    """One row on the wire: numbers as in the table, words as their numbers; the rank and free text apart."""
+    """Returns the type of one row in a message: numbers as in the table, words as numbers, no rank and no free text."""
     few = [(name, WORDS) for name in table.words]
     numbers = [(name, kind) for name, kind in table.types.items() if kind.kind != "O" and name != "rank"]
     return np.dtype(sorted(numbers + few, key=lambda field: -field[1].itemsize))
@@ -29,7 +28,7 @@ _ROWS = {kind: _row(table) for kind, table in _TABLES.items()}
 
 
 class Batch(NamedTuple):
-    """Some rows of one rank's table: `seq` is the number of the first of them in that table."""
+    """Some rows of one rank's table: `seq` is the number of the first row in that table."""
 
     generation: str
     kind: str
@@ -42,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def encode(batch: Batch) -> list[bytes]:
-    """The two frames of a batch: header, then the rows."""
+    """Returns the two frames of a batch: header, then rows."""
     few = _TABLES[batch.kind].words
     rows = np.empty(len(batch), _ROWS[batch.kind])
     words: dict[str, list[str]] = {}
@@ -58,7 +57,7 @@ def encode(batch: Batch) -> list[bytes]:
 
 
 def _numbered(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
-    """(the number of each value's word, the words in that order), only with words that are used."""
+    """Returns (the number of each value's word, the used words in that order)."""
     if isinstance(values, Coded):
         used, numbers = np.unique(values.codes, return_inverse=True)
         return numbers, [str(t) for t in values.words.texts[used]]
@@ -67,12 +66,12 @@ def _numbered(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
 
 
 def batches(frames: Sequence[bytes]) -> list[Batch]:
-    """All batches of a message that is several of them, one after the other."""
+    """Decodes a message of several batches."""
     return [decode(frames[i : i + 2]) for i in range(0, len(frames), 2)]
 
 
 def decode(frames: Sequence[bytes]) -> Batch:
-    """The batch that `encode` wrote; its arrays view the message."""
+    """Decodes a batch from `encode`. Its arrays view the message."""
     head = json.loads(bytes(frames[0]))
     few, words, n = _TABLES[head["k"]].words, head["w"], head["n"]
     rows = np.frombuffer(frames[1], _ROWS[head["k"]], n)
@@ -91,5 +90,5 @@ def _word_list(texts: list[str]) -> Words:
 
 
 def cut(columns: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """The rows from `start` on."""
+    """Returns the rows from `start` on."""
     return {k: v[start:] for k, v in columns.items()}
