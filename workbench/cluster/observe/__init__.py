@@ -1,1 +1,1 @@
-"""What needs a person's attention in a live run."""
+"""Notices ranks, links and records that need a person's attention in a live run."""

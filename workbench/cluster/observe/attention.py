@@ -1,7 +1,7 @@
-"""What of a run under way wants a person's attention: ranks that stand still, and (`Recording`) its record.
+"""Notices ranks that stand still, and a record that lacks rows, and keeps notes of them.
 
-It is fed what comes from the ranks anyway (rows, marks, answers) and keeps the sentences about it up to date among the
-run's notes: one that is no longer so is replaced by what became of it. It asks nobody and ends nothing.
+It takes in the rows, marks and answers that ranks send anyway. A note that no longer holds is replaced by the outcome.
+It asks no rank and ends nothing.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from workbench.cluster.observe.silence import FIRST, GLANCE, TIMES, Seen, Verdic
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 
-GAP = 5.0  # seconds between two looks after which it is this kernel that stood still
-SLEPT = 2.0  # seconds that a machine sleeps and that are worth a word
-SURE = 2.0  # seconds without a word after which the system is asked about a process
-STEPS = 20  # the last steps, of all ranks, by which their usual length is taken
+GAP = 5.0  # seconds between two looks, after which this kernel itself stood still
+SLEPT = 2.0  # seconds of the machine's sleep that are worth a note
+SURE = 2.0  # seconds of silence, after which a look asks the system about a process
+STEPS = 20  # recent steps, of all ranks, for the usual length
 
 
 def slept() -> float:
-    """Seconds that this machine has slept so far, where the system tells (Linux); else 0."""
+    """Returns the seconds that this machine has slept so far, on Linux; else 0."""
     boot = getattr(time, "CLOCK_BOOTTIME", None)
     return time.clock_gettime(boot) - time.monotonic() if boot is not None else 0.0
 
 
 class Attention:
-    """One run's. `holdup` is what holds it up right now, in words; "" for nothing.
+    """Watches the ranks of one run. `holdup` says which ranks hold it up right now; "" if none does.
 
-    hang_after: seconds without a move after which a rank hangs; 0: by what steps usually take
-    process:    what the system says of a rank's process, in words
-    between:    asked who is to blame where all ranks wait
-    hangs:      told of a silence once a second while it lasts, and whether it is a new one
+    hang_after: seconds without a move after which a rank hangs; 0: by the usual length of a step
+    process:    asks the system about a rank's process; returns a text
+    between:    finds the cause if all ranks wait
+    hangs:      called once a second during a stall, with whether the stall is new
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Attention:
         self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
         self.between: Callable[[Verdict], Verdict] = lambda found: found
         self.holdup = ""
-        self.table: dict[int, Seen] = {}  # where every rank was when they were looked at last
-        self._base = self._looked = clock()  # nothing that was before `_base` counts as silence
-        self._gap = (0.0, float("-inf"))  # the last time that this kernel stood still: seconds, and when it ended
+        self.table: dict[int, Seen] = {}  # where every rank was at the last look
+        self._base = self._looked = clock()  # time before `_base` does not count as silence
+        self._gap = (0.0, float("-inf"))  # when this kernel last stood still: seconds, and the end
         self._slept = asleep()
-        self._word: dict[int, float] = {}  # when a rank was heard last
+        self._word: dict[int, float] = {}  # when a rank last sent anything
         self._moved: dict[int, float] = {}  # when its last span came
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
         self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name of the newest span, and when it came
         self._lengths: deque[float] = deque(maxlen=STEPS)
-        self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of a rank's last operations, by name
+        self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of a rank's recent operations, by name
         self._evaluation = 0.0  # the longest so far, in seconds
         self._said: dict[Any, str] = {}
         self._episode: tuple[tuple[int, ...], Verdict] | None = None
@@ -73,14 +73,14 @@ class Attention:
         self.recording = Recording(run, self._say)
 
     def begun(self) -> None:
-        """The ranks are there; what passed until then is nobody's silence, nor did this kernel stand still."""
+        """Starts to count silence, because the ranks are there."""
         self._base = self._looked = self.clock()
         self._slept = self.asleep()
 
-    # -- what comes from the ranks
+    # -- events
 
     def row(self, kind: str, rank: int, columns: dict[str, Any]) -> None:
-        """Rows of a rank have come."""
+        """Takes in rows of a rank."""
         now = self._word[rank] = self.clock()
         if kind != "spans" or not len(columns["rank"]):
             return
@@ -97,20 +97,20 @@ class Attention:
         self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
 
     def known(self, spans: Rows) -> None:
-        """The record says where ranks were last: for a kernel that attaches, who may find some gone."""
+        """Takes in the ranks' last places from the record, when a kernel attaches: some ranks may be gone."""
         ranks, back = np.unique(spans.rank[::-1], return_index=True)
         last = spans[len(spans) - 1 - back]
         for rank, step, lane, name in zip(ranks, last.step, last.lane, last.name, strict=True):
             self._row[int(rank)] = int(step), str(lane), str(name), float("-inf")
 
     def heard(self, rank: int, answer: dict[str, Any]) -> None:
-        """A rank has answered what it is asked all the time: where it is."""
+        """Takes in a rank's status."""
         now = self._word[rank] = self.clock()
         self._answers[rank] = now, answer
         self.recording.heard(rank, int(answer.get("lost", 0)))
 
     def mark(self, rank: int, step: int, name: str, detail: dict[str, Any]) -> None:
-        """A rank has written down that it, or its record, stood still."""
+        """Takes in a rank's mark that it, or its record, stood still."""
         if name == "stood still":
             seconds = float(detail["seconds"])
             if detail.get("machine") or self._stood(seconds):
@@ -126,10 +126,10 @@ class Attention:
         now = self.clock()
         return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * GAP)
 
-    # -- what follows from it
+    # -- conclusions
 
     def look(self, state: str, over: Collection[int] = ()) -> None:
-        """Asks who stands still. To be called about once a second while the ranks are asked."""
+        """Finds the ranks that stand still. Call it about once a second, after asking the ranks."""
         self._time()
         self.recording.look()
         table = self._table(over) if state in ("starting", "running") else {}
@@ -148,7 +148,7 @@ class Attention:
         self._follow(found)
 
     def _time(self) -> None:
-        """Time in which this kernel, or the whole machine, stood still is nobody's silence."""
+        """Restarts the silence if this kernel, or the whole machine, stood still."""
         now, asleep = self.clock(), self.asleep()
         gap, nap, self._looked, self._slept = now - self._looked, asleep - self._slept, now, asleep
         if nap > SLEPT:
@@ -172,19 +172,19 @@ class Attention:
         return table
 
     def _known(self, rank: int, seen: Seen, limit: float) -> Seen:
-        """The same, with what is known of it besides: how long it took in the same before, and its process."""
+        """Adds how long the rank took in the same operation before, and the state of its process."""
         took = max(self._took.get((rank, seen.op), ()), default=0.0)
         least = FIRST if seen.op == "evaluate" and not self._evaluation else TIMES * took
         return seen._replace(times=max(1.0, least / limit), process=self.process(rank) if seen.mute > SURE else "")
 
     def _usual(self, table: dict[int, Seen]) -> float | None:
-        """How long what the ranks are in usually takes."""
+        """Returns how long the ranks' current operation usually takes, in seconds."""
         if self._evaluation and any(seen.op == "evaluate" for seen in table.values()):
             return max(self._evaluation, *self._lengths, 0.0)
         return statistics.median(self._lengths) if self._lengths else None
 
     def _follow(self, found: Verdict | None) -> None:
-        """One note per silence, brought up to date while it lasts; then what became of it."""
+        """Keeps one note per stall up to date while it lasts, then notes the outcome."""
         if found:
             self.hangs(found, self._episode is None)
             key = self._episode[0] if self._episode else found.odd
@@ -192,11 +192,11 @@ class Attention:
             self._episode = key, found
         elif self._episode:
             (key, was), self._episode = self._episode, None
-            if self._said.get(key) == was.text:  # else the rank itself has said more exactly what was
+            if self._said.get(key) == was.text:  # otherwise the rank has reported it more exactly
                 self._say(key, f"{named(was.odd)} stood still for {was.seconds:.0f} s and went on")
 
     def place(self, rank: int) -> tuple[int, str]:
-        """(step, operation) of a rank by what came last from it, be it an answer or a row."""
+        """Returns (step, operation) of a rank by its newest answer or row."""
         at, answer = self._answers.get(rank, (float("-inf"), {}))
         step, op = int(answer.get("step", 0)), str(answer.get("busy") or "")
         if rank not in self._row:
@@ -208,12 +208,12 @@ class Attention:
         return (last + 1, "") if ended else (last, f"after {name}")
 
     def death(self, rank: int, how: str) -> dict[str, Any]:
-        """The error of a rank whose engine is gone, at the place where it was last."""
+        """Returns the error of a rank without an engine, at the place where it was last."""
         step, op = self.place(rank)
         return {"rank": rank, "step": step, "op": op, "text": f"its engine {how}", "type": "EngineDied"}
 
     def _say(self, key: Any, text: str, fresh: bool = True) -> None:
-        """Puts a sentence among the notes in place of what was said about the same; `fresh`: as the newest."""
+        """Replaces the note on the same topic. fresh: as the newest note"""
         with self._lock:
             old = self._said.get(key)
             self._said[key] = text
@@ -227,5 +227,5 @@ class Attention:
 
 
 def texts(column: Any) -> list[str]:
-    """A column of text as it comes in a message, as texts."""
+    """Returns a text column of a message as strings."""
     return [str(t) for t in (column.decode() if hasattr(column, "decode") else column)]

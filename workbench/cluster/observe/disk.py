@@ -1,6 +1,6 @@
-"""A run directory as the kernel sees it: whether it is there, and how many rows it lacks.
+"""Asks a disk whether a run directory exists, and how many rows it lacks.
 
-A disk may hang for as long as it likes; who asks here waits a moment and no longer.
+A disk may hang for any time; callers wait only a moment.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from workbench.record import store
 from workbench.record.timeline import KINDS, Timeline
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds that a disk has to answer
-GLANCE = 0.05  # seconds that is waited for the answer whether a directory is there
+PATIENCE = 2.0  # seconds for a disk to answer
+GLANCE = 0.05  # seconds for the answer whether a directory exists
 
 
 def within(seconds: float, do: Callable[[], T]) -> T:
-    """What `do()` returns or raises. Raises TimeoutError, an OSError, if it takes longer; it then goes on, unheeded."""
+    """Returns or raises what `do()` does.
+
+    Raises TimeoutError, an OSError, after `seconds`; `do` then goes on, unheeded.
+    """
     out: list[Any] = []
 
     def doing() -> None:
@@ -42,7 +45,7 @@ def within(seconds: float, do: Callable[[], T]) -> T:
 
 
 class Folder:
-    """Says whether a run is still at `path`; asks the disk on a thread of its own, one question at a time."""
+    """Knows whether a run is still at `path`. Asks the disk on a thread of its own, one question at a time."""
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None
@@ -50,7 +53,7 @@ class Folder:
         self._asking: threading.Thread | None = None
 
     def look(self) -> bool:
-        """Whether the run was there when the disk last answered."""
+        """Returns whether the run was there when the disk last answered."""
         if self.path is None:
             return False
         if self._asking is None or not self._asking.is_alive():
@@ -72,7 +75,7 @@ def _there(path: Path) -> bool:
 
 
 def lacking(path: Path, timeline: Timeline) -> int:
-    """How many rows of `timeline` the run directory at `path` does not hold; all, if it is gone."""
+    """Returns how many rows of `timeline` the run directory at `path` lacks; all, if it is gone."""
     try:
         held = store.counts(path)
     except FileNotFoundError:

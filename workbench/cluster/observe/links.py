@@ -1,8 +1,8 @@
-"""Dead links: which two ranks wait for each other although both live, from what their systems know of their wires.
+"""Finds dead links: two ranks that wait for each other although both live.
 
-Where all ranks wait in the same, nobody's code tells who is to blame. Each rank's system does: what a rank has sent
-over a link that is dead is never acknowledged, and is sent again and again. A rank that is only slow, or whose process
-is stopped, is no such case, for its system goes on acknowledging.
+If all ranks wait in the same operation, their code does not show the cause. Their systems do: the peer's system never
+acknowledges data sent over a dead link, and the sender's system sends it again and again. A slow rank or a stopped
+process is no such case, because its system still acknowledges.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from workbench.cluster.observe.silence import Verdict
 
-# the beginning of Linux's tcp_info: five bytes, three of flags, and thirteen numbers up to when the last word came
+# the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv
 INFO = struct.Struct("=5B3x13I")
-AGAIN = 3  # so often was something sent again, 1.4 s or more after it first was, before it counts
+AGAIN = 3  # retransmissions before it counts: 1.4 s or more after the first sending
 
 
 def wires() -> list[list[Any]]:
-    """This process's TCP connections: [own end, other end, seconds for which the other has acknowledged nothing].
+    """Returns this process's TCP connections: [own end, other end, seconds without an acknowledgement].
 
-    0.0 where nothing waits for that, or where the system does not tell (Linux does).
+    The seconds are 0.0 if nothing waits for one, or if the system does not tell (Linux does).
     """
     found = []
     for fd in map(int, os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ()):
@@ -34,13 +34,13 @@ def wires() -> list[list[Any]]:
             with socket.socket(fileno=os.dup(fd)) as s:
                 if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
                     found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), unheard(s)])
-        except OSError:  # closed meanwhile, or it only listens
+        except OSError:  # closed by now, or only listening
             continue
     return found
 
 
 def unheard(s: socket.socket) -> float:
-    """Seconds for which the peer has acknowledged nothing of what was sent to it again and again; else 0.0."""
+    """Returns for how many seconds the peer has acknowledged nothing of repeated sends; else 0.0."""
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:
@@ -52,9 +52,9 @@ def unheard(s: socket.socket) -> float:
 
 
 def dead(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
-    """Pairs of ranks, the smaller first, between whom nothing gets through, and for how many seconds.
+    """Returns pairs of ranks, the smaller first, with a dead link, and for how many seconds it is dead.
 
-    told: by rank, what `wires` found there
+    told: by rank, the result of `wires` there
     """
     said = {rank: ends for rank, ends in told.items() if isinstance(ends, list)}
     whose = {tuple(mine): rank for rank, ends in said.items() for mine, _, _ in ends}
@@ -69,7 +69,10 @@ def dead(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
 
 
 def named(found: Verdict, told: Mapping[int, Any]) -> Verdict:
-    """`found`, that all ranks wait, with the link that is dead, if one is; the ranks at its ends are the odd ones."""
+    """Adds the dead link, if there is one, to `found`, in which all ranks wait.
+
+    The ranks at its ends become the odd ones.
+    """
     pairs = dead(told)
     if not pairs:
         return found

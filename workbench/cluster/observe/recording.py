@@ -1,7 +1,7 @@
-"""What is said of a run's record while the run is under way: that it is not written, what it lacks, where it was saved.
+"""Keeps notes of a live run's record: faults, lacking rows, and where it was saved.
 
-Rows that the disk lacks are held by the kernel that shows them, as long as it lives; so they are no missing rows. It
-reads no rows: it is told what ranks say, and asks the disk only whether the run directory is there.
+This kernel holds rows that the disk lacks as long as it lives, so they are not missing. It takes in the ranks' reports,
+and asks the disk only whether the run directory exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESCUE = "run.save('elsewhere') writes all rows that are shown here"
 
 
 class Recording:
-    """One run's. say: puts a sentence among the notes, in place of what was said about the same; see Attention."""
+    """The record of one run. say: replaces the note on the same topic; see Attention"""
 
     def __init__(self, run: Run, say: Callable[..., None]) -> None:
         self.run, self.say = run, say
@@ -27,21 +27,21 @@ class Recording:
         self._expected = self._folder.there
         self._gone = False
         self._lost: dict[int, int] = {}  # rows of each rank that the disk lacks
-        # a kernel that attaches has read what is on disk; what that lacks, this kernel cannot write either
+        # a kernel that attaches lacks what the disk lacked before, and cannot write it either
         self._before: dict[int, int] | None = {} if run._following else None
-        self._failing: dict[int, str] = {}  # what keeps a rank from writing
-        self._was = False  # was there a fault?
-        self.said = ""  # of the record, last
+        self._failing: dict[int, str] = {}  # why a rank cannot write
+        self._was = False  # whether there was a fault
+        self.said = ""  # the last note of the record
 
     def heard(self, rank: int, lost: int) -> None:
-        """A rank has said how many of its rows are not on disk."""
+        """Takes in how many of a rank's rows are not on disk."""
         if self._before is not None:
             lost -= self._before.setdefault(rank, lost)
         self._lost[rank] = max(lost, 0)
         self._count()
 
     def mark(self, rank: int, detail: dict[str, Any]) -> None:
-        """A rank has written down that its record stood still, or goes on."""
+        """Takes in a rank's mark that its record stands still, or goes on."""
         fresh = not self._failing
         if what := str(detail.get("error") or ""):
             self._failing[rank] = what
@@ -56,7 +56,7 @@ class Recording:
         self._tell(fresh or not self._failing)
 
     def look(self) -> None:
-        """Asks whether the run directory is there. To be called about once a second."""
+        """Checks whether the run directory exists. Call it about once a second."""
         gone = self._expected and not self._folder.look()
         if gone != self._gone:
             self._gone, self._was = gone, True
@@ -65,25 +65,25 @@ class Recording:
             self._tell(fresh=False)
 
     def saved(self, path: Path, rows: int, step: int | None) -> None:
-        """The rows that were here have been written elsewhere, up to a `step` (None: up to the end)."""
+        """Notes that the rows held here were saved elsewhere, up to a `step` (None: up to the end)."""
         if step is None:
             return self.say("record", f"the whole record, {_rows(rows)}, was saved in {path}")
         so_far = f"the record up to step {step}, {_rows(rows)}, was saved in {path}"
         self.say("saved", f"{so_far}; what comes later is not in it")
 
     def disturbed(self) -> None:
-        """This kernel could not write what ranks cannot; it is counted at the end."""
+        """Notes that this kernel could not write for a rank. `ended` counts what is lacking."""
         self._was = True
 
     def ended(self) -> None:
-        """The run is over: what its directory lacks is counted there, if anything was wrong with it."""
+        """At the end of the run, counts the rows that its directory lacks, if anything was wrong with it."""
         if not self._was or self.run.path is None:
             return
         path = self.run.path
         try:
             self.run.unwritten = within(PATIENCE, lambda: lacking(path, self.run.timeline))
         except OSError:
-            self._count()  # then what ranks said of it has to do
+            self._count()  # then the ranks' reports must do
         lacks = f"{_rows(self.run.unwritten)} of this run; {RESCUE}"
         if self._gone:
             self._put(f"the run directory {path} is gone, and lacks {lacks}")
@@ -93,7 +93,7 @@ class Recording:
             self._put(f"the record in {path} is whole, though it was not written for a while")
 
     def _count(self) -> None:
-        """Rows that came before this kernel attached are not here, so they do not count."""
+        """Counts unwritten rows, without rows from before this kernel attached, which are not here."""
         here = sum(len(self.run.timeline.table(kind)) for kind in KINDS)
         self.run.unwritten = min(sum(self._lost.values()), here)
 
@@ -115,7 +115,7 @@ class Recording:
             self.say("record", text, fresh)
 
     def _who(self) -> str:
-        """Which ranks cannot write, by what keeps them from it."""
+        """Says which ranks cannot write, by the reason."""
         why: dict[str, list[int]] = {}
         for rank, what in sorted(self._failing.items()):
             why.setdefault(what, []).append(rank)

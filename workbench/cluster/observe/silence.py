@@ -1,7 +1,7 @@
-"""Who holds a run up: from a table of the ranks to a sentence, without clocks, wires or threads.
+"""Finds the ranks that hold a run up: from a table of the ranks to a sentence.
 
-The odd one out is found by what the others wait in. A rank that waits for others is a victim, whatever rank the person
-looks at first; one that is in code of its own, or says nothing at all, while others wait is what they wait for.
+It has no clock, socket or thread. A rank that waits for other ranks is a victim, even if a person looks at it first. A
+rank that is in its own code, or silent, while other ranks wait is what they wait for.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-LEAST = 10.0  # seconds before anything is silence
-FIRST = 30.0  # before a run's first step has ended nobody knows how long one takes
-TIMES = 5.0  # a usual step's length that is not silence yet
-BRIEF = 0.1  # of that patience: waits that are shorter belong to going on
-GLANCE = 0.3  # of that patience, after which the status line says what is waited for
+LEAST = 10.0  # seconds before anything is a stall
+FIRST = 30.0  # seconds before a run's first step has ended, because no step length is known
+TIMES = 5.0  # usual step lengths that are no stall yet
+BRIEF = 0.1  # of that patience: shorter waits are normal
+GLANCE = 0.3  # of that patience, after which the status line names a wait
 
 
 class Seen(NamedTuple):
-    """One rank as it is known: where it was last, and for how many seconds that has been so.
+    """One rank as the kernel knows it: its last place, and for how many seconds.
 
-    waits: whether only other ranks can end what it is in
-    still: seconds without a move; mute: seconds without a word, be it an answer or a row
-    times: how many times the limit it may be so, for it took long in the same before
-    process: what the system says of its process, in words; "" for nothing special
-    own: does a script wait in a collective of its own, which the strategy does not know?
+    waits:   whether only other ranks can end its operation
+    still:   seconds without a move
+    mute:    seconds without an answer or a row
+    times:   factor on the limit, if it took long in the same operation before
+    process: the system's report on its process; "" for nothing special
+    own:     whether a script waits in a collective of its own, which the strategy does not know
     """
 
     step: int
@@ -37,9 +38,9 @@ class Seen(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`text` is the sentence, `odd` the ranks that it is about, `seconds` for how long they have stood.
+    """`text` is the sentence, `odd` the ranks that it is about, `seconds` how long they have stood.
 
-    sure: do these ranks hang, beyond doubt: they are the fewer, and no other is in code of its own for long, too
+    sure: whether these ranks hang beyond doubt: at most half of all, and no other rank is in its own code for long
     """
 
     text: str
@@ -49,12 +50,12 @@ class Verdict(NamedTuple):
 
 
 def patience(usual: float | None) -> float:
-    """Seconds that are no silence yet, where a step usually takes `usual` seconds (None: none has ended)."""
+    """Returns the seconds that are no stall yet, if a step usually takes `usual` seconds (None: none has ended)."""
     return FIRST if usual is None else max(LEAST, TIMES * usual)
 
 
 def verdict(table: Mapping[int, Seen], limit: float) -> Verdict | None:
-    """Which ranks hold the others up for more than `limit` seconds; None if none does."""
+    """Returns which ranks hold the run up for more than `limit` seconds; None if none does."""
     mute = {r for r, seen in table.items() if seen.mute >= limit * seen.times}
     stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit * seen.times} - mute
     if mute or stuck:
@@ -84,7 +85,7 @@ def _odd(table: Mapping[int, Seen], mute: set[int], stuck: set[int], limit: floa
 
 
 def _rest(table: Mapping[int, Seen], others: set[int], brief: float) -> str:
-    """What the others do meanwhile; one that has waited for no more than `brief` seconds is on its way."""
+    """Says what the other ranks do. One that has waited for at most `brief` seconds counts as going on."""
     waiting: dict[str, list[int]] = {}
     for rank in sorted(others):
         if table[rank].waits and table[rank].still > brief:
@@ -96,7 +97,7 @@ def _rest(table: Mapping[int, Seen], others: set[int], brief: float) -> str:
 
 
 def _all_wait(table: Mapping[int, Seen]) -> Verdict:
-    """Nobody computes: whoever waits in something else than most is named first."""
+    """Judges a table in which all ranks wait. Ranks that wait in something else than most are the odd ones."""
     groups = sorted(_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
     seconds = min(seen.still for seen in table.values())
     if len(groups) == 1:
@@ -114,7 +115,7 @@ def _all_wait(table: Mapping[int, Seen]) -> Verdict:
 
 
 def _went_past(table: Mapping[int, Seen]) -> list[int] | None:
-    """The ranks that skipped a collective of their script in which at least as many other ranks wait; None if none.
+    """Returns the ranks that skipped a collective of their script in which at least as many other ranks wait; or None.
 
     Such a rank waits in the strategy's operation of the same step, or of a later one.
     """
@@ -127,7 +128,7 @@ def _went_past(table: Mapping[int, Seen]) -> list[int] | None:
 
 
 def _alike(table: Mapping[int, Seen], ranks: Iterable[int]) -> list[list[int]]:
-    """The ranks that are at the same place, together."""
+    """Groups the ranks that are at the same place."""
     found: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(ranks):
         found.setdefault((table[rank].step, table[rank].op, table[rank].process), []).append(rank)
