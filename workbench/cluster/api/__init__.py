@@ -1,1 +1,1 @@
-"""What `workbench.Lab` is made of."""
+"""The parts of `workbench.Lab`."""

@@ -1,7 +1,6 @@
-"""What a person may ask of a lab's run while it is under way; each is a method of Lab.
+"""The methods of Lab that act on a live run.
 
-Kill, freeze, thaw and preempt are for teaching: they are done to real processes, and only to engines that this lab
-started.
+Kill, freeze, thaw and preempt are for teaching. They act on real processes, and only on engines that this lab started.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Handles:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train now; none without a run that is under way."""
+        """The ranks that train now; none without a live run."""
         return self._live.members if self.live and self._live else ()
 
     def pause(self) -> None:
@@ -50,16 +49,19 @@ class Handles:
         self._request("step", n=n)
 
     def checkpoint(self) -> PendingCheckpoint:
-        """Makes a checkpoint at one of the next step boundaries, in the run's directory; returns at once.
+        """Makes a checkpoint at one of the next step boundaries, in the run's directory. Returns at once.
 
-        `lab.checkpoint().wait()` comes back with its path, once it is whole. It stays until somebody removes it.
+        `lab.checkpoint().wait()` returns its path once it is complete. It stays until you remove it.
         """
         return PendingCheckpoint(self._going("checkpoint").run)
 
     def stop(self) -> None:
-        """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
+        """Stops the run at the next step boundary. Returns at once. A second call aborts the run.
 
-        Within 30 s (seven steps, if steps are longer than 3 s) it is over, if need be by ending engines: see `notes`.
+        A stop is never a failure.
+
+        The run is over within 30 s (7 steps, if steps are longer than 3 s), if necessary by ending engines: see
+        `notes`.
         """
         if self.live and self._live:
             self._live.stop()
@@ -70,27 +72,30 @@ class Handles:
             self._going("abort").abort()
 
     def resize(self, ranks: int) -> PendingChange:
-        """So many ranks train together before one of the next steps: some are taken out, or idle engines come in.
+        """Makes `ranks` ranks train together from one of the next steps on: takes some out, or adds idle engines.
 
-        An engine whose rank was taken out, or out of reach and left behind, comes in again as a rank of another number.
-        Where too few are idle, engines are started on this machine, which takes some seconds, nearly all of them
-        imports; `Lab(spare=1)` keeps some warm. Raises KnobError where so many cannot be had, and
-        ClusterError where they do not come up; the run goes on as it was then.
+        An engine comes back as a rank of another number if its rank was taken out, or was out of reach and left behind.
+        If too few engines are idle, the lab starts more on this machine. That takes some seconds, nearly all for
+        imports; `Lab(spare=1)` keeps some warm. Raises KnobError if so many ranks are impossible, and ClusterError if
+        engines do not come up. Then the run goes on as it was.
         """
         return resize(self._going("resize"), ranks)
 
     def evict(self, *ranks: int, replace: bool = False) -> None:
-        """Puts ranks that hang out of the run: their engines are ended, and the others go on from the last boundary.
+        """Evicts ranks that hang: ends their engines, and the remaining ranks go on from the last boundary.
 
-        replace: others come in for them: idle engines of this lab, or new ones
-        Raises KnobError or ClusterError, and changes nothing, where the others could not go on.
+        replace: whether new ranks join, on idle engines of this lab or on new ones
+
+        Raises KnobError or ClusterError, and changes nothing, if the remaining ranks could not go on.
         """
         self._going("evict").evicting.evict(ranks, "as asked", replace)
 
     def stacks(self) -> stacks.Stacks:
-        """By rank the Python stacks of all its threads, also of one that hangs; printed, they can be read.
+        """Returns, by rank, the Python stacks of all its threads, also of a rank that hangs.
 
-        It takes some seconds where ranks do not answer. A process that is stopped has none, and says so.
+        Print them to read them.
+
+        It takes some seconds if ranks do not answer. A stopped process has no stacks, and its text says so.
         """
         cluster = self.cluster.wait()
         live = self._live if self.live else None
@@ -103,21 +108,21 @@ class Handles:
     # -- for teaching
 
     def kill(self, rank: int) -> None:
-        """Kills the engine of a rank, as a crash would; the others do as `on_death` says."""
+        """Kills the engine of a rank, as a crash would. The other ranks act by `on_death`."""
         self._fault(rank, "kill", "was killed", signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
-        """Stops the process of a rank, as a machine that hangs would; `thaw` lets it go on."""
+        """Stops the process of a rank, as a machine that hangs would. `thaw` lets it go on."""
         self._fault(rank, "freeze", "was frozen", signal.SIGSTOP)
 
     def thaw(self, rank: int) -> None:
-        """A rank that was frozen goes on."""
+        """Lets a frozen rank go on."""
         self._fault(rank, "thaw", "goes on", signal.SIGCONT)
 
     def preempt(self, rank: int, grace: float = 30.0) -> None:
-        """Tells the engine of a rank SIGTERM, as Slurm or a spot instance does, and `grace` seconds later kills it.
+        """Sends SIGTERM to the engine of a rank, as Slurm or a spot instance does, and kills it `grace` seconds later.
 
-        The rank leaves after the step in hand, and the others go on; it ends by itself well within a usual grace.
+        The rank leaves after the current step, and the other ranks go on. It ends by itself well within a usual grace.
         """
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
             raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")

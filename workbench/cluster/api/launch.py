@@ -1,4 +1,4 @@
-"""Opens a run and has it begin; finds a live lab, and follows the run that it is in."""
+"""Opens and starts a run; finds a live lab and follows its run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from workbench.settings import Change, KnobError
 from workbench.settings.said import said
 
 R = TypeVar("R", bound=Run)
-LOOK = 0.2  # seconds between two looks at engines that are waited for
-SETTLED = 3.0  # seconds that a kernel that attaches waits for ranks to write what they have sent
-ATTACH = 20.0  # seconds that an engine has to answer a kernel that attaches: it may share a core with many
-SESSION = "workbench.engine.rank.session:Session"  # tests put a lighter one in its place
+LOOK = 0.2  # seconds between two looks at engines
+SETTLED = 3.0  # seconds for ranks to write what they have sent, when a kernel attaches
+ATTACH = 20.0  # seconds for an engine to answer a kernel that attaches: it may share a core with many
+SESSION = "workbench.engine.rank.session:Session"  # tests use a lighter one
 
 
 def fitted(experiment: Experiment, ranks: int) -> Experiment:
-    """`experiment`, checked, for a lab of `ranks` engines; one that names no number of ranks takes them all."""
+    """Returns the checked `experiment` for a lab of `ranks` engines. Without a number of ranks it takes all engines."""
     default = next(f.default for f in fields(Experiment) if f.name == "ranks")
     if experiment.ranks == default:
         experiment = replace(experiment, ranks=ranks)
@@ -48,16 +48,16 @@ def fitted(experiment: Experiment, ranks: int) -> Experiment:
 
 
 def within(experiment: Experiment, ranks: int) -> Experiment:
-    """`experiment` if a lab of `ranks` engines can run it. Raises KnobError."""
+    """Returns `experiment` if a lab of `ranks` engines can run it. Raises KnobError."""
     if experiment.ranks > ranks:
         raise KnobError(f"ranks={experiment.ranks}: must be an integer in [1, {ranks}], the engines of this lab")
     return experiment
 
 
 def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], parent: Any = None) -> R:
-    """A new run, of a `kind` of Run, in a directory of its own: `out`, or `<time>-<strategy>` among this user's runs.
+    """Opens a new run, of a `kind` of Run, in its own directory: `out`, or `<time>-<strategy>` among this user's runs.
 
-    Raises ClusterError where nothing can be written there.
+    Raises ClusterError if nothing can be written there.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(experiment.strategy).__name__}"
     path = given.path(out, "out", "runs/first") if out is not None else runs_dir() / name
@@ -78,7 +78,7 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], pare
 
 
 def refuse_closed(cluster: Cluster, knob: str = "") -> None:
-    """Raises ClusterError if the lab is over; where a `knob` is to be set, also if it has no engines."""
+    """Raises ClusterError if the lab is over or, when a `knob` is to be set, has no engines."""
     if cluster.closed and not cluster.error:
         raise ClusterError(f"lab {cluster.name!r} is closed; make it again with Lab(ranks={cluster.ranks})")
     if knob and cluster.error:
@@ -87,12 +87,12 @@ def refuse_closed(cluster: Cluster, knob: str = "") -> None:
 
 
 def seen(watchers: Sequence[Callable[[], bool]]) -> bool:
-    """Does a person see a lab: is a dashboard of it on show, or was in the last ten minutes?"""
+    """Whether a person sees a lab: a dashboard of it is on show, or was in the last ten minutes."""
     return any(sees() for sees in watchers)
 
 
 def renewed(cluster: Cluster) -> Cluster:
-    """`cluster`, or a new one if an engine was lost or would not leave, the controller was, or they never came up."""
+    """Returns `cluster`, or a new one if it lost an engine or its controller, has a stuck rank, or did not come up."""
     refuse_closed(cluster)
     if not cluster.error and (not cluster.ready or cluster.healthy):
         return cluster
@@ -108,7 +108,7 @@ def _unwritable(path: Path, error: OSError) -> ClusterError:
 
 
 def _claimed(path: Path) -> Path:
-    """`path`, or the first of `path`-2, `path`-3, … that nobody had; made here, so that no other kernel takes it."""
+    """Makes and returns `path`, or the first free one of `path`-2, `path`-3, …, so that no other kernel takes it."""
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
@@ -120,15 +120,15 @@ def _claimed(path: Path) -> Path:
 
 
 def environment(experiment: Experiment) -> dict[str, Any]:
-    """Where the run was asked for: versions and machine."""
+    """Returns the versions and the machine of this kernel."""
     machine = {"host": host(), "platform": platform.platform(), "cpus": os.cpu_count(), "ranks": experiment.ranks}
     return {**{k.lower(): v for k, v in here().items()}, **{k: v for k, v in machine.items() if k != "ranks"}}
 
 
 def launch(live: Live, changes: Sequence[Change], resume: Callable[[Path], Path] | None = None) -> None:
-    """Waits for the engines and starts every rank's session; what fails ends the run with that error.
+    """Waits for the engines and starts every rank's session. An error ends the run.
 
-    resume: given a folder to put one into, where the checkpoint is that ranks go on from
+    resume: returns the checkpoint to go on from; it may put one into the folder that it gets
     """
     cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
@@ -159,7 +159,7 @@ def launch(live: Live, changes: Sequence[Change], resume: Callable[[Path], Path]
 
 
 def _stamp(run: Run) -> None:
-    """The run begins now that its engines are up: its times count from here."""
+    """Counts the run's times from now on, because its engines are up."""
     run.epoch = time.time()
     file = Path(run.path or ".") / "run.json"
     try:
@@ -177,15 +177,15 @@ def _pickled(what: Any) -> bytes:
 
 
 def new_generation() -> str:
-    """A name that no other run has: rows and collectives of another run are never mistaken for this one's."""
+    """Returns a unique name, so that rows and collectives of another run are never mistaken for this run's."""
     return uuid.uuid4().hex
 
 
 def find(name: str | None) -> Place:
-    """The place of a live lab: one that was detached before one that another kernel owns; the newest."""
-    found = [(p, p.read()) for p in places()]  # empty where its kernel has removed it meanwhile
+    """Returns the place of a live lab: the newest detached one, or else the newest that another kernel owns."""
+    found = [(p, p.read()) for p in places()]  # empty if its kernel has removed it
     mine = [(p, s) for p, s in found if s.get("engines") and (name is None or s["name"] == name)]
-    living = [(p, s) for p, s in mine if any(alive(e) for e in _local(s))]  # a run may go on without one
+    living = [(p, s) for p, s in mine if any(alive(e) for e in _local(s))]  # a run may go on without some engines
     if not living:
         called = f" called {name!r}" if name else ""
         raise ClusterError(f"there is no live lab{called} of yours on {host()}; start one with Lab(ranks=4)")
@@ -197,7 +197,7 @@ def _local(state: dict[str, Any]) -> list[list[float]]:
 
 
 def _asked_of_any(cluster: Cluster, ranks: int) -> tuple[dict[str, Any], bytes]:
-    """The job and what is being run, from the first engine that answers: all of them were given the same."""
+    """Returns the job and the pickled experiment from the first engine that answers; all engines have the same."""
     for rank in range(ranks):
         try:
             blob = cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]
@@ -208,7 +208,7 @@ def _asked_of_any(cluster: Cluster, ranks: int) -> tuple[dict[str, Any], bytes]:
 
 
 def _opened(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:
-    """The run under way, from its directory; if that is gone or damaged, from what comes from now on."""
+    """Opens the live run from its directory. If that is gone or damaged, begins with the rows from now on."""
     path = Path(about["path"])
     try:
         return kind.open(path)
@@ -219,7 +219,7 @@ def _opened(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:
 
 
 def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live | None:
-    """Follows the run that a cluster's engines are in, from its first row on; None if they are in none."""
+    """Follows the run that a cluster's engines are in, from its first row on; None if there is no run."""
     about = cluster.place.read().get("run")
     if not about:
         return None
@@ -228,7 +228,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
         return None
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
-    cluster.take = waiting.append  # rows that come from now on; those that came before are on disk, or soon
+    cluster.take = waiting.append  # new rows; earlier rows are on disk, or will be soon
     cluster.health.begin()
     living = [engine.rank for engine in cluster.engines if not cluster.death(engine.rank)]
     cluster.line.ask_all("settle", timeout=SETTLED, ranks=living)
