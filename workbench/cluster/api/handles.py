@@ -56,12 +56,10 @@ class Handles:
         return PendingCheckpoint(self._going("checkpoint").run)
 
     def stop(self) -> None:
-        """Stops the run at the next step boundary. Returns at once. A second call aborts the run.
+        """Stops the run at the next step boundary, and returns at once. A second call aborts the run.
 
-        A stop is never a failure.
-
-        The run is over within 30 s (7 steps, if steps are longer than 3 s), if necessary by ending engines: see
-        `notes`.
+        A stop is never a failure. The run is over within 30 s (7 steps, if steps are longer than 3 s), if necessary by
+        ending engines: see `notes`.
         """
         if self.live and self._live:
             self._live.stop()
@@ -93,9 +91,8 @@ class Handles:
     def stacks(self) -> stacks.Stacks:
         """Returns, by rank, the Python stacks of all its threads, also of a rank that hangs.
 
-        Print them to read them.
-
-        It takes some seconds if ranks do not answer. A stopped process has no stacks, and its text says so.
+        Print them to read them. It takes some seconds if ranks do not answer. A stopped process has no stacks; its text
+        says so.
         """
         cluster = self.cluster.wait()
         live = self._live if self.live else None
@@ -122,7 +119,8 @@ class Handles:
     def preempt(self, rank: int, grace: float = 30.0) -> None:
         """Sends SIGTERM to the engine of a rank, as Slurm or a spot instance does, and kills it `grace` seconds later.
 
-        The rank leaves after the current step, and the other ranks go on. It ends by itself well within a usual grace.
+        The rank leaves after the current step, and the other ranks go on. The engine ends by itself well within a usual
+        grace.
         """
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
             raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")

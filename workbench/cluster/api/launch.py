@@ -55,7 +55,7 @@ def within(experiment: Experiment, ranks: int) -> Experiment:
 
 
 def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], parent: Any = None) -> R:
-    """Opens a new run, of a `kind` of Run, in its own directory: `out`, or `<time>-<strategy>` among this user's runs.
+    """Opens a run of class `kind` in a new directory: `out`, or `<time>-<strategy>` among this user's runs.
 
     Raises ClusterError if nothing can be written there.
     """
@@ -182,7 +182,10 @@ def new_generation() -> str:
 
 
 def find(name: str | None) -> Place:
-    """Returns the place of a live lab: the newest detached one, or else the newest that another kernel owns."""
+    """Returns the place of a live lab: the newest detached one, or else the newest that another kernel owns.
+
+    Raises ClusterError if none lives.
+    """
     found = [(p, p.read()) for p in places()]  # empty if its kernel has removed it
     mine = [(p, s) for p, s in found if s.get("engines") and (name is None or s["name"] == name)]
     living = [(p, s) for p, s in mine if any(alive(e) for e in _local(s))]  # a run may go on without some engines

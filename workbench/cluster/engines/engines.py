@@ -19,7 +19,7 @@ MARK = "workbench-probe "
 class Engine:
     """One engine and the rank that it holds. ipyparallel's id is not the rank.
 
-    An engine that a run left behind may come back as another rank. Then two of these stand for one process.
+    An engine that a run left behind may come back as another rank. Then two instances describe one process.
     """
 
     rank: int

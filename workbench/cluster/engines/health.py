@@ -68,9 +68,7 @@ class Health:
 
     @staticmethod
     def _ends(engine: Engine) -> bool:
-        """Whether the engine's process is over, even if the system has not removed all its threads and has no exit
-        code.
-        """
+        """Whether the engine's process is over, even if the system still removes its threads and has no exit code."""
         return engine.host == host() and not alive([engine.pid, engine.created])
 
     @property
@@ -125,10 +123,7 @@ class Health:
         return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
 
     def _child(self, what: str) -> subprocess.Popen[bytes] | Forked | None:
-        """Returns a process that this kernel started or had forked.
-
-        Only for such processes it learns how they ended.
-        """
+        """Returns a process that this kernel started or had forked. Only these tell it how they ended."""
         child = self.cluster.owned.started.get(what) if self.cluster.owned else None
         return None if isinstance(child, Forked) and child.unheard else child
 

@@ -78,9 +78,7 @@ def cannot_start(cluster: Cluster, count: int) -> str:
 
 
 def start_more(cluster: Cluster, count: int) -> list[int]:
-    """Starts `count` more engines on this machine. Returns their ranks.
-
-    It takes some seconds, nearly all for imports.
+    """Starts `count` more engines on this machine. Returns their ranks. Takes seconds, nearly all for imports.
 
     Raises ClusterError if they do not come up; then none of them stays.
     """

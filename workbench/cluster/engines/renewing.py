@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.live import Live
 
-REST = 0.3  # seconds after a run before its engines are replaced: the lab may be closed
+REST = 0.3  # seconds after a run before its engines are replaced: the lab may close first
 LOOK = 0.05  # seconds between two looks
 SILENT = 10.0  # seconds for engines to report their earlier runs
 

@@ -1,7 +1,7 @@
-"""Notices ranks that stand still, and a record that lacks rows, and keeps notes of them.
+"""Notices ranks that stand still and (`Recording`) a record that lacks rows.
 
-It takes in the rows, marks and answers that ranks send anyway. A note that no longer holds is replaced by the outcome.
-It asks no rank and ends nothing.
+It takes in the rows, marks and answers that ranks send anyway, and keeps notes. A note that no longer holds is replaced
+by the outcome. It asks no rank and ends nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Attention:
         self.recording = Recording(run, self._say)
 
     def begun(self) -> None:
-        """Starts to count silence, because the ranks are there."""
+        """Starts to count silence, and stalls of this kernel, once the ranks exist."""
         self._base = self._looked = self.clock()
         self._slept = self.asleep()
 

@@ -23,7 +23,7 @@ GLANCE = 0.05  # seconds for the answer whether a directory exists
 def within(seconds: float, do: Callable[[], T]) -> T:
     """Returns or raises what `do()` does.
 
-    Raises TimeoutError, an OSError, after `seconds`; `do` then goes on, unheeded.
+    Raises TimeoutError, an OSError, if it takes longer; `do` then goes on, unheeded.
     """
     out: list[Any] = []
 

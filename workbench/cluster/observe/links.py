@@ -69,10 +69,7 @@ def dead(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
 
 
 def named(found: Verdict, told: Mapping[int, Any]) -> Verdict:
-    """Adds the dead link, if there is one, to `found`, in which all ranks wait.
-
-    The ranks at its ends become the odd ones.
-    """
+    """Adds the dead link, if any, to `found`, in which all ranks wait. The ranks at its ends become the odd ones."""
     pairs = dead(told)
     if not pairs:
         return found

@@ -1,7 +1,7 @@
 """Finds the ranks that hold a run up: from a table of the ranks to a sentence.
 
 It has no clock, socket or thread. A rank that waits for other ranks is a victim, even if a person looks at it first. A
-rank that is in its own code, or silent, while other ranks wait is what they wait for.
+rank that is in its own code, or silent, while other ranks wait is the cause.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 LEAST = 10.0  # seconds before anything is a stall
-FIRST = 30.0  # seconds before a run's first step has ended, because no step length is known
+FIRST = 30.0  # seconds, until a run's first step has ended: no step length is known
 TIMES = 5.0  # usual step lengths that are no stall yet
-BRIEF = 0.1  # of that patience: shorter waits are normal
-GLANCE = 0.3  # of that patience, after which the status line names a wait
+BRIEF = 0.1  # share of that patience: shorter waits are normal
+GLANCE = 0.3  # share of that patience, after which the status line names a wait
 
 
 class Seen(NamedTuple):
@@ -141,7 +141,7 @@ def _place(seen: Seen) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """`rank 2`, `ranks 0, 1, 3`."""
+    """Names ranks: `rank 2`, `ranks 0, 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
 
 

@@ -59,7 +59,7 @@ def live(place: Path) -> NoReturn:
 
 
 def keep_watch(place: Path) -> None:
-    """Starts a thread that watches for the lab's owner."""
+    """Starts a thread that watches the lab's owner."""
     from workbench.cluster.processes.place import Place
 
     threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()

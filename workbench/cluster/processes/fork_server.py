@@ -2,7 +2,7 @@
 
 The server is one of the lab's processes. Each line that it reads orders an engine. It reports which process that is,
 and later how it ended, because the system tells that only to a parent. It has no threads. It ends at SIGTERM or at the
-end of its input, but after its engines.
+end of its input, but only after its engines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import psutil
 
 from workbench.cluster.processes.place import alive
 
-LOADED = (  # torch and ipykernel would load torch._dynamo and ipykernel.debugger later, in every engine
+LOADED = (  # otherwise torch and ipykernel load torch._dynamo and ipykernel.debugger later, in every engine
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",
     "workbench.cluster.engines.worker",
 )  # fmt: skip
@@ -71,10 +71,7 @@ class Forked:
         return self.unheard and not self._lives()
 
     def poll(self) -> int | None:
-        """Returns its exit code, if it has ended.
-
-        If it is gone, waits for the server's report no longer than `TELLS` s.
-        """
+        """Returns its exit code, or None. If it is gone, expects the server's report for `TELLS` s at most."""
         if self.returncode is None and self.pid and not self.over.is_set() and not self._lives():
             self._missed = self._missed or time.monotonic()
             if time.monotonic() - self._missed > TELLS:
@@ -119,8 +116,9 @@ class Forked:
 
 
 class ForkServer:
-    """Orders engines from `process`, a server that reads and writes pipes. noted: called with each engine's name and
-    process
+    """Orders engines from `process`, a server that reads and writes pipes.
+
+    noted: called with each engine's name and process
     """
 
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
@@ -197,7 +195,7 @@ def _here() -> str:
 
 
 def serve(live: Callable[[], NoReturn]) -> None:
-    """Forks engines on order, and each calls `live`.
+    """Forks engines on order; each calls `live`.
 
     Returns at SIGTERM or the end of input, once all engines have ended.
     """

@@ -1,7 +1,7 @@
 """A lab's private directory: one per lab, 0700, with the state that survives the kernel.
 
-Its `lab.json` alone says who owns which processes. The guard, the engines' own watch and `Lab.attach` read it. This
-module does not start, signal or talk to a process.
+Its `lab.json` alone says which kernel owns which processes. The guard, the engines' own watch and `Lab.attach` read it.
+This module does not start, signal or talk to a process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workbench.record.process import this_process as this_process
 
 
 class ClusterError(RuntimeError):
-    """The engines cannot do what was asked: says which engine, why, and what would help."""
+    """A request that the engines cannot fulfil. The text says which engine, why, and what would help."""
 
 
 def root() -> Path:

@@ -32,7 +32,7 @@ def listened(pid: int) -> frozenset[int]:
 
 
 def taken(port: int) -> bool:
-    """Whether a process already listens on this port of the loopback."""
+    """Whether another process has this port of the loopback."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -158,8 +158,8 @@ class Processes:
     def introduce(self) -> bool:
         """Shows the engines where the controller is, once its files are complete (an engine would read half a file).
 
-        The controller chooses its ports, releases them and binds them later. If another process takes one, the
-        controller ends or lacks a scheduler, and no engine comes up. Then this starts another controller.
+        If another process has taken one of its ports, the controller ends or lacks a scheduler, and no engine comes up.
+        Then this starts another controller. See `ports`.
         """
         written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
         try:

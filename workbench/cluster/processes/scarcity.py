@@ -57,9 +57,9 @@ class Scarcity:
         return {file: count for file, count in found.items() if count >= 0}
 
     def _files(self, pid: int) -> list[str]:
-        """Returns the files with the counts of a process's memory cgroup, and of the top one.
+        """Returns the files with the counts of a process's memory cgroup and of the top one.
 
-        A container may not show the process's own path.
+        A container may show only the top.
         """
         try:
             lines = self.read(f"/proc/{pid}/cgroup").splitlines()

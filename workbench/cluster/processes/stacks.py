@@ -1,4 +1,4 @@
-"""Shows the Python stacks of the ranks' threads, even if a rank's code blocks its threads.
+"""Shows the stacks of the ranks' threads, even if one thread lets no other thread run.
 
 An engine answers on its line's thread. If it does not, it gets a signal, which `faulthandler` answers from C without
 the interpreter. A process that the system has stopped runs nothing; the text then says so.

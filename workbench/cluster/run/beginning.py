@@ -61,7 +61,7 @@ def begin(
 
 
 def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
-    """Sends the ranks the run's secret, only over the encrypted line."""
+    """Sends the ranks the run's secret, only over the encrypted line. Raises RankError if a rank does not take it."""
     until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
     while waiting:
         said = cluster.line.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)

@@ -1,4 +1,4 @@
-"""One live run as the kernel sees it: rows come in, changes go out, the end is noticed.
+"""One live run as the kernel sees it: takes in rows, answers changes, notices the end.
 
 Two threads feed it: the relay with batches, and the watch, which looks at the engines.
 """

@@ -34,7 +34,7 @@ class Orders:
         self._queue.put((what, everyone, to, rest))
 
     def ask(self, asked: PendingChange) -> None:
-        """Sends a change or a resize to the first rank."""
+        """Queues a change or a resize for the first rank."""
         self._queue.put(("request", False, (), {"pending": asked}))
 
     def dismiss(self, ranks: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from workbench.cluster.transport.wire import Batch
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
 HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
-UNHEARD = 30.0  # and if a rank's engine does not answer what is on its disk, on a busy machine
+UNHEARD = 30.0  # and if the rank's engine, on a busy machine, does not answer
 TRIES = 3  # reads at the end of a run
 
 
@@ -51,10 +51,7 @@ class Gaps:
             self._pass(key)
 
     def remind(self, kind: str, rank: int, sent: int) -> None:
-        """Takes in that a rank has sent `sent` rows.
-
-        Fetches rows that it had sent at the last reminder and that did not come.
-        """
+        """Takes in that a rank has sent `sent` rows. Fetches those of the last reminder that have not come."""
         key = kind, rank
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:

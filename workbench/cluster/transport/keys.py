@@ -36,10 +36,7 @@ class Keys(NamedTuple):
 
 
 def admit(client: str, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-    """Refuses every client on the sockets of `context` except the one with this public key.
-
-    Stop the result to end it.
-    """
+    """Refuses every client on the sockets of `context` except `client`, a public key. Stop the result to end it."""
     doorkeeper = ThreadAuthenticator(context)
     doorkeeper.start()
     doorkeeper.configure_curve_callback(credentials_provider=_Only(client))

@@ -55,10 +55,7 @@ class Line:
                 before.socket.close(0)
 
     def leave(self, rank: int, address: str) -> None:
-        """Makes questions to `rank` fail at once, because its engine at `address` is gone.
-
-        Does nothing during a question.
-        """
+        """Makes questions to `rank` fail at once: its engine at `address` is gone. Does nothing during a question."""
         wire = self._wires[rank]
         if wire.address == address and wire.lock.acquire(blocking=False):
             try:
