@@ -1,4 +1,4 @@
-"""One time for all ranks: the offset of each rank's clock, and how sure we are of it."""
+"""One time for all ranks: the offset of each rank's clock, and its error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROUNDS = 16
 def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
     """Sets `clock` to rank 0's; returns (are all ranks on one host, error of the offset in seconds).
 
-    Ranks of one host read the same clock, so there the offset is exact. Others take the middle of the quickest
-    of some round trips, as NTP does: the error is at most half of that trip.
+    Ranks of one host read the same clock, so the offset is exact. Ranks of several hosts use the middle of the quickest
+    of ROUNDS round trips, as NTP does: the error is at most half of that trip.
     """
     name = int.from_bytes(hashlib.blake2b(platform.node().encode(), digest_size=7).digest(), "big")
     mine = torch.tensor([float(name % 2**52), clock.base], dtype=torch.float64)
@@ -37,10 +37,10 @@ def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
 
 
 def _ping(wire: Wire, other: int) -> tuple[float, float]:
-    """Between rank 0 and `other`: (other's perf_counter minus rank 0's, half the quickest round trip).
+    """Returns (perf_counter of `other` minus rank 0's, half the quickest round trip). All ranks must call it.
 
-    By broadcasts, in which all ranks take part: what gloo sends from one to one must not be waited for in slices, for
-    each that ends closes every connection ("Application timeout caused pair closure", torch 2.13).
+    It uses broadcasts, because a rank must not wait for gloo's send and recv in slices. Each slice that times out
+    closes every connection ("Application timeout caused pair closure", torch 2.13).
     """
     best = (0.0, float("inf"))
     stamp = torch.zeros(1, dtype=torch.float64)

@@ -1,15 +1,15 @@
-"""The wire: what the engine asks of torch.distributed; how gloo and NCCL do it is in engine/device.
+"""The engine's interface to torch.distributed. Its gloo and NCCL parts are in engine/device.
 
 A `Wire` is one process group used by one thread at a time (two threads on one group give silently wrong sums).
-Waiting is done in slices, so that a stop or an abort is heard while a collective blocks.
+It waits in slices, so that a stop or an abort can interrupt a collective that blocks.
 
-[Note: One communicator per GPU] Two communicators that have kernels on one GPU at a time may each wait for the other's
-on another rank. So there is one, the data wire's, and one thread at a time issues on it; control, backgrounds and
-arrivals on a Link go over gloo, whatever the data goes over.
+[Note: One communicator per GPU] If two communicators have kernels on one GPU, each may wait for the kernel of the other
+on another rank. So a GPU has one communicator, the data wire's, and one thread at a time issues on it. Control,
+background traffic and arrivals on a Link always use gloo.
 
-[Note: No name service] torch's TCPStore asks for the name of every address that it connects to, the loopback's too, and
-where the answer is lost a run begins five seconds later. So ranks of one host meet in a file instead, in one for each
-generation and each group: whoever opens torch's FileStore reads all that was ever written into its file, and keeps it.
+[Note: No name service] torch's TCPStore resolves the name of every address that it connects to, even the loopback's. If
+the answer is lost, a run begins 5 seconds later. So ranks of one host meet in a file instead. Each generation and each
+group has a file of its own, because opening torch's FileStore reads and keeps everything ever written into its file.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceO
 
 
 class Aborted(RuntimeError):
-    """This rank was told to leave a collective that its peers did not finish."""
+    """This rank had to leave a collective before its peers finished it."""
 
 
 def peer_left(error: BaseException, text: str) -> bool:
-    """Whether `error`, which says `text`, is what a rank meets whose peer has failed or was told to leave."""
+    """Whether `error`, with the message `text`, means that a peer has failed or left."""
     signs = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure",
              "emote process exiting", "ommunicator was aborted")
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
 
 
 def of_own(error: BaseException) -> bool:
-    """Was it raised by code that is neither ours nor torch's? Whatever it says, then no peer's leaving is behind it."""
+    """Whether code outside this package and torch raised `error`. Then no lost peer is its cause."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -60,18 +60,18 @@ def of_own(error: BaseException) -> bool:
 
 
 class Leaving(threading.Event):
-    """Set when a rank must leave at once; every wait hears it within a slice."""
+    """An event that makes a rank leave at once. Every wait checks it once per slice."""
 
 
 def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
-    """Where all ranks of a lab meet: (what has to be kept for it to be there, host, port).
+    """Makes the meeting point of a lab's ranks. Returns (the object that keeps it alive, host, port).
 
-    On one host the name of a file stands for the host, and the port is 0. See [Note: No name service]. What else the
-    ranks of the host share lies beside that file, in a directory that is this user's alone.
+    On one host, `host` is the path of a file and the port is 0. See [Note: No name service]. The ranks put other shared
+    files into the same directory, which only this user can enter.
     """
     if host == LOOPBACK:
         folder = tempfile.mkdtemp(prefix="workbench-")
-        kept = Leaving()  # anything that can be let go
+        kept = Leaving()  # any object with a finalizer will do
         weakref.finalize(kept, shutil.rmtree, folder, ignore_errors=True)
         return kept, str(Path(folder) / "ranks"), 0
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -79,7 +79,7 @@ def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
 
 
 def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) -> Any:
-    """The meeting point as seen by one run: keys of another generation cannot be met."""
+    """Connects to the meeting point, as a store that shows only the keys of one generation."""
     limit = timedelta(seconds=timeout)
     if port:
         store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
@@ -90,17 +90,19 @@ def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) 
 
 
 def meeting(host: str, generation: str) -> str:
-    """The file in which ranks of one host meet, whose name may not hold all that a generation's name does."""
+    """Returns the file in which ranks of one host meet. Its name has a digest: `generation` may not fit a file name."""
     return f"{host}-{hashlib.blake2b(generation.encode(), digest_size=8).hexdigest()}"
 
 
 class Wire:
-    """A process group of all ranks of a run, for one thread at a time.
+    """A process group, for one thread at a time.
 
-    here: at which of this machine's addresses gloo listens
-    kind: "gloo" or "nccl"; on NCCL the tensors lie on `on`, and `beside` says whether a peer is gone. `precise` wraps a
-    gloo group so that mismatched collectives raise a clean error instead of ending the process; it costs several times
-    as much per small collective. See [Note: One communicator per GPU].
+    kind: "gloo" or "nccl". See [Note: One communicator per GPU].
+    here: the address of this machine at which gloo listens
+    precise: wraps a gloo group so that mismatched collectives raise a clean error instead of ending the process. A
+        small collective then takes several times as long.
+    on: the device of NCCL's tensors
+    beside: whether a peer is gone, which NCCL does not notice
     """
 
     def __init__(self, store: Any, rank: int, size: int, tag: str, leaving: Leaving, kind: str = "gloo",
@@ -108,7 +110,7 @@ class Wire:
                  beside: Callable[[], bool] = lambda: False) -> None:
         self.rank, self.size, self.leaving, self.tag, self.kind = rank, size, leaving, tag, kind
         self._torn = False
-        self.waits, self.moved = False, time.monotonic()  # is somebody in `wait`, and since when is that so
+        self.waits, self.moved = False, time.monotonic()  # is a thread in `wait`, and since when
         self.line = device.KINDS[kind](dist.PrefixStore(tag, store), rank, size, timeout=timeout, here=here,
                                        precise=precise, device=on, beside=beside)
         self.group = self.line.group
@@ -117,7 +119,7 @@ class Wire:
     # -- asynchronous: each returns a Work for `wait` --
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Any:
-        """Of a "mean" this is the sum, for gloo knows no mean: whoever waits divides."""
+        """Starts a reduction. A "mean" is only summed, because gloo has no mean: the caller divides after `wait`."""
         if self.line.carried is not None and x.dtype not in self.line.carried:
             raise StrategyError(
                 f"all_reduce of {str(x.dtype)[6:]}: {self.kind} adds no such numbers; hand in int32 or float32, or "
@@ -134,49 +136,50 @@ class Wire:
         return self._issued(self.group._allgather_base(out, x))
 
     def all_to_all(self, out: Tensor, x: Tensor, takes: Sequence[int] = (), gives: Sequence[int] = ()) -> Any:
-        """Equal rows, or as many elements as it says from and to each rank."""
+        """Exchanges equal rows, or `takes[r]` elements from each rank r and `gives[r]` to it."""
         return self._issued(self.group.alltoall_base(out, x, list(takes), list(gives)))
 
     def lend(self) -> Any:
-        """The group, for torch's own DDP, which issues on it without telling."""
+        """Returns the group for torch's own DDP, which issues collectives on it without calling this wire."""
         self.line.lent = True
         return self.group
 
     def carriable(self, x: Tensor) -> Tensor:
-        """`x`, or its bytes where the dtype is not carried as it is; for what moves numbers and adds none."""
+        """Returns `x`, or its bytes if the group cannot carry its dtype. Only for collectives that do not add."""
         carried = self.line.carried
         return x if carried is None or x.dtype in carried else x.view(torch.uint8)
 
     def check(self) -> None:
-        """Raises Aborted when this rank is told to leave, and ConnectionError when a peer was seen to be gone."""
+        """Raises Aborted if this rank must leave, and ConnectionError if a peer is gone."""
         if self.leaving.is_set():
             raise Aborted(f"left a collective on the {self.tag} wire before its peers finished it")
         self.line.look()
 
     def wait(self, work: Any) -> None:
-        """What follows comes after `work`: the host waits (gloo), or its stream (NCCL). Raises as `check` does."""
+        """Makes the host (gloo) or its stream (NCCL) wait for `work`. Raises as `check` does."""
         self.waits, self.moved = True, time.monotonic()
         self.line.wait(work, self.check)
         self.waits, self.moved = False, time.monotonic()
 
     def finish(self, work: Any) -> None:
-        """The host waits until `work` is done. Raises as `check` does."""
+        """Blocks the host until `work` is done. Raises as `check` does."""
         self.waits, self.moved = True, time.monotonic()
         self.line.finish(work, self.check)
         self.waits, self.moved = False, time.monotonic()
 
     def cut(self) -> None:
-        """Ends everything that is under way here; the peers hear of it."""
+        """Ends every collective under way here. The peers notice it."""
         self._torn = True
         self.line.cut()
 
     def parted(self) -> bool:
-        """Has a peer closed its end?"""
+        """Whether a peer has closed its end."""
         return bool(self.line.parted())
 
     def close(self) -> None:
-        """Gives the group back. One that was cut may miss that its sockets are gone (seen in gloo's waitSend), and
-        then ends only at its time limit: it does so on a thread that nobody waits for.
+        """Releases the group. After `cut` this happens on a thread, for which the caller waits 2 seconds at most.
+
+        A group that was cut may miss that its sockets are gone (seen in gloo's waitSend), and end at its time limit.
         """
         last, self.group = [self.group], None
         self.line.close()

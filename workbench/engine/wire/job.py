@@ -1,4 +1,4 @@
-"""A child under way on a lane, and a collective that it has asked for."""
+"""A child under way on a lane, and its collective under way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.rank import Op
 
 
 class Job:
-    """A child under way: its coroutine, its result, and when what happened."""
+    """A child under way: its coroutine, its result, and its times."""
 
     __slots__ = ("after", "asked", "began", "by", "child", "done", "error", "event", "flight", "held", "measures",
                  "name", "number", "priority", "resumed", "share", "step", "value")
@@ -20,22 +20,22 @@ class Job:
     def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: Any, done: threading.Event | None,
                  step: int, number: int) -> None:
         self.child, self.name, self.asked, self.number = child, name, asked, number
-        self.step = step  # that it was started in, which is the step of all that it does
-        self.done = done  # None where the thread that waits also runs it
+        self.step = step  # in which it was started; all its spans belong to this step
+        self.done = done  # None if the thread that waits also runs it
         self.priority, self.share = 0, 1.0
         self.value: Any = None
         self.error: BaseException | None = None
         self.flight: Flight | None = None
-        self.resumed = self.began = asked  # when it last got an answer, and when it began to work on it
-        self.measures = False  # was what it asked for last a part of measuring?
-        self.by: Any = None  # an optimizer's settings when it was started
-        self.after: Any = None  # on a GPU: the event after which it may begin,
-        self.event: Any = None  # the one after which it is over,
-        self.held: Any = None  # and what it was given, kept until then
+        self.resumed = self.began = asked  # when its last op was answered, and when it went on
+        self.measures = False  # whether its last op is part of a measurement
+        self.by: Any = None  # the optimizer's settings at its start
+        self.after: Any = None  # on a GPU: the event after which it may begin
+        self.event: Any = None  # on a GPU: the event after which it is over
+        self.held: Any = None  # on a GPU: its arguments, kept until it is over
 
 
 class Flight:
-    """A collective issued and not yet waited for."""
+    """A collective that was issued and not waited for yet."""
 
     __slots__ = ("arrived", "asked", "finished", "hold", "line", "load", "op", "step", "what", "work")
 

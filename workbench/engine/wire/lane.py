@@ -1,12 +1,12 @@
-"""Lanes: the threads on which children run beside the step, and the performing of what they ask.
+"""Lanes: threads that run children next to the step, and the collectives of these children.
 
-One lane, one thread, and a wire for all ranks and for each group that is asked for (see wires.py). Children run one
-after the other in the order in which they were started, which is the same on all ranks, or in rank 0's where they have
-priorities (see turns.py). Encoding happens here and so overlaps with backward.
+A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see wires.py). Children run one
+after another in the order of their start, which is the same on all ranks. Children with priorities run in rank 0's
+order instead (see turns.py). Encoding happens on the lane's thread and so overlaps with backward.
 
-On a GPU the lane has a stream, too, and what is said of threads holds of streams; see [Note: Order on a GPU] in
-engine/device/cuda.py. On an emulated Link the lane's thread waits there until a collective is done on the GPU, sleeps
-until it would be over on the Link, and only then lets the stream go on: the times are the host's then.
+On a GPU the lane also has a stream, which keeps the order in place of the thread. See [Note: Order on a GPU] in
+engine/device/cuda.py. On an emulated Link the lane's thread waits until the GPU has done a collective, and sleeps until
+the Link would have done it. Only then the stream goes on, so the host's clock gives the times.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from workbench.rank import Group, Handle, Op, StrategyError, collective
 
 
 class Lane(Verbs):
-    """One lane of one rank: performs the collectives that children ask for and records them.
+    """One lane of one rank: performs the collectives of its children and records them.
 
-    `eager` runs children on the caller's thread up to their first collective, which goes on by itself; what
-    follows it is done when the child is waited for. It saves a thread when there is nothing to compute or to
-    sleep for.
+    eager: runs a child on the caller's thread up to its first collective, and the rest in `wait`. This saves a thread
+        if the child has nothing to compute and no Link to sleep for.
     """
 
     def __init__(self, name: str, port: Port, watch: Watch, chip: Chip, open: Callable[[Group | None], Line],
@@ -52,31 +51,32 @@ class Lane(Verbs):
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
         self.before: Callable[[int], None] = lambda number: None  # called before a child begins
-        self.take: Callable[[Job, Op], None] = lambda job, op: None  # a child asks for a collective,
-        # and is over, with a value that is kept until it is waited for: what it held meanwhile is counted
+        # `take` is called when a child starts a collective, and `give` when the child is over and when the caller has
+        # waited for its value: they count the memory that is held in between.
+        self.take: Callable[[Job, Op], None] = lambda job, op: None
         self.give: Callable[[Job, Any], None] = lambda job, value: None
-        self.beside: dict[str, Callable[[Op, Job], Any]] = {}  # performs what a child asks for and no wire carries
+        self.beside: dict[str, Callable[[Op, Job], Any]] = {}  # performs the ops that no wire carries, by verb
         self.settings: Callable[[], Any] = lambda: None
-        self.hop: Callable[[Op, int], Any] = lambda op, step: None  # performs a message of an all-reduce
-        self.wireless = False  # do its children ask for no collective?
+        self.hop: Callable[[Op, int], Any] = lambda op, step: None  # performs one message of an all-reduce
+        self.wireless = False  # whether no child of this lane starts a collective
         self._turns = Turns(self._agreed, self.rank == 0)
         self._thread: threading.Thread | None = None
         self._busy = ""
-        self._broken: BaseException | None = None  # what a child failed with, or the thread
+        self._broken: BaseException | None = None  # the error of a child, or of the thread
         self._stream = chip.stream()
-        self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: what is not over yet, and the event of its end
+        self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: collectives and the events of their ends
         self._kept: deque[Job] = deque()
 
     @property
     def busy(self) -> str:
-        """The collective that is under way now; "" if none is."""
+        """The collective that is under way now, or ""."""
         return next((what for what, end in list(self._aloft) if not self.chip.reached(end)), self._busy)
 
     # -- called by the host's thread --
 
     def start(self, child: Coroutine[Op, Any, Any], name: str, priority: int = 0, share: float = 1.0) -> Handle:
         handle = Handle(name, self.name)
-        self.eager = self.eager and not priority  # who may be overtaken must not have begun
+        self.eager = self.eager and not priority  # a child with a priority must not begin before its turn
         here = (self.eager or self.size == 1) and not self.wireless
         self.started += 1
         self.before(self.started)
@@ -119,7 +119,7 @@ class Lane(Verbs):
         self._thread.start()
 
     def _keep(self, job: Job) -> None:
-        """What `job` is given stays until it is over; see [Note: Memory that crosses] in engine/device/cuda.py."""
+        """Keeps the tensors of `job` until it is over. See [Note: Memory that crosses] in engine/device/cuda.py."""
         job.after, job.held = self.chip.mark(), self.chip.held(job.child)
         while self._kept and self._kept[0].event is not None and self.chip.reached(self._kept[0].event):
             self._kept.popleft()
@@ -128,7 +128,7 @@ class Lane(Verbs):
     # -- on the lane's own thread --
 
     def _moment(self) -> Any:
-        """Now: on the stream, but on an emulated Link by the host's clock."""
+        """Returns an event on the stream as "now", or the host's time on an emulated Link."""
         return self.clock.now() if self.port.active else self.watch.now()
 
     def _serve(self) -> None:
@@ -143,12 +143,12 @@ class Lane(Verbs):
     def _next(self) -> Job | None:
         try:
             return self._turns.get(agreeing=self._broken is None)
-        except BaseException as error:  # a wire is cut: whoever waits is to hear why
+        except BaseException as error:  # a wire is cut: `wait` must raise this error
             self._broken = error
             return self._turns.get(agreeing=False)
 
     def _agreed(self, chosen: list[int] | None) -> list[int]:
-        """What rank 0 has chosen, on every rank; it crosses beside the Link, as tickets do."""
+        """Broadcasts rank 0's choice to every rank, outside the Link, as tickets are."""
         wire = self.wires.of(None).aside
         assert wire is not None
         numbers = torch.tensor(chosen or [0] * ROOM, dtype=torch.int64)
@@ -156,8 +156,8 @@ class Lane(Verbs):
         return numbers.tolist()
 
     def _advance(self, job: Job, finish: bool) -> None:
-        """Runs the child on; with `finish` to its end, else until its first collective is under way."""
-        failed = self._broken  # ranks no longer ask alike here: whoever waits is to hear why
+        """Runs the child to its end if `finish`, else until its first collective is under way."""
+        failed = self._broken  # ranks may no longer start the same collectives: `wait` must raise this error
         if failed is not None:
             return self._over(job, failed)
         try:
@@ -166,27 +166,30 @@ class Lane(Verbs):
                     self._drive(job, finish)
                 except BaseException as error:
                     job.error = error
-                    self._broken = None if isinstance(error, StrategyError) else error  # that all ranks meet with
+                    self._broken = None if isinstance(error, StrategyError) else error  # every rank raises it
                 if self.chip.runs_ahead and job.flight is None:
                     job.event = self.chip.mark()
-        except BaseException as error:  # the chip's own: it must not end the thread that all children run on
+        except BaseException as error:  # the chip's own error: it must not end the thread of all children
             failed = error
         self._over(job, failed)
 
     def _over(self, job: Job, failed: BaseException | None) -> None:
-        """Frees whoever waits for `job`; failed: what went wrong outside the child, which comes after its own error."""
+        """Frees the caller that waits for `job`.
+
+        failed: an error from outside the child; the caller gets it if the child has no error of its own
+        """
         if job.flight is None or failed is not None:
             self.give(job, job.value)
         if failed is not None:
             job.error, job.flight = job.error or failed, None
-            with contextlib.suppress(Exception):  # it may not even have begun, and never will
+            with contextlib.suppress(Exception):  # the child may not have begun
                 job.child.close()
         if job.done is not None:
             job.done.set()
 
     def _drive(self, job: Job, finish: bool) -> None:
         flight, job.flight = job.flight, None
-        value = self._complete(flight) if flight is not None else None  # its first collective went on by itself
+        value = self._complete(flight) if flight is not None else None  # of an eager child
         job.began = self.now()
 
         def perform(op: Op) -> Any:
@@ -221,7 +224,7 @@ class Lane(Verbs):
         self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
 
     def work(self, op: Op, job: Job) -> Any:
-        """A strategy's own arithmetic, in a child."""
+        """Does a strategy's own arithmetic in a child, and records its time and its flops."""
         of, flops, name = op.args
         began = self.now()
         value = of()
@@ -232,7 +235,7 @@ class Lane(Verbs):
     # -- one collective --
 
     def _issue(self, op: Op, job: Job) -> Flight | None:
-        """Puts a collective on the wire; None when one rank is all there is, or for a Sample."""
+        """Issues a collective. Returns None for a Sample, or if the group has only one rank."""
         if op.verb == "sample":
             name, value = op.args
             return self.record.sample(job.step, name, self.clock.now(), float(value))
@@ -246,7 +249,7 @@ class Lane(Verbs):
             self._busy = ""
             return None
         self.take(job, op)
-        if shaper.active and self.chip.runs_ahead:  # the Link counts from when there is something to send
+        if shaper.active and self.chip.runs_ahead:  # the Link's time starts when the GPU has computed the data
             self.chip.await_host(self.chip.mark(), wire.check)
         now = self.now()
         if shaper.active:
@@ -282,7 +285,10 @@ class Lane(Verbs):
 
 
 def _last_arrival(aside: Wire | None, now: float) -> float:
-    """The last arrival by asking everybody, where ranks share no file; not over NCCL, which takes no CPU tensor."""
+    """Returns the last arrival by an all-reduce, for ranks that share no file.
+
+    aside: a gloo wire, because NCCL takes no CPU tensor
+    """
     assert aside is not None
     mine = torch.tensor([now], dtype=torch.float64)
     aside.wait(aside.all_reduce(mine, "max"))

@@ -1,4 +1,4 @@
-"""All lanes of one rank: the first carries what is asked for outside of children, others open when asked for."""
+"""All lanes of one rank. The first also runs ops outside of children; other lanes open at their first use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workbench.rank import Handle, Op
 
 
 class Lanes:
-    """Lanes by name; every child runs on the one that it is started on.
+    """Lanes by name. A child runs on the lane that `start` names.
 
-    open:  how a lane is made
-    aside: was a child of this step on another lane than the first?
+    open:  makes a lane
+    aside: whether a child of this step used another lane than the first
     """
 
     def __init__(self, first: Lane, open: Callable[[str], Lane]) -> None:
@@ -26,7 +26,7 @@ class Lanes:
 
     @property
     def busy(self) -> str:
-        """A collective that is under way now; "" if none is."""
+        """A collective that is under way now, or ""."""
         return next((lane.busy for lane in self if lane.busy), "")
 
     @property

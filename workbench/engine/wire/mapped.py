@@ -1,4 +1,4 @@
-"""A small file that the ranks of one host have in common, in the memory of each."""
+"""A small file that the ranks of one host map into their memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def mapped(path: Path, nbytes: int) -> mmap.mmap:
-    """The file at `path`, made if it is not there, as memory; no descriptor of it stays open.
+    """Maps the file at `path` into memory, and creates it if it is missing. No descriptor stays open.
 
-    Its room is taken now. A file that is only said to be long takes it at the first write, and where there is none left
-    by then the system ends the process (SIGBUS). Raises OSError where there is none now.
+    It allocates the disk space now, and raises OSError if there is none. A sparse file would allocate it at the first
+    write, and a full disk would then end the process (SIGBUS).
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -1,8 +1,8 @@
-"""Slowing real work down to a description: the Link on the wire, the pace and the faults on compute.
+"""Slows real work down: collectives to an emulated Link, compute to a pace and its faults.
 
-User space only. A shaped operation really happens first; its ranks then sleep until the time at which it would
-have ended on the Link. That time counts from the arrival of the last participant, or early ranks would
-transfer for free; arrivals are exchanged through a small shared file, or over the wire between hosts.
+It works in user space only. A shaped operation really happens first. Its ranks then sleep until it would have ended on
+the Link. That time counts from the arrival of the last rank, because early ranks would otherwise transfer for free.
+Ranks exchange arrivals through a small shared file on one host, and by collectives between hosts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.rank import Group
 
-RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
+RING = 256  # operations of which the table keeps arrivals; ranks are never more than one collective apart
 
 
 class Clock:
-    """Seconds since the run began. `base` is what `perf_counter` showed then, on this rank."""
+    """Seconds since the run began. base: this rank's `perf_counter` at that time."""
 
     def __init__(self, epoch: float) -> None:
         self.base = time.perf_counter() - (time.time() - epoch)
@@ -36,7 +36,7 @@ class Clock:
 
 
 class Naps:
-    """Sleeping that ends early when a stop is asked."""
+    """Sleeps that end early after a stop (`hurried`)."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -45,7 +45,7 @@ class Naps:
 
     @property
     def asleep(self) -> bool:
-        """Whether this rank stands still because its settings say so."""
+        """Whether this rank sleeps because of its settings."""
         return not self.hurried and self.clock.now() < self._end
 
     def until(self, t: float) -> None:
@@ -58,7 +58,7 @@ class Naps:
 
 
 class ArrivalTable:
-    """A small file shared by the ranks of one host, in which each writes when it was ready for an operation."""
+    """A small file that ranks of one host share: each writes when it was ready for an operation."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         nbytes = RING * size * 8
@@ -70,29 +70,29 @@ class ArrivalTable:
         self._cells[number % RING, self.rank] = ready
 
     def last(self, number: int) -> float:
-        """The last arrival; call it once the operation itself has completed, so that all have posted."""
+        """Returns the last arrival. Call it after the operation, when all ranks have posted."""
         return float(self._cells[number % RING].max())
 
     def close(self) -> None:
-        """Gives the file's descriptor back."""
+        """Unmaps the file."""
         self._cells = np.zeros((RING, 1))
         self._map.close()
 
 
 class Port:
-    """This rank's port on the emulated Link, shared by all its wires and messages: what is sent queues here.
+    """This rank's port on the emulated Link. All its wires and messages queue here.
 
-    In and out do not disturb each other (full duplex). A message leaves when the sender's port is free, and has
-    come once the receiver's has taken it in; both take as long as the slower of the two ports needs.
+    The port is full duplex. A message leaves when the sender's port is free, and arrives when the receiver's port has
+    taken it in. Both ends take as long as the slower of the two ports needs.
     """
 
     def __init__(self, rank: int, size: int, naps: Naps, seed: int) -> None:
         self.rank, self.size, self.naps, self.seed = rank, size, naps, seed
         self.fabric = Fabric()
-        self.free = 0.0  # when the port is free again to send
-        self._taken = 0.0  # and to take in
+        self.free = 0.0  # when the port can send again
+        self._taken = 0.0  # when it can receive again
         self._messages = 0
-        self._last: Shaper | None = None  # whose collective took the port last
+        self._last: Shaper | None = None  # the wire of the last collective
         self._lock = threading.Lock()
 
     @property
@@ -100,9 +100,9 @@ class Port:
         return self.size > 1 and self.fabric.shaped
 
     def occupy(self, wire: Shaper, ready: float, seconds: float) -> tuple[float, float]:
-        """A collective of `wire`, whose ranks were all `ready` then, takes the port: (when it begins, when it ends).
+        """Takes the port for a collective of `wire`. Returns (when it begins, when it ends).
 
-        Another wire may have taken the port since this rank said that it was ready.
+        ready: when the last rank was ready. Another wire may have taken the port since.
         """
         with self._lock:
             began = ready if self._last is wire else max(ready, self.free)
@@ -110,19 +110,19 @@ class Port:
         return began, began + seconds
 
     def let_go(self, now: float) -> None:
-        """A stop was asked: what would still keep it busy is over."""
+        """Frees the port at once, after a stop."""
         with self._lock:
             self.free = min(self.free, now)
 
     def over(self, end: float) -> float:
-        """When that is over which the Link would end then: at once after a stop, for nobody waits for it."""
+        """Returns when an operation is over that the Link would end at `end`: at once after a stop."""
         return min(end, self.now()) if self.naps.hurried else end
 
     def now(self) -> float:
         return self.naps.clock.now()
 
     def post(self, nbytes: int, to: int) -> tuple[float, float, float]:
-        """A message goes out to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
+        """Sends a message to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
         now = self.now()
         if not self.active:
             return now, 0.0, now
@@ -133,7 +133,7 @@ class Port:
             return begun, seconds, self.free
 
     def take(self, source: int, begun: float, seconds: float) -> float:
-        """A message comes in that began to be sent at `begun`: when it has come, on the Link."""
+        """Receives a message that rank `source` began to send at `begun`. Returns when the Link has delivered it."""
         if not seconds:
             return 0.0
         with self._lock:
@@ -143,9 +143,9 @@ class Port:
 
 
 class Shaper:
-    """One wire's use of this rank's port. One collective at a time, in the order asked.
+    """One wire's use of this rank's port, one collective at a time.
 
-    group: whose wire it is; None: that of all ranks
+    group: the group of the wire; None: all ranks
     """
 
     def __init__(self, port: Port, table: ArrivalTable | None, group: Group | None = None) -> None:
@@ -159,10 +159,10 @@ class Shaper:
         return self.port.active and self.port.fabric.path(self.ranks).shaped
 
     def ready(self, arrived: float, asked: float) -> float:
-        """Says when this rank and its port are ready for the next operation, whose child was `asked` for then.
+        """Returns and posts when this rank and its port are ready for the next operation.
 
-        A sleep ends a little late. A child that was there by then counts as begun on time: a real port would not
-        have paused between two operations.
+        A sleep ends a little late. A child that had `asked` by then counts as if the sleep had ended on time, because a
+        real port does not pause between 2 operations.
         """
         self.number += 1
         arrived -= max(self._woke - max(asked, self._ended), 0.0)
@@ -172,30 +172,30 @@ class Shaper:
         return ready
 
     def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
-        """Sleeps until the operation would have ended, or a stop is asked: (began, own port's end, end for all)."""
+        """Sleeps until the operation would have ended, or until a stop. Returns (began, own port's end, common end)."""
         mine, slowest = self.cost(load)
         noise = self.port.fabric.path(self.ranks).noise(self.port.seed, self.number)
         began, end = self.port.occupy(self, self.table.last(self.number) if self.table else last(), slowest * noise)
         own, self._ended = began + mine * noise, max(end, self.naps.clock.now())
         self.naps.until(end)
         self._woke = self.naps.clock.now()
-        if self.naps.hurried:  # nobody waited for what would have been: it ended when the rank went on
+        if self.naps.hurried:  # after a stop the operation ended when the rank went on
             self.port.let_go(self._woke)
             began, own, end, self._ended = (min(t, self._woke) for t in (began, own, end, self._ended))
         return began, own, end
 
     def cost(self, load: Load) -> tuple[float, float]:
-        """Seconds that this rank's port, and the slowest port, would be busy."""
+        """Returns the seconds that this rank's port and the slowest port would be busy."""
         fabric = self.port.fabric
         plain = port_seconds(fabric.path(self.ranks), fabric.shared, load, self.group.parallel if self.group else 1)
         return plain * choke(fabric.faults, self.port.rank), plain * max(choke(fabric.faults, r) for r in self.ranks)
 
 
 class Pace:
-    """Stretches this rank's compute to a stated duration, and by its faults: see `workbench.fabric.pace`.
+    """Stretches this rank's compute to its pace, and by its faults. See `workbench.fabric.pace`.
 
-    A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within
-    backward the slices end in proportion to the gradients that are ready.
+    A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within backward
+    the time passes in proportion to the gradients that are ready.
     """
 
     shares: ClassVar[dict[str, float]] = SHARES
@@ -207,15 +207,18 @@ class Pace:
         self._kept = Kept()
         self._began = self._slept = 0.0
         self._stretch = 1.0
-        self._asked = self._took = 0.0  # of the present phase: seconds that it is to take, and takes without faults
-        self._step = [0.0, 0.0]  # the same of this step's phases before it
+        self._asked = self._took = 0.0  # seconds that this phase should take, and takes without faults
+        self._step = [0.0, 0.0]  # the same 2 sums for the earlier phases of this step
 
     @property
     def active(self) -> bool:
         return bool(self.seconds or self.faults)
 
     def begin(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
-        """A phase begins, or such a share of one, in which so much of the forward is computed again."""
+        """Begins a phase.
+
+        share: the part of a whole phase. again: the part of the forward that is computed again in it.
+        """
         if not self.active:
             return
         self._count()
@@ -224,12 +227,12 @@ class Pace:
         self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
 
     def put_off(self, seconds: float) -> None:
-        """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""
+        """Excludes `seconds` in which the strategy ran and this rank computed nothing."""
         self._began += seconds
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Inside, another phase begins and ends, as an update in a forward does, and the present one stands still."""
+        """Pauses this phase for another one inside it, such as an update in a forward."""
         kept, since = (self._slept, self._stretch, self._asked, self._took), self.naps.clock.now()
         began, self._asked, self._took = self._began, 0.0, 0.0
         yield
@@ -238,7 +241,7 @@ class Pace:
         self._began = began + self.naps.clock.now() - since
 
     def reach(self, fraction: float) -> None:
-        """`fraction` of the phase is computed: sleep until as much of its time is over."""
+        """Sleeps until `fraction` of the phase's time is over, because that part of it is computed."""
         if not self.active:
             return
         now = self.naps.clock.now()
@@ -250,7 +253,7 @@ class Pace:
         self._took = (self.naps.clock.now() - self._began) / self._stretch
 
     def over(self) -> dict[str, Any] | None:
-        """A step is over; what there is to say of the pace, if that is news."""
+        """Ends a step. Returns a report if the rank begins or ceases to miss its pace, else None."""
         self._count()
         (asked, took), self._step = self._step, [0.0, 0.0]
         return self._kept.step(self.seconds, asked, took)

@@ -1,11 +1,12 @@
-"""Whose turn it is on a lane: children in the order of their start, or in rank 0's order where they have priorities.
+"""The order of children on a lane: by start, or by rank 0's choice if they have priorities.
 
-[Note: Rank 0's order] A child without a priority begins after all that were started before it, and before all that are
-started after it; those with one between two such overtake each other. Ranks are not equally far, and would disagree
-about which are there: so rank 0 chooses the most urgent that have been started on it, until their `share`s make one,
-and tells the others, on whom they then begin in this order, be they started there yet or not. What is chosen is
-overtaken by none. Every rank takes part as soon as it has a child whose turn nobody has told yet; all start the same
-children, so each such round has all ranks in it.
+[Note: Rank 0's order] A child without a priority begins after every child started before it, and before every child
+started after it. Children with priorities that are started between 2 such children may overtake each other. Ranks
+progress at different speeds, and would disagree about which children have been started. So rank 0 chooses: the most
+urgent of its started children, until their `share`s add up to 1. It broadcasts the choice, and every rank begins these
+children in this order, even if it has to wait for their start. No child overtakes a chosen one.
+A rank joins a round as soon as it has a child with a priority that no round has chosen. All ranks start the same
+children, so all ranks join each round.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Callable
 
 from workbench.engine.wire.job import Job
 
-ROOM = 32  # children that are chosen at a time, at most
+ROOM = 32  # children that rank 0 chooses at a time, at most
 
 
 class Turns:
-    """The children of one lane that have not begun; `get` is the lane's thread's. See [Note: Rank 0's order].
+    """The children of one lane that have not begun. Only the lane's thread calls `get`. See [Note: Rank 0's order].
 
-    agreed: from what rank 0 has chosen (None elsewhere), ROOM numbers with zeros behind, the same on every rank
+    agreed: broadcasts rank 0's choice (None on other ranks): ROOM numbers of children, padded with zeros
     """
 
     def __init__(self, agreed: Callable[[list[int] | None], list[int]], first: bool) -> None:
@@ -33,13 +34,13 @@ class Turns:
         self._closing = False
 
     def put(self, job: Job | None) -> None:
-        """A child was started; None: no more will be."""
+        """Adds a started child; None: there will be no more."""
         self._new.put(job)
 
     def get(self, agreeing: bool = True) -> Job | None:
-        """The child whose turn it is, once it is there; None when no more will come.
+        """Waits for the next child and returns it, or None after the last.
 
-        agreeing: do ranks still hear each other? Else any order will do
+        agreeing: whether ranks can still exchange their choice; if not, any order will do
         """
         if not agreeing:
             self._chosen.clear()

@@ -1,4 +1,4 @@
-"""How each collective that a child may ask for is put on a wire, and what comes back is read."""
+"""Puts each kind of collective on a wire, and reads its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.rank import Op, Rank, collective
 
 
 class Verbs:
-    """The part of a lane that knows the collectives: each goes on `wire` and answers (work, its result to be)."""
+    """The part of a lane that issues collectives. Each method returns (work, the tensor for its result)."""
 
     chip: Chip
     name: str
@@ -29,7 +29,7 @@ class Verbs:
     take: Callable[[Any, Op], None]
 
     def _summed(self, by: Algorithm, op: Op, job: Any) -> Any:
-        """An all-reduce in messages, each of which is a span of its own."""
+        """Does an all-reduce in messages. Each message has a span of its own."""
         aside = "" if self.name == "comm" else f" on {self.name}"
         self._busy = name = f"{collective(op, job.name)}{aside}"
         self.take(job, op)
@@ -44,7 +44,7 @@ class Verbs:
         return value
 
     def _load(self, wire: Wire, op: Op) -> Load:
-        """What the ports have to carry."""
+        """Returns the load of a collective on the ports."""
         x = op.args[0]
         if op.verb == "all_to_allv":
             return uneven(op.args[1], x[0].element_size(), wire.rank)
@@ -78,7 +78,7 @@ class Verbs:
         return wire.all_to_all(out, x, takes, gives), out.split(takes)
 
     def _reduce_scatter(self, wire: Wire, op: Op) -> tuple[Any, Any]:
-        """gloo's own moves a whole all-reduce's bytes; an all-to-all and a local sum do not."""
+        """Uses an all-to-all and a local sum, because gloo's own moves the bytes of a whole all-reduce."""
         x = wire.carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
@@ -100,14 +100,14 @@ class Verbs:
 
 
 def _wire_view(x: Tensor) -> Tensor:
-    """`x` as contiguous bytes where gloo cannot carry its dtype in a collective."""
+    """Returns `x` as contiguous memory, and as bytes if gloo cannot carry its dtype."""
     x = x.contiguous()
     odd = x.is_complex() or x.dtype in (torch.int16, torch.uint16) or "float8" in str(x.dtype)
     return x.view(torch.uint8) if odd else x
 
 
 def alone(op: Op) -> Any:
-    """With one rank every collective is the identity; a Sample has no answer."""
+    """Returns the result of a collective on one rank: its input. A Sample has no result."""
     if op.verb == "sample":
         return None
     x = op.args[0]

@@ -1,4 +1,4 @@
-"""When things happened: read from the clock where calls return when they are done, else from events, steps later."""
+"""Times of operations: from the host's clock on a CPU, from events read steps later on a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from workbench.engine.device import Chip
 from workbench.engine.wire.shaping import Clock
 
 AHEAD = 2  # steps that the host may be ahead of the chip
-TIE_EVERY = 10.0  # seconds between two looks at what time an event shows: elapsed times are single precision
-SURE = 1e-3  # seconds that such a look may take and still be believed
-CODEC_FLOOR = 100e-6  # seconds: shorter stretches of a child's own work are not worth a span
+TIE_EVERY = 10.0  # seconds between 2 ties of events to the host's clock: elapsed times are single precision
+SURE = 1e-3  # seconds: a tie that takes longer is not used
+CODEC_FLOOR = 100e-6  # seconds: a child's own work that takes less gets no span
 
 
 class Watch:
-    """Times by the host's clock: an operation is over when its call returns. losses: (step, mean loss) not yet told."""
+    """Times by the host's clock: an operation is over when its call returns.
+
+    losses: (step, mean loss) not recorded yet
+    """
 
     def __init__(self, clock: Clock, record: Any) -> None:
         self.clock, self.record = clock, record
@@ -33,22 +36,22 @@ class Watch:
         self.write(step, "compute", name, began, began, self.now(), 0)
 
     def loss(self, step: int, values: list[Tensor]) -> None:
-        """The losses of a step's micro-batches, whose mean is to be told."""
+        """Queues the mean of the losses of a step's micro-batches."""
         numbers = [float(v) for v in values]
         self.losses.append((step, sum(numbers) / len(numbers)))
 
     def settle(self) -> None:
-        """Called once a step is over."""
+        """Ends a step."""
 
     def flush(self) -> None:
-        """Waits for all that is late."""
+        """Waits for all open events, and records their times."""
 
     def salvage(self, step: int) -> None:
-        """Writes down what is there, after a failure."""
+        """Records after a failure whatever is known."""
 
 
 class Moment:
-    """An event, and what its time is counted from."""
+    """An event, and the origin of its time: (event, host's seconds)."""
 
     __slots__ = ("event", "zero")
 
@@ -57,9 +60,9 @@ class Moment:
 
 
 class LateWatch(Watch):
-    """Times by events of a chip that runs ahead, read once they are reached; the host waits for none of this step.
+    """Times by events of a chip that runs ahead. The host reads an event after the chip has reached it.
 
-    look: called while the host waits for a step of long ago; raises when it must leave
+    look: called while the host waits for the end of an earlier step; raises if the rank must leave
     """
 
     def __init__(self, chip: Chip, clock: Clock, record: Any, look: Callable[[], None]) -> None:
@@ -70,7 +73,7 @@ class LateWatch(Watch):
         self._rows: deque[tuple[Any, ...]] = deque()
         self._numbers: deque[tuple[int, Tensor, Any]] = deque()
         self._ends: deque[Any] = deque()  # events at the ends of the latest steps
-        self._idle = chip.stream()  # nothing is ever queued here, so that its events are reached at once
+        self._idle = chip.stream()  # no work is ever queued here, so the chip reaches its events at once
         self._zero = (None, 0.0)
         self._tie(sure=False)
 
@@ -96,7 +99,7 @@ class LateWatch(Watch):
         self._read()
 
     def salvage(self, step: int) -> None:
-        with contextlib.suppress(RuntimeError):  # a chip that failed tells nothing more
+        with contextlib.suppress(RuntimeError):  # a chip that failed answers no more
             self._read()
             if peak := self.chip.peak():
                 self.record.sample(step, "gpu_bytes_peak", self.clock.now(), peak)
@@ -110,7 +113,7 @@ class LateWatch(Watch):
         self._rows.append((step, lane, name, asked, t0, t1, nbytes, t1.event))
 
     def _read(self) -> None:
-        """Writes down what has been reached by now, in the order in which it was noted."""
+        """Records the rows and losses with events that the chip has reached, in order."""
         reached = self.chip.reached
         while self._numbers and reached(self._numbers[0][2]):
             step, there, _ = self._numbers.popleft()
@@ -126,7 +129,7 @@ class LateWatch(Watch):
         return since + self.chip.seconds(event, moment.event)
 
     def _tie(self, sure: bool) -> None:
-        """Sees when an event is reached on a stream that has nothing else to do: a matter of microseconds."""
+        """Ties events to the host's clock, by an event on an idle stream: it is reached within microseconds."""
         with self.chip.inside(self._idle):
             before = self.clock.now()
             event = self.chip.moment()
@@ -137,5 +140,5 @@ class LateWatch(Watch):
 
 
 def watch(chip: Chip, clock: Clock, record: Any, look: Callable[[], None]) -> Watch:
-    """The watch for this chip."""
+    """Returns the watch for this chip."""
     return LateWatch(chip, clock, record, look) if chip.runs_ahead else Watch(clock, record)

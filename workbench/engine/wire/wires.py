@@ -1,11 +1,11 @@
-"""The lines of one lane: that of all ranks, and one for each group, opened when its first collective is asked for.
+"""The lines of one lane: one for all ranks, and one for each group, opened at its first collective.
 
-[Note: Opening beside training] Ranks of a group come to its first collective at different times, and one may never
-come. So they first say in the store that they are there, and look meanwhile whether this rank must leave or a peer is
-gone; only then they open the group itself, which cannot be interrupted. Whether that is so is one value in the store,
-which is written once: by the first rank when all are there, or by one that leaves before. Else one might leave whom
-another has just counted in, and waits for. All this goes over a connection of its own, for torch's stores let one
-thread wait at a time.
+[Note: Opening beside training] Ranks of a group reach its first collective at different times, and one may never reach
+it. Opening a process group cannot be interrupted. So each rank first registers in the store and waits until all ranks
+of the group have. While it waits, it checks whether it must leave or a peer is gone.
+The store holds one verdict, written once: by the first rank if all have registered, or by a rank that leaves. Otherwise
+a rank could leave after another rank has counted it. Each opening uses a store connection of its own, because a torch
+store lets only one thread wait at a time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """What the collectives of one group need on one lane; `wire` and `aside` are None where one rank is all there is.
+    """The wires and the shaper of one group on one lane. In a group of one rank, `wire` and `aside` are None.
 
     aside: the wire for tensors in the host's memory
-    met:   the file in which its ranks met to open it, if they did
+    met:   the file in which its ranks met to open it, or None
     """
 
     wire: Wire | None
@@ -38,32 +38,32 @@ class Line(NamedTuple):
 
 
 class Wires:
-    """One lane's lines by group. Used by the lane's thread only, and by whoever closes them while it stands still."""
+    """One lane's lines by group. Only the lane's thread uses them, or another thread while the lane is idle."""
 
     def __init__(self, whole: Line | None, open: Callable[[Group | None], Line]) -> None:
         self._lines: dict[Group | None, Line] = {} if whole is None else {None: whole}
         self._open = open
-        self._past: list[Path] = []  # files that were needed before the last change of groups
+        self._past: list[Path] = []  # meeting files of the groups before the last change
 
     def of(self, group: Group | None) -> Line:
-        """The line of `group` (None: of all ranks), opened now if this is the first that is asked of it."""
+        """Returns the line of `group` (None: all ranks), and opens it at the first use."""
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = self._open(group)
         return line
 
     def given_up(self, generation: int | None = None) -> list[Wire]:
-        """Forgets the groups of other generations than this one; returns their wires, which are to be closed."""
+        """Forgets the groups of other generations. Returns their wires, which the caller closes."""
         old = [group for group in self._lines if group is not None and group.generation != generation]
         lines = [self._lines.pop(group) for group in old]
         _put_away(lines)
-        for file in self._past:  # not sooner: another rank may have opened its end just now
+        for file in self._past:  # not sooner: another rank may just have opened its end
             file.unlink(missing_ok=True)
         self._past = [line.met for line in lines if line.met is not None]
         return list({id(wire): wire for line in lines for wire in (line.wire, line.aside) if wire is not None}.values())
 
     def close(self) -> None:
-        """Gives files back; the wires are their session's to close."""
+        """Closes the files. The session closes the wires."""
         _put_away(self._lines.values())
 
 
@@ -74,7 +74,7 @@ def _put_away(lines: Iterable[Line]) -> None:
 
 
 def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], Line]:
-    """How the lines of `lane` are opened on this rank, over gloo or NCCL; all ranks of the group open at once."""
+    """Returns a function that opens a group's line of `lane`, over gloo or NCCL. All its ranks must call it."""
 
     def opened(group: Group | None) -> Line:
         if len(group or range(port.size)) == 1:
@@ -98,9 +98,9 @@ def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | 
 
 
 def _gather(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
-    """Waits until all of `ranks` are here; `look` raises when this one must leave.
+    """Waits until all `ranks` have registered. `look` raises if this rank must leave.
 
-    See [Note: Opening beside training].
+    Raises ConnectionError if another rank left first. See [Note: Opening beside training].
     """
     store.set(f"{tag} {rank}", b"here")
     keys, verdict, rest = [f"{tag} {other}" for other in ranks], f"{tag} verdict", 0.001
@@ -115,7 +115,7 @@ def _gather(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Calla
             look()
         except Exception:
             if store.compare_set(verdict, "", "left") == b"open":
-                return  # the others count on it: this one leaves from the group's first collective
+                return  # the other ranks now count on this one: it leaves at the group's first collective
             raise
         time.sleep(rest)
         rest = min(2 * rest, 0.05)
