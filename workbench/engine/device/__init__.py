@@ -1,7 +1,7 @@
-"""The room for what differs between machines: streams, events, pinned copies, process groups.
+"""The parts that differ between machines: streams, events, pinned copies, process groups.
 
-Nothing else in the engine names torch.cuda or NCCL. `chip(name)` is what a rank computes on, `group(kind)` how its
-collectives cross the wire. Tests put stand-ins into CHIPS and KINDS, so that what is written for GPUs runs on CPUs.
+Only this package names torch.cuda and NCCL. A rank computes on `chip(name)`, and its collectives use a process group
+from KINDS. Tests put stand-ins into CHIPS and KINDS, so that GPU code runs on CPUs.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ KINDS: dict[str, Callable[..., Any]] = {"gloo": Gloo, "nccl": Nccl}
 
 
 def chip(name: str) -> Chip:
-    """What "cpu" or "cuda:0" computes on, as the engine uses it."""
+    """Returns the chip with torch's name "cpu" or "cuda:0"."""
     return CHIPS[name.partition(":")[0]](name)

@@ -1,4 +1,4 @@
-"""A CPU as the engine uses it, which is also what it asks of any other chip: here most of it is nothing."""
+"""The interface of a chip, and its CPU version, which has little to do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Chip:
-    """A CPU: an operation is over when its call returns, so that streams and events have nothing to say.
+    """A CPU: an operation is over when its call returns, so it needs no streams and no events.
 
-    runs_ahead: does a call return before its work is done, so that order is kept by streams and not by the host?
+    runs_ahead: whether a call returns before its work is done, so that streams keep the order instead of the host
     """
 
     runs_ahead = False
@@ -24,64 +24,67 @@ class Chip:
         self.name = name
 
     def bind(self) -> None:
-        """Makes this chip the calling thread's own; once in every thread."""
+        """Makes this chip the calling thread's current one. Each thread calls it once."""
 
     def stream(self) -> Any:
-        """A queue of work beside the others."""
+        """Returns a new stream: a queue of work that runs in parallel to other streams."""
 
     def mark(self) -> Any:
-        """An event behind all that the calling thread's stream was given so far."""
+        """Returns an event after all work that the calling thread's stream has so far."""
 
     def moment(self) -> Any:
-        """As `mark`, one that knows its time once it is reached."""
+        """Returns an event as `mark` does, which also knows its time once the chip has reached it."""
 
     def inside(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
-        """Within it the calling thread works on this chip, on `stream`, which first waits for the event `after`."""
+        """A context in which the calling thread uses `stream` of this chip, after the event `after`."""
         return _NOTHING
 
     def follow(self, event: Any, value: Any = None) -> None:
-        """The calling thread's stream waits for `event`; the host does not. value: made before it, used after it."""
+        """Makes the calling thread's stream wait for `event`, but not the host.
+
+        value: tensors that are computed before `event` and used after it
+        """
 
     def reached(self, event: Any) -> bool:
-        """Has all work before `event` been done? Never blocks."""
+        """Whether all work before `event` is done. Never blocks."""
         return True
 
     def await_host(self, event: Any, look: Callable[[], None]) -> None:
-        """The host waits for `event`; `look` is called meanwhile, and raises when it must leave."""
+        """Blocks the host until `event`, and calls `look` again and again, which raises if the rank must leave."""
 
     def held(self, child: Any) -> list[Any]:
-        """What a child was given and may free before the chip has read it; to be kept until it has."""
+        """Returns the tensors that a child may free before the chip has read them. The caller keeps them until then."""
         return []
 
     def room(self, like: Tensor, numel: int) -> Tensor:
-        """(numel,) of `like`'s dtype and device, to be written."""
+        """Returns uninitialised memory: (numel,), of `like`'s dtype and device."""
         return like.new_empty(numel)
 
     def out(self, x: Tensor) -> tuple[Tensor, Any]:
-        """A copy of `x` in the host's memory, and the event after which it may be read."""
+        """Returns a copy of `x` in the host's memory, and the event after which the host may read it."""
         return x.detach(), None
 
     def to_host(self, x: Tensor) -> Tensor:
-        """`x` in the host's memory, to be read at once."""
+        """Returns `x` in the host's memory, ready to read."""
         return x.detach()
 
     def fill(self, into: Tensor, sent: Tensor) -> None:
-        """Copies `sent`, which lies in the host's memory and may go at once, into `into` of the same shape."""
+        """Copies `sent` from the host's memory into `into` of the same shape. The caller may free `sent` at once."""
         into.copy_(sent)
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Between two moments that were reached."""
+        """Returns the seconds between two moments that the chip has reached."""
         return 0.0
 
     def allocated(self) -> int:
-        """Bytes of this chip's own memory that its allocator has given out now; 0 where there is no such thing."""
+        """Returns the bytes that this chip's allocator has given out now; 0 on a CPU."""
         return 0
 
     def peak(self) -> int:
-        """The most bytes of this chip's own memory that were in use at a time."""
+        """Returns the peak of `allocated`."""
         return 0
 
     @staticmethod
     def carries_gloo() -> list[str]:
-        """The types of device whose tensors gloo is given."""
+        """Returns the device types for which gloo is registered."""
         return ["cpu"] + ["cuda"] * torch.cuda.is_available()

@@ -1,13 +1,13 @@
-"""A GPU as the engine uses it: the only file that names torch.cuda's streams and events.
+"""A GPU. Only this file names torch.cuda's streams and events.
 
-[Note: Order on a GPU] A call returns when its work is queued. The training thread, and autograd's own thread, queue on
-the compute stream; a lane's thread queues on the lane's. Where a child begins, an event of the compute stream stands
-before it; where it is waited for, the compute stream waits for an event of the lane's, and the host does not. So the
-host runs ahead, two steps at most (engine/wire/watch.py), and learns times, losses and failures that much later.
+[Note: Order on a GPU] A call returns when its work is queued. The training thread and autograd's thread queue on the
+compute stream, a lane's thread on the lane's stream. A child begins after an event of the compute stream. When a rank
+waits for the child, the compute stream waits for an event of the lane's stream, and the host does not wait. So the host
+runs ahead, 2 steps at most (engine/wire/watch.py), and gets times, losses and failures that much later.
 
-[Note: Memory that crosses] torch gives freed memory to whoever asks next *on the stream that it was made on*, however
-far other streams are. What a child is given is therefore kept until the lane's event is reached (`held`), and what it
-returns is noted as used by the stream that waits (`follow`).
+[Note: Memory that crosses] torch reuses freed memory *on the stream that allocated it*, even if other streams still
+read it. So the lane keeps a child's arguments until the GPU has reached the lane's event (`held`). `follow` marks the
+child's result as used by the stream that waits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 from workbench.engine.device.chip import Chip
 from workbench.rank import Bucket
 
-FIRST_NAP, LONGEST_NAP = 50e-6, 2e-3  # seconds between two looks at an event: soon at first, then seldom
+FIRST_NAP, LONGEST_NAP = 50e-6, 2e-3  # seconds between 2 looks at an event, growing
 
 
 class Cuda(Chip):
-    """One GPU. api: torch.cuda, or what stands for it in tests."""
+    """One GPU. api: torch.cuda, or a stand-in for tests."""
 
     runs_ahead = True
 
@@ -59,7 +59,7 @@ class Cuda(Chip):
     @contextmanager
     def _inside(self, stream: Any, after: Any) -> Iterator[None]:
         self.bind()
-        with torch.no_grad(), self.api.stream(stream):  # None: the stream of this thread as it is
+        with torch.no_grad(), self.api.stream(stream):  # None keeps this thread's stream
             if after is not None:
                 self.api.current_stream().wait_event(after)
             yield
@@ -86,7 +86,7 @@ class Cuda(Chip):
         return [*given, *(b.data for b in given if isinstance(b, Bucket))]
 
     def room(self, like: Tensor, numel: int) -> Tensor:
-        """Sizes that change from step to step are rounded up, by an eighth at most, so that freed memory fits again."""
+        """As in Chip, but rounds the size up by 1/8 at most, so that sizes that vary by step can reuse freed memory."""
         grain = 1 << max(0, numel.bit_length() - 4)
         return like.new_empty(-(-numel // grain) * grain)[:numel]
 
@@ -99,11 +99,11 @@ class Cuda(Chip):
         if x.device.type != torch.device(self.name).type:
             return x.detach()
         there, event = self.out(x)
-        event.synchronize()  # this copy, and not all that the GPU has to do
+        event.synchronize()  # waits for this copy, not for the whole GPU
         return there
 
     def fill(self, into: Tensor, sent: Tensor) -> None:
-        """torch keeps the pinned copy until the GPU has read it; what it is a copy of may go."""
+        """As in Chip. torch keeps the pinned copy until the GPU has read it, so the caller may free `sent`."""
         if into.device.type != torch.device(self.name).type:
             return super().fill(into, sent)
         into.copy_(self.pinned(sent.shape, sent.dtype).copy_(sent), non_blocking=True)
@@ -119,12 +119,12 @@ class Cuda(Chip):
 
 
 def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory of the host that a GPU copies from and to by itself; torch keeps it for the next that asks."""
+    """Returns pinned memory, with which a GPU copies asynchronously. torch caches it for reuse."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a child returned: one, or tuples and lists of them."""
+    """Yields the tensors in a child's result: a tensor, or nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,6 +1,6 @@
-"""How busy a rank's GPU is, what it draws and what crosses its links, each second, by nvidia-ml-py if that is there.
+"""Samples a GPU's utilisation, power and link traffic every second, if nvidia-ml-py is installed.
 
-Not run on a GPU: tested with a stand-in for the library. On a CPU, or without the library, nothing is read.
+It has not been run on a GPU, only tested with a stand-in for the library.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 EVERY = 1.0  # seconds between two readings
-SAMPLES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  # a share, W, bytes/s, bytes/s
+SAMPLES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  # 0 to 1, W, bytes/s, bytes/s
 
 
 class Gauge:
-    """Reads one GPU until it is closed. NVLink is counted where there is one, else PCIe as NVML samples it."""
+    """Reads one GPU on a thread until `close`. Link traffic is NVLink's, or PCIe's if the GPU has no NVLink."""
 
     def __init__(self, uuid: str, sample: Callable[[str, float], None]) -> None:
         self._nvml = importlib.import_module("pynvml")
@@ -29,7 +29,7 @@ class Gauge:
         self._thread.start()
 
     def read(self, now: float) -> dict[str, float]:
-        """By name of `SAMPLES` what is to be had now; what this GPU does not tell is left out."""
+        """Returns the values of `SAMPLES` by name, without the values that this GPU does not report."""
         nvml, gpu, found = self._nvml, self._gpu, dict[str, float]()
         for name, ask in (("gpu use", lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
                           ("gpu power", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000)):  # fmt: skip
@@ -54,7 +54,7 @@ class Gauge:
         self._thread.join(1.0)
 
     def _links(self) -> tuple[float, float]:
-        """KiB that crossed all NVLinks so far, out and in."""
+        """Returns the KiB that have crossed all NVLinks: (out, in). Raises LookupError without NVLink."""
         nvml = self._nvml
         ways = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         said = nvml.nvmlDeviceGetFieldValues(self._gpu, list(ways))
@@ -75,7 +75,7 @@ class Gauge:
 
 
 def gauge(device: str, sample: Callable[[str, float], None]) -> Gauge | None:
-    """Of the GPU that torch calls `device`; None for a CPU, without nvidia-ml-py, or where it does not work here."""
+    """Returns the gauge of torch's `device`; None for a CPU, without nvidia-ml-py, or if the library fails."""
     if not device.startswith("cuda"):
         return None
     try:
@@ -83,5 +83,5 @@ def gauge(device: str, sample: Callable[[str, float], None]) -> Gauge | None:
 
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return Gauge(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", sample)
-    except Exception:  # whatever a driver's library does, a run needs none of it
+    except Exception:  # any failure of a driver's library: a run does not need it
         return None

@@ -1,9 +1,9 @@
-"""gloo: collectives that the host carries out, and that it waits for in slices.
+"""gloo: collectives that the host runs and waits for in slices.
 
-[Note: What gloo misses] A rank that is about to be told that its bytes are out when the peer closes may never be told
-(seen in waitSend of torch 2.13: a rank whose peers had what it sent, and failed over it, waited for its time limit of
-ten minutes). So who has waited for MISSED seconds since a peer was seen to be gone is told here. As long as that,
-because the first to be done at a run's end closes while others may still exchange their last words.
+[Note: What gloo misses] If a peer closes just before gloo reports a rank's bytes as sent, the rank may wait for its
+time limit of 10 minutes. This was seen in waitSend of torch 2.13, when peers failed after they had received the bytes.
+So `wait` raises ConnectionError MISSED seconds after it has noticed that a peer is gone. It does not raise at once: the
+first rank that ends a run closes its group while other ranks may still exchange their last messages.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ MISSED = 5.0  # seconds
 
 
 class Gloo:
-    """One process group over gloo. `precise` makes mismatched collectives a clean error, at several times the cost."""
+    """One process group over gloo.
 
-    carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: it says itself what it cannot
-    lent = False  # does somebody else issue on this group, too?
+    precise: makes mismatched collectives raise a clean error, at several times the cost
+    """
+
+    carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: gloo raises the error itself
+    lent = False  # whether other code issues on this group, too
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout: float, here: str = LOOPBACK,
                  precise: bool = False, **_: Any) -> None:
@@ -42,12 +45,12 @@ class Gloo:
         return work
 
     def look(self) -> None:
-        """Raises what this group has met with since; a wait over gloo says so itself."""
+        """Does nothing: `wait` raises gloo's errors."""
 
     def wait(self, work: Any, check: Callable[[], None]) -> None:
-        """Blocks the host until `work` is done; `check` is called in between and raises when this rank must leave.
+        """Blocks the host until `work` is done. After each slice it calls `check`, which raises if the rank must leave.
 
-        Raises ConnectionError when a peer has been gone for long. See [Note: What gloo misses].
+        Raises ConnectionError if a peer has been gone for MISSED seconds. See [Note: What gloo misses].
         """
         gone: float | None = None
         while True:
@@ -67,14 +70,14 @@ class Gloo:
     finish = wait
 
     def cut(self) -> None:
-        """Ends everything that is under way here and at the peers, by shutting the group's sockets.
+        """Shuts the group's sockets, which ends every collective here and at the peers.
 
-        gloo's own abort frees nobody. Only connected sockets are shut: shutting the listener ends the process.
+        gloo's own abort frees no rank. It shuts only connected sockets, because shutting the listener ends the process.
         """
         for fd, inode in self._fds:
             try:
                 if os.fstat(fd).st_ino != inode:
-                    continue  # closed, and its number is another's by now
+                    continue  # closed, and another file has its number now
                 with socket.socket(fileno=os.dup(fd)) as s:
                     s.getpeername()
                     s.shutdown(socket.SHUT_RDWR)
@@ -82,7 +85,7 @@ class Gloo:
                 continue
 
     def parted(self) -> bool:
-        """Has a peer closed its end, or ended? gloo then closes the socket here, too."""
+        """Whether a peer has closed its end or died. gloo then closes the socket here, too."""
         for fd, inode in self._fds:
             try:
                 if os.fstat(fd).st_ino != inode:
@@ -116,9 +119,9 @@ class Gloo:
 
 
 def _device(here: str) -> Any:
-    """Where gloo listens: at this address, or among several hosts at the interface that GLOO_SOCKET_IFNAME names.
+    """Returns the device on which gloo listens: address `here`, or on several hosts interface GLOO_SOCKET_IFNAME.
 
-    Left to itself it takes what the host's name stands for, which is the loopback where that is not known.
+    By default gloo would use the address of the host's name, or the loopback if it cannot resolve the name.
     """
     if here != LOOPBACK and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
         return dist.ProcessGroupGloo.create_device(interface=interface)
@@ -126,7 +129,7 @@ def _device(here: str) -> Any:
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """(descriptor, inode) of this process's open sockets, found without /proc. Numbers alone are soon reused."""
+    """Returns (descriptor, inode) of this process's open sockets, without /proc. The system soon reuses descriptors."""
     found = set()
     for fd in range(3, 1024):
         try:

@@ -1,13 +1,13 @@
-"""NCCL: collectives that the GPU carries out, in the order in which they were issued; the host does not wait for them.
+"""NCCL: collectives that the GPU runs in the order of issue. The host does not wait for them.
 
-[Note: What NCCL does otherwise than gloo] Read in torch's ProcessGroupNCCL.
+[Note: What NCCL does otherwise than gloo] From the source of torch's ProcessGroupNCCL.
 * `work.wait()` makes the current stream wait and returns. With a time limit it blocks the host, counts from when the
-  collective was *issued*, and when the limit is over aborts the communicator. So a limit is never given.
-* "done" is asked by `is_completed()`, an event's query. Work whose communicator was aborted counts as done, and holds
-  nothing: whoever has seen "done" looks whether this rank was cut.
-* A peer that is gone leaves the kernels here spinning, until this rank aborts its own communicator from another thread.
-* torch's watchdog would end the process on an error, or abort without a word, after which work looks done. Here it only
-  writes its log: the engine looks for errors itself, and a person or its peers tell a rank when to leave.
+  collective was *issued*, and aborts the communicator after the limit. So the engine never passes a limit.
+* `is_completed()` queries an event. After an abort, work counts as completed and has no result. So the engine checks
+  after completion whether this rank was cut.
+* If a peer is gone, the kernels here spin until this rank aborts its own communicator from another thread.
+* torch's watchdog would end the process on an error, or abort silently, after which work looks done. With SETTINGS it
+  only writes its log. The engine looks for errors itself, and a person or its peers make a rank leave.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from workbench.engine.device.cuda import FIRST_NAP, LONGEST_NAP
 
-LOOK = 0.1  # seconds between two looks of the guard at whether a peer is gone
-GRACE = 1.0  # seconds that what is under way is given after that: the peer may have done its part
-PATIENCE = 5.0  # seconds for the peers to end in good order
-# An engine outlives its runs, so nothing of torch's may end it; and a wait must not block.
+LOOK = 0.1  # seconds between 2 checks of the guard thread for a lost peer
+GRACE = 1.0  # seconds that collectives may go on after a loss: the peer may have done its part
+PATIENCE = 5.0  # seconds for the peers to shut down in order
+# An engine outlives its runs, so torch must not end it, and a wait must not block.
 SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -40,9 +40,10 @@ _CARRIED = (*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Nccl:
-    """One communicator over NCCL, made while all ranks are there.
+    """One communicator over NCCL. All ranks make it together.
 
-    beside: says whether a peer is gone, which NCCL does not. made: what makes (group, backend), for tests.
+    beside: whether a peer is gone, which NCCL does not notice
+    made: makes (group, backend), for tests
     """
 
     carried: frozenset[torch.dtype] | None = frozenset(_CARRIED)
@@ -51,33 +52,33 @@ class Nccl:
                  made: Callable[..., tuple[Any, Any]] | None = None, **_: Any) -> None:
         self._beside = beside
         self.torn = self.lost = self.lent = False
-        self._open: deque[Any] = deque()  # issued, and not yet seen to be done
+        self._open: deque[Any] = deque()  # issued, and not known to be done
         self._closing = threading.Event()
         self.group, self._backend = (made or _made)(store, rank, size, device)
         self._guard = threading.Thread(target=self._watch, name=f"rank {rank} guard", daemon=True)
         self._guard.start()
 
     def issued(self, work: Any) -> Any:
-        """Takes note of a collective under way; forgets those that are done."""
+        """Adds a collective to the list of open ones, and removes completed ones."""
         while self._open and self._open[0].is_completed():
             self._forget(self._open.popleft())
         self._open.append(work)
         return work
 
     def look(self) -> None:
-        """Raises when a peer is gone, when this rank was cut, or what a collective met with since."""
+        """Raises ConnectionError if a peer is gone or this rank was cut."""
         if self.lost:
             raise ConnectionError("Connection closed by peer: it is gone from the control wire")
         if self.torn:
             raise ConnectionError("Connection closed by peer: the communicator was aborted")
 
     def wait(self, work: Any, check: Callable[[], None]) -> None:
-        """The calling thread's stream waits for `work`; the host does not."""
+        """Makes the calling thread's stream wait for `work`, but not the host."""
         check()
         work.wait()
 
     def finish(self, work: Any, check: Callable[[], None]) -> None:
-        """As `wait`, and the host waits, too."""
+        """As `wait`, but the host waits, too."""
         nap = FIRST_NAP
         while not work.is_completed():
             check()
@@ -87,7 +88,7 @@ class Nccl:
         work.wait()
 
     def cut(self) -> None:
-        """Aborts the communicator, which frees the kernels here; the peers hear of it over the control wire."""
+        """Aborts the communicator, which frees the kernels here. The peers notice it on the control wire."""
         self.torn = True
         self._aside(self._backend.abort, 2.0)
 
@@ -95,7 +96,7 @@ class Nccl:
         return self.lost
 
     def close(self) -> None:
-        """Ends in good order where the peers do, else aborts."""
+        """Shuts down together with the peers, or aborts after PATIENCE seconds."""
         self._closing.set()
         if not self.torn and not self._aside(self._backend.shutdown, PATIENCE):
             self.cut()
@@ -105,10 +106,10 @@ class Nccl:
 
     def _forget(self, work: Any) -> None:
         if not self.torn:
-            work.wait()  # raises what it met with
+            work.wait()  # raises the error of the collective
 
     def _watch(self) -> None:
-        """A host that is held in a copy from the GPU cannot look up; this thread does, and frees it."""
+        """Watches for a lost peer on the guard thread, because the host may be blocked in a copy from the GPU."""
         while not self._closing.wait(LOOK):
             if self._beside() and not self._closing.wait(GRACE) and (self.lent or self._under_way()):
                 self.lost = True
@@ -119,7 +120,7 @@ class Nccl:
 
     @staticmethod
     def _aside(what: Callable[[], None], patience: float) -> bool:
-        """Does it on a thread that nobody waits for longer than so; did it end?"""
+        """Calls `what` on a thread, and waits `patience` seconds at most. Returns whether it has ended."""
         thread = threading.Thread(target=what, daemon=True)
         thread.start()
         thread.join(patience)
@@ -127,10 +128,10 @@ class Nccl:
 
 
 def _made(store: Any, rank: int, size: int, device: str) -> tuple[Any, Any]:
-    """A group over NCCL, connected now: a communicator that is still being made cannot be aborted."""
+    """Returns a group over NCCL. It connects eagerly, because an unfinished communicator cannot be aborted."""
     os.environ.update(SETTINGS)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # the watchdog's, and it shall not act
+    options._timeout = timedelta(days=1)  # for the watchdog, which must not act
     backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(torch.device(device))

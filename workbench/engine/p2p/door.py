@@ -1,7 +1,7 @@
-"""A rank's door: where the other ranks call, and strangers may, who get no further than the greeting.
+"""A rank's door: the listening socket for other ranks, which strangers cannot pass.
 
-A caller is nobody until it has proved whose it is. What callers without a proof can take from a run is bounded: so
-many stand at the door at a time, each with 68 bytes of memory, and nothing that they say is looked at.
+A caller without a proof costs a run little: only so many of them wait at the door at a time, each with 68 bytes of
+memory, and the rank reads nothing beyond their greeting.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from workbench.engine.p2p.sockets import Incoming
 
-PENDING = 32  # callers beyond one per rank that may stand at the door at a time
+PENDING = 32  # callers without a proof that may wait at a time, in addition to one per rank
 
 
 class Door:
-    """Where one rank's Mailbox is called; lives on the mailbox's thread.
+    """The door of one rank's Mailbox. It runs on the mailbox's thread.
 
     where:      its address, as "host port"
-    strangers:  callers so far that were no ranks of this run, or gave up before they had proved it
+    strangers:  the number of callers that were not ranks of this run, or gave up before their proof
     """
 
     def __init__(self, mailbox: Any) -> None:
@@ -31,16 +31,16 @@ class Door:
         here = "127.0.0.1" if mailbox.local else address(mailbox.where)
         self.where = f"{here} {self.socket.getsockname()[1]}"
         self.strangers = 0
-        self._unknown: dict[Incoming, None] = {}  # the oldest first
+        self._unknown: dict[Incoming, None] = {}  # oldest first
         mailbox.selector.register(self.socket, selectors.EVENT_READ, self.admit)
 
     def admit(self) -> None:
-        """Lets a caller in. Where too many are not known yet the oldest goes: a rank would call again."""
+        """Accepts a caller. If too many have no proof yet, it drops the oldest: a real rank calls again."""
         try:
             s, _ = self.socket.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left
+        except OSError:  # no file descriptor is left
             return self._turn_away()
         if len(self._unknown) >= self.most:
             self._turn_away()
@@ -56,15 +56,15 @@ class Door:
         if self._unknown:
             next(iter(self._unknown)).end()
         else:
-            time.sleep(0.01)  # whatever took the descriptors is no caller: not to be asked again at once
+            time.sleep(0.01)  # other code took the descriptors: do not accept again at once
 
     def known(self, caller: Incoming) -> None:
-        """A caller has proved to be a rank of this run."""
+        """Registers a caller that has proved to be a rank of this run."""
         self._unknown.pop(caller, None)
         self.mailbox.heard_from.add(caller.source)
 
     def left(self, caller: Incoming, why: str) -> None:
-        """A caller's line is closed."""
+        """Removes a caller whose line is closed."""
         self._unknown.pop(caller, None)
         if caller.source < 0:
             self.strangers += 1
@@ -74,7 +74,7 @@ class Door:
 
 
 def found(store: Any, key: str, look: Callable[[], object], patience: float = 60.0) -> str:
-    """The door's address that was said under `key`. Raises ConnectionError when nobody says one, and as `look` does."""
+    """Waits for the address of a door under `key`. Raises ConnectionError after `patience` seconds."""
     until = time.monotonic() + patience
     while not store.check([key]):
         look()
@@ -85,7 +85,7 @@ def found(store: Any, key: str, look: Callable[[], object], patience: float = 60
 
 
 def address(store: tuple[str, int]) -> str:
-    """This machine's address as seen from where the store is."""
+    """Returns this machine's address as the store's host sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect(store)
         return str(s.getsockname()[0])

@@ -1,12 +1,12 @@
-"""How two ranks know each other: each proves that it has the run's secret, which itself never crosses a socket.
+"""The greeting of two ranks: each proves that it has the run's secret, without sending it.
 
-    who is called:  32 random bytes
-    the caller:     its rank, 32 random bytes of its own, HMAC(secret; "caller", who, whom, the door, both randoms)
-    who is called:  HMAC(secret; "called", the same)
+    called rank:  32 random bytes
+    caller:       its rank, 32 random bytes of its own, HMAC(secret; "caller", who, whom, the door, both randoms)
+    called rank:  HMAC(secret; "called", the same)
 
-The door is the address that was called, so that nobody in between can pass the proofs on. Until both have proved it no
-byte is read beyond these, and none of a message is sent. Each end is a generator: it yields the memory that is to be
-filled next and knows no selector.
+The door is the address that the caller used, so a man in the middle cannot forward the proofs. Before both proofs, the
+ranks read no byte beyond the greeting and send no message. Each end is a generator, which yields the memory that the
+socket must fill next.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Say = Callable[[bytes], object]
 
 
 class Stranger(ConnectionError):
-    """Whoever is at the other end does not know the run's secret."""
+    """The other end does not know the run's secret."""
 
 
 def call(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
-    """The caller's end; done once the other end is known to be a rank of this run. Raises Stranger."""
+    """Greets as the caller `who`. Raises Stranger if the other end is not rank `whom` of this run."""
     theirs, mine = bytearray(RANDOM), secrets.token_bytes(RANDOM)
     yield memoryview(theirs)
     say(HELLO.pack(who, mine, proof_of(secret, b"caller", who, whom, door, bytes(theirs), mine)))
@@ -42,7 +42,7 @@ def call(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
 
 
 def answer(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
-    """The end of who is called, one of `size` ranks; returns the caller's rank. Raises Stranger."""
+    """Greets as the called rank `whom` of `size`. Returns the caller's rank. Raises Stranger if it is none."""
     mine, hello = secrets.token_bytes(RANDOM), bytearray(HELLO.size)
     say(mine)
     yield memoryview(hello)
@@ -55,5 +55,8 @@ def answer(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generato
 
 
 def proof_of(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
-    """What one end shows the other that it has the run's secret: of the bytes that were exchanged, for this door."""
+    """Returns the proof of one end ("caller" or "called") that it has the secret.
+
+    It covers both ranks, the door, and the random bytes of the `called` rank and of the `caller`.
+    """
     return hmac.digest(secret, _FACTS.pack(end, who, whom, called, caller) + door.encode(), "sha256")

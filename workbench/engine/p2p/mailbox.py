@@ -1,8 +1,8 @@
-"""Messages between two ranks: posted at once, taken when the receiver asks for them.
+"""Messages between two ranks: the sender posts at once, the receiver waits for them.
 
-A rank connects to another when it first sends to it, and to nobody else; one thread moves all bytes. Not gloo's
-send and recv: there a wait that times out closes the pair of sockets for good, so a receiver could not look up
-from its waiting, and every rank is connected to every other from the start. Nothing here knows what a message says.
+A rank connects to another rank when it first sends to it. One thread moves all bytes. gloo's send and recv would not
+do: a wait that times out closes the pair of sockets for good, so a receiver could not wait in slices. gloo also
+connects every rank to every other one at the start.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from workbench.engine.wire.collectives import Aborted, Leaving
 from workbench.engine.wire.shaping import Port
 from workbench.rank import Rank, StrategyError, message_name
 
-SLICE = 0.1  # seconds between two looks at whether this rank must leave
-HOST, STEP, BACKGROUND = range(3)  # who sent it: the engine itself, a strategy's step, its background
-ALWAYS = 2**32 - 1  # the page of the engine's own messages, which no change of strategy makes old
+SLICE = 0.1  # seconds between 2 checks whether this rank must leave
+HOST, STEP, BACKGROUND = range(3)  # the sender: the engine itself, a strategy's step, a strategy's background
+ALWAYS = 2**32 - 1  # the page of the engine's own messages, which stay valid when the strategy changes
 
 
 class Message(NamedTuple):
-    """One message that has come."""
+    """One received message."""
 
     source: int
     what: str  # dtype and shape
     data: bytearray
-    ready: float  # when its last byte has come, on the emulated Link
+    ready: float  # when the emulated Link has delivered its last byte
 
 
 class Mailbox:
-    """One rank's messages. `send` and `recv` may be called from any thread.
+    """One rank's messages. Any thread may call `send` and `recv`.
 
-    page:  messages of an earlier page are dropped; a page is turned when another strategy takes over
-    meet:  the latest step at which all ranks are to meet that this rank has heard of; every message tells it
-    came:  a strategy's messages that have come so far; posted: those that were posted here
-    secret, limit: what only ranks of this run know, and how many bytes one message may have
+    page:   the number of strategies so far. Messages of an earlier page are dropped.
+    meet:   the latest planned meeting of all ranks that this rank knows, as a step. Every message carries it.
+    came, posted: the number of a strategy's messages that this rank has received and sent
+    secret: known to the ranks of this run only
+    limit:  the most bytes of one message
     """
 
     def __init__(self, rank: Rank, store: Any, where: tuple[str, int], secret: bytes, port: Port, leaving: Leaving,
@@ -59,12 +60,12 @@ class Mailbox:
         self.chip = Chip()
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
         self.tell_strangers: Callable[[int], None] = lambda count: None
-        self.look: Callable[[], object] = lambda: None  # raises when this rank must leave, or a peer is gone
+        self.look: Callable[[], object] = lambda: None  # raises if this rank must leave or a peer is gone
         self.page, self.meet, self.came, self.posted = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
-        self.heard_from: set[int] = set()  # ranks whose line to this one is open
-        self._why: dict[int, str] = {}  # of ranks that are gone: the reason, where it is more than that
-        self._trouble: Exception | None = None  # what went wrong on the mailbox's own thread
+        self.heard_from: set[int] = set()  # ranks with an open line to this one
+        self._why: dict[int, str] = {}  # why this rank dropped a rank that is gone, if it did
+        self._trouble: Exception | None = None  # an error of the mailbox's own thread
         self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages in order of arrival
         self._news = threading.Condition()
         self._out: dict[int, Outgoing] = {}
@@ -76,7 +77,7 @@ class Mailbox:
     # -- any thread --
 
     def open(self) -> None:
-        """Opens this rank's door and says where it is. Opening again does nothing."""
+        """Opens this rank's door and publishes its address. Opening again does nothing."""
         with self._dialling:
             if self._thread is not None or self.size == 1:
                 return
@@ -91,24 +92,24 @@ class Mailbox:
 
     @property
     def strangers(self) -> int:
-        """Callers so far that were no ranks of this run."""
+        """The number of callers so far that were not ranks of this run."""
         return self.door.strangers if self.door else 0
 
     @property
     def partners(self) -> set[int]:
-        """The ranks that this one has connected to."""
+        """The ranks to which this one has connected."""
         return set(self._out)
 
     def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm",
              step: int | None = None) -> None:
-        """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
+        """Posts a copy of `tensor` (any shape) to rank `to`. Raises StrategyError if the rank does not exist."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
         data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())
         if len(data) > self.limit:
             raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
         what, page = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", ALWAYS if origin == HOST else self.page
-        with self._news:  # steps and the background post
+        with self._news:  # two threads count: a step's and the background's
             self.posted += origin != HOST
         if to == self.rank:
             return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
@@ -127,7 +128,10 @@ class Mailbox:
 
     def recv(self, into: Tensor | None, source: int | None, kind: str,
              over: Callable[[], bool] = lambda: False) -> tuple[Tensor, int] | None:
-        """Waits for a message of `kind` and copies it into `into` (None: a new tensor); None once `over`."""
+        """Waits for a message of `kind` and copies it into `into` (None: a new tensor). Returns None once `over`.
+
+        Returns (tensor, source). Raises StrategyError if the message does not fit into `into`.
+        """
         message = self.take(source, kind, over)
         if message is None:
             return None
@@ -149,7 +153,11 @@ class Mailbox:
         return into, message.source
 
     def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Message | None:
-        """The next message of `kind`; waits for one until `over`. Raises when its sender is gone."""
+        """Waits for the next message of `kind`, until `over`.
+
+        Raises Aborted if this rank must leave, ConnectionError if the sender is gone, and StrategyError if this rank
+        closed the sender's line for a reason.
+        """
         self.open()
         with self._news:
             while True:
@@ -171,42 +179,42 @@ class Mailbox:
                 self._news.wait(SLICE)
 
     def said(self, kind: str) -> list[tuple[int, int]]:
-        """What other ranks' engines have said under `kind`: (who, a number) each; forgotten once told."""
+        """Returns and removes the numbers that other ranks' engines have sent under `kind`: (rank, number) each."""
         with self._news:
             said = self._boxes.pop((ALWAYS, kind), ())
         return [(message.source, int.from_bytes(message.data, "little")) for message in said]
 
     def say(self, number: int, to: int, kind: str) -> None:
-        """Tells another rank's engine a number; off the Link and off the record."""
+        """Sends a number to another rank's engine, outside the Link and without a span."""
         self.send(torch.tensor([number]), to, kind, HOST)
 
     def pause(self, seconds: float) -> None:
-        """Waits until something comes, `seconds` at most."""
+        """Waits until a message comes, `seconds` at most."""
         with self._news:
             self._news.wait(seconds)
 
     def turn_page(self) -> None:
-        """What was sent under the strategy before is not to be mistaken for the new one's."""
+        """Drops messages of the last strategy, so that the new one does not receive them."""
         with self._news:
             self.page += 1
             self._boxes = {key: box for key, box in self._boxes.items() if key[0] >= self.page}
 
     def nudge(self) -> None:
-        """Makes whoever waits look at its `over` again."""
+        """Makes waiting threads check their `over` again."""
         with self._news:
             self._news.notify_all()
 
     def reach(self, ranks: Iterable[int]) -> None:
-        """Connects to `ranks` before there is anything to say: whoever of the two goes, the other hears of it."""
+        """Connects to `ranks` before the first message, so that each end notices when the other is gone."""
         for other in ranks:
             self._line(other)
 
     def cut(self) -> None:
-        """Closes all lines at once; the peers hear of it."""
+        """Closes all lines at once. The peers notice it."""
         self._end(hurry=True)
 
     def close(self) -> None:
-        """Sends what is posted, then closes everything and joins the thread."""
+        """Sends all posted messages, then closes all lines and joins the thread."""
         self._end(hurry=False)
         if self._thread is not None:
             self._thread.join(5.0)
@@ -226,7 +234,7 @@ class Mailbox:
 
     def arrived(self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float,
                 plain: float) -> None:
-        """A message is here, whole. Called by the mailbox's thread."""
+        """Files a complete message. The mailbox's thread calls it, or the sender if it sends to itself."""
         kind, what = text.rsplit("\n", 1)
         ready = self.port.take(source, begun, plain)
         with self._news:
@@ -244,13 +252,13 @@ class Mailbox:
             return self._out[to]
 
     def do(self, what: Callable[[], None]) -> None:
-        """Has the mailbox's thread do something with its selector."""
+        """Makes the mailbox's thread call `what`."""
         self._todo.append(what)
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
 
     def lose(self, rank: int, why: str = "") -> None:
-        """A rank has closed its end, or had to be left for a reason."""
+        """Marks a rank as gone. why: the reason, if this rank closed the line."""
         with self._news:
             self.gone.add(rank)
             if why:
@@ -295,11 +303,11 @@ class Mailbox:
     def _do(self, what: Callable[[], None]) -> None:
         try:
             what()
-        except Exception as error:  # said where messages are awaited; a thread that died would leave them waiting
+        except Exception as error:  # `take` raises it; if this thread died, receivers would wait for ever
             self._trouble = error
             self.nudge()
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The bytes of `x`, in memory of the host: (n,) uint8, a view where that can be."""
+    """Returns the bytes of `x`: (n,) uint8, a view if possible."""
     return x.contiguous().reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""The two ends of a line between two ranks: messages go out of one and come in at the other, never the other way.
+"""The two ends of a line between two ranks. Messages go in one direction only.
 
-Both live on the thread of their Mailbox, which calls them when the system says that bytes can move. They know how a
-message is framed and nothing of who waits for it. Before the first message both ends have greeted, see greeting.py.
+Both ends run on the thread of their Mailbox, which calls them when a socket is ready. They frame messages. Before the
+first message both ends greet each other, see greeting.py.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from workbench.engine.p2p import greeting
 
-HEAD = struct.Struct("<HBIqddQ")  # length of the kind, from whom, page, meeting, begun, seconds, length of the data
+HEAD = struct.Struct("<HBIqddQ")  # length of the kind, origin, page, meeting, begun, seconds, length of the data
 READ = selectors.EVENT_READ
 BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
-TRIES = 400  # times that a rank calls before it was greeted: strangers may have crowded it out at the other's door
-PAUSE = 0.02  # seconds before it calls again, later up to LONGER: 20 s of pauses in all, for a busy rank to answer in
+TRIES = 400  # failed calls before a rank gives up: strangers may crowd it out at the other door
+PAUSE = 0.02  # seconds before the next call, growing to LONGER: 20 s in total, in which a busy rank can answer
 LONGER = 0.05
 NEVER = float("inf")
 
 
 class Outgoing:
-    """The sender's end: what is put is written as fast as the system takes it, in order, once both have greeted."""
+    """The sender's end. After the greeting it writes frames in order, as fast as the socket takes them."""
 
     def __init__(self, mailbox: Any, to: int, door: str) -> None:
         self.mailbox, self.to, self.door = mailbox, to, door
@@ -35,7 +35,7 @@ class Outgoing:
         self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
         self._known = self._over = False
         self._tries = 0
-        self._due = NEVER  # when it is to call again
+        self._due = NEVER  # when to call again
         mailbox.do(self._dial)
 
     @property
@@ -44,17 +44,17 @@ class Outgoing:
 
     @property
     def rest(self) -> float:
-        """Seconds until it is to call again."""
+        """Seconds until the next call."""
         return max(self._due - time.monotonic(), 0.0)
 
     def look(self) -> None:
-        """Calls again once it is time to. Called by the mailbox's thread."""
+        """Calls again when it is time. The mailbox's thread calls it."""
         if time.monotonic() >= self._due:
             self._due = NEVER
             self._dial()
 
     def put(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        """Queues a frame, from any thread; `written` is called on the mailbox's thread when its last byte is out."""
+        """Queues a frame, from any thread. The mailbox's thread calls `written` after the last byte."""
         self.mailbox.do(lambda: self._queue_up(head, data, written))
 
     def _dial(self) -> None:
@@ -98,7 +98,7 @@ class Outgoing:
             return self._lost(error)
         self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
         try:
-            if self._known and not self.socket.recv(1):  # nobody speaks here any more: readable means closed
+            if self._known and not self.socket.recv(1):  # after the greeting the peer sends nothing here: readable means closed
                 self._lost(ConnectionResetError())
         except BlockingIOError:
             pass
@@ -118,7 +118,10 @@ class Outgoing:
                     self._known = True
 
     def _lost(self, error: Exception) -> None:
-        """The peer is gone once its own line to this rank has ended, too: what it sent last may still be in there."""
+        """Closes this end and calls again, or gives up.
+
+        The peer counts as gone when its own line to this rank has ended, too, because that may still hold messages.
+        """
         self.mailbox.selector.unregister(self.socket)
         self.socket.close()
         closed = isinstance(error, ConnectionResetError | BrokenPipeError)
@@ -132,18 +135,18 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver's end: puts frames together and hands each over once it is whole."""
+    """The receiver's end: assembles frames and passes each complete message to the mailbox."""
 
     def __init__(self, mailbox: Any, s: socket.socket) -> None:
         self.mailbox, self.socket = mailbox, s
-        self.source = -1  # nobody's until it has proved whose it is
+        self.source = -1  # unknown before the proof
         self._over = False
         self._frames = self._read()
         self._left = next(self._frames)
 
     def move(self) -> None:
         try:
-            for _ in range(64):  # then the other lines have their turn
+            for _ in range(64):  # then it is the turn of other lines
                 n = self.socket.recv_into(self._left)
                 if not n:
                     return self.end()
@@ -154,7 +157,7 @@ class Incoming:
             return
         except OSError:
             self.end()
-        except Exception as error:  # one line that cannot go on must not end the thread of all
+        except Exception as error:  # a failed line must not end the thread of all lines
             self.end(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _read(self) -> Generator[memoryview, None, None]:
@@ -178,7 +181,7 @@ class Incoming:
             mailbox.arrived(source, kind.decode(), data, origin, page, meet, begun, seconds)
 
     def end(self, why: str = "") -> None:
-        """Closes this end; the mailbox hears that its rank is gone, or that a stranger was there."""
+        """Closes this end, and removes its rank or stranger from the door."""
         if self._over:
             return
         self._over = True
@@ -188,9 +191,9 @@ class Incoming:
 
 
 def pause(tries: int) -> float:
-    """Seconds between the call number `tries` and the next."""
+    """Returns the seconds between call number `tries` and the next."""
     return min(PAUSE + tries * 1e-3, LONGER)
 
 
 def _nothing() -> None:
-    """A head that is out is nothing to speak of."""
+    """Does nothing after a head is written."""
