@@ -1,10 +1,9 @@
-"""torch's own `fully_shard` around a copy of the model, for the opaque baseline.
+"""Trains a copy of the model with torch's own `fully_shard`, as a baseline.
 
-[Note: Two models] `fully_shard` changes a model in place and cannot be undone, so a copy is changed, and it is the copy
-that trains. Meanwhile the run's own model has no values of what is trained, and to read one is refused in words. All
-ranks `fetch` together what the copy has learned, before an evaluation, a switch and the end. Buffers and frozen
-parameters are the same tensors in both. The copy has an optimizer of its own, over torch's DTensors; the run's rests,
-without state.
+[Note: Two models] `fully_shard` changes a model in place and cannot be undone, so a copy of the model trains. The run's
+own model then has no values of trained parameters, and reading one raises StrategyError. All ranks `fetch` the copy's
+values together before an evaluation, a switch and the end. Both models share buffers and frozen parameters. The copy
+has an optimizer of its own, over torch's DTensors. The run's optimizer has no state during this time.
 
 [Note: Gradients of unused parameters] torch sums a gradient of zeros for a parameter that this rank did not use,
 because every rank has to send the same bytes. So the rank listens to the gradients itself. All ranks then agree on the
@@ -48,8 +47,8 @@ class FullySharded:
     """The copy that trains, from `enter_opaque` to `leave_opaque`. See [Note: Two models].
 
     module:    the copy; forward calls it
-    optimizer: of its shards
-    alive:     bytes of activations that are left, where the ledger looks
+    optimizer: the optimizer of its shards
+    alive:     returns the bytes of live activations, if the ledger measures this backward
     """
 
     def __init__(self, run: Turnable, wire: Wire, lane: Lane | None) -> None:
@@ -75,7 +74,7 @@ class FullySharded:
             sharded.set_custom_reduce_scatter(_Reduce(self, number, own))
             unit.register_forward_pre_hook(partial(self._listen, prefix, own))  # runs after torch made the unit whole
         if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
-            said(True)  # a parameter that this rank's examples do not reach has a gradient on others
+            said(True)  # a parameter that this rank's examples do not use has a gradient on other ranks
         self._shards = {n: p for n, p in same_groups(self.module, model).named_parameters() if n in names}
         self.optimizer = run.make_optimizer(run.experiment, [self._shards[n] for n in self._names(model)])
         if rate(self.optimizer) != run.rank.lr:
@@ -83,7 +82,7 @@ class FullySharded:
         for place in layout.order:
             self._hand_in(place)
         self.alive: Callable[[], int] = int
-        self.most = 0  # bytes of gradients and activations together, in the backward that is looked at
+        self.most = 0  # bytes: the peak of gradients plus activations in a measured backward
         self._peak = self._kept = sum(_local(p).nbytes for p in self._shards.values())
         run.use_optimizer(self.optimizer)
         self.let_go()
@@ -94,7 +93,7 @@ class FullySharded:
     # -- between the run's own and the copy --
 
     def _hand_in(self, place: Place) -> None:
-        """The copy's optimizer remembers this rank's rows of what the run's does."""
+        """Moves this rank's rows of a parameter's optimizer state to the copy's optimizer."""
         here, shard = self._own.state.pop(place.param, {}), self._shards[place.name]
         given = {slot: self._cut(x) if _whole(x, place) else x for slot, x in here.items()}
         if given:
@@ -108,7 +107,7 @@ class FullySharded:
         return made
 
     def let_go(self) -> None:
-        """The run's own model holds no values of what is trained."""
+        """Frees the values of the trained parameters in the run's own model."""
         layout = self._run.layout
         for bucket in layout.params():
             layout.hold(type(bucket)(bucket.index, bucket.data[:0], (), bucket.offset))
@@ -117,7 +116,7 @@ class FullySharded:
         self._run.ledger.hold(self._kept)
 
     async def fetch(self) -> None:
-        """All ranks together: the run's own model has the values that the copy has learned."""
+        """Copies the trained values into the run's own model. All ranks call it together."""
         layout, ledger = self._run.layout, self._run.ledger
         for bucket in layout.params():
             places = layout.groups[bucket.index]
@@ -129,7 +128,7 @@ class FullySharded:
         ledger.hold(self._kept + layout.held)
 
     async def give_back(self) -> None:
-        """All ranks together: the run goes on with what the copy and its optimizer have come to."""
+        """Copies trained values and optimizer state back to the run. All ranks call it together."""
         run = self._run
         await self.fetch()
         for index, places in enumerate(run.layout.groups):
@@ -150,11 +149,11 @@ class FullySharded:
         run.ledger.hold(run.layout.held)
 
     def end(self) -> None:
-        """The copy trains no longer; torch's table lets go of the group."""
+        """Removes the group from torch's table, after the last step of the copy."""
         _unregister_process_group(self._name)
 
     async def _gathered(self, places: list[Place], own: list[Tensor], name: str) -> list[Tensor]:
-        """Whole tensors of which every rank has its rows; sends (p-1)/p of them."""
+        """Gathers whole tensors from each rank's rows. With p ranks, it sends (p-1)/p of their bytes."""
         if not own:
             return []
         size = self._run.rank.size
@@ -196,7 +195,7 @@ class FullySharded:
             self._shards[name].grad = None
 
     def shorten(self, longest: float) -> float:
-        """The norm of the gradients that the ranks have summed; where it is above `longest` they are scaled to it."""
+        """Returns the norm of the summed gradients, and scales them to `longest` if the norm is above it."""
         grads = [_local(p.grad) for p in self._shards.values() if p.grad is not None]
         squares = torch.stack([g.double().square().sum() for g in grads]).sum().view(1)
         self._run.host.drive(_asked(self._run.rank.all_reduce(squares, "sum", "norm")))
@@ -208,24 +207,24 @@ class FullySharded:
     # -- what the ledger counts --
 
     def gradients(self) -> int:
-        """Bytes of the gradients that have come, summed over ranks and in shards."""
+        """Returns the bytes of the sharded gradients that exist now."""
         return sum(_local(p.grad).nbytes for p in self._shards.values() if p.grad is not None)
 
     @contextmanager
     def looked(self, alive: Callable[[], int]) -> Iterator[Callable[[], int]]:
-        """Within it a backward runs; what is yielded says the most that gradients and activations took together."""
+        """A context for a measured backward. Yields a function that returns `most`."""
         self.most, self.alive = 0, alive
         yield lambda: self.most
 
     def whole(self) -> list[Tensor]:
-        """What is whole in the copy at present."""
+        """Returns the copy's trained parameters that are whole now."""
         frozen = self._frozen
         return [p for p in self.module.parameters() if not isinstance(p, DTensor) and p not in frozen]
 
     # -- what crosses --
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
-        """Parameters of one unit become whole; `out` is (p n,)."""
+        """Gathers the parameters of one unit. x: (n,), this rank's shard. out: (p n,), for p ranks."""
         if self._run.ledger.due:
             beside = sum(p.untyped_storage().nbytes() for p in self.whole())
             self._peak = max(self._peak, self._kept + beside + out.nbytes)
@@ -257,7 +256,7 @@ class FullySharded:
 
 
 class _Room:
-    """What torch asks for room to send from or to receive into, for one unit."""
+    """Allocates torch's buffers for the communication of one unit."""
 
     def __init__(self, of: FullySharded, unit: int) -> None:
         self._of, self._unit = of, unit
@@ -267,7 +266,7 @@ class _Room:
 
 
 class _Gather(_Room):
-    """What `set_custom_all_gather` takes."""
+    """The all-gather of one unit, for `set_custom_all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         self._of.same(self._unit, "gathers")
@@ -288,7 +287,7 @@ class _Reduce(_Room):
 
 
 def _mesh(wire: Wire, name: Any) -> DeviceMesh:
-    """All ranks in one line. See [Note: A mesh without a name service]."""
+    """Returns a mesh of all ranks in one dimension. See [Note: A mesh without a name service]."""
     mesh = DeviceMesh("cpu", list(range(wire.size)), _init_backend=False, _rank=wire.rank)
     mesh._dim_group_names, mesh._thread_id = [name], wire.rank
     _register_process_group(name, wire.lend())

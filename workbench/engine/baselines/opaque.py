@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel around the model, for the opaque baseline."""
+"""Wraps the model into torch's own DistributedDataParallel, as a baseline."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from workbench.rank import Op, StrategyError
 
 CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
 
-Seen = Callable[[str, float, int], None]  # (name, when it began, bytes) of a bucket that has been exchanged
-Hook = tuple[Any, Callable[[Any, Any], Any]]  # its state, and what exchanges a bucket
+Seen = Callable[[str, float, int], None]  # gets (name, when it began, bytes) of an exchanged bucket
+Hook = tuple[Any, Callable[[Any, Any], Any]]  # (state, the function that exchanges a bucket)
 
 
 def bucket_cap(bucket_mb: float) -> float:
-    """The size of buckets as torch's DDP takes it, in MiB, of one in MB."""
+    """Converts a bucket size from MB to MiB, the unit of torch's DDP."""
     return bucket_mb * 1e6 / 2**20
 
 
 def wrap(model: torch.nn.Module, wire: Wire, options: dict[str, Any], lane: Lane | None, seen: Seen | None = None,
          now: Callable[[], float] = float, hook: Hook | None = None) -> DistributedDataParallel:  # fmt: skip
-    """Returns torch's DDP with these options; with `lane` a comm hook sends its buckets over the Link.
+    """Returns torch's DDP with these options. With `lane`, a comm hook sends its buckets over the Link.
 
-    seen: called after each bucket's exchange, if there is no `lane`; now: the time
-    hook: the script's own comm hook and its state, which exchanges the buckets; there is no `lane` then
+    seen: called after each bucket's exchange, if there is no `lane`
+    now:  returns the time
+    hook: the script's own comm hook, which exchanges the buckets; only without `lane`
     """
     ddp = DistributedDataParallel(model, process_group=wire.lend(), init_sync=False, **options)
     if hook is not None:
         state, exchange = hook
         ddp.register_comm_hook(state, lambda state, bucket: _timed(exchange(state, bucket), bucket, seen, now()))
     elif lane is not None:
-        # torch reads the hook's annotations and takes no postponed ones, so what it is given has none
+        # torch checks the hook's annotations and refuses postponed ones, so this hook has none
         ddp.register_comm_hook(lane, lambda lane, bucket: _over_the_link(lane, bucket))
     elif seen is not None:
         ddp.register_comm_hook(wire, lambda wire, bucket: _as_torch_does(wire, bucket, seen, now()))
@@ -47,7 +48,7 @@ def wrap(model: torch.nn.Module, wire: Wire, options: dict[str, Any], lane: Lane
 
 
 def best(find_unused_parameters: bool = False) -> dict[str, Any]:
-    """The options with which torch's DDP is fastest for a model that uses the same parameters in every step, or not."""
+    """Returns torch's fastest options: with a static graph, or for steps that use different parameters."""
     graph = {"find_unused_parameters": True} if find_unused_parameters else {"static_graph": True}
     return {"gradient_as_bucket_view": True, **graph}
 
@@ -65,7 +66,7 @@ def trainable(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Inside, torch's DDP runs: if a step uses other parameters than the first one, the error names the setting."""
+    """A context for torch's DDP: raises StrategyError if a step uses other parameters than the first step."""
     try:
         yield
     except RuntimeError as error:
@@ -78,7 +79,7 @@ def explaining() -> Iterator[None]:
 
 
 def unwrap(module: Callable[..., Any]) -> None:
-    """Takes torch's hooks off a wrapped model again; kept references would keep the group's sockets open."""
+    """Removes torch's hooks from a wrapped model, because their references would keep the group's sockets open."""
     if not isinstance(module, DistributedDataParallel):
         return
     module._remove_autograd_hooks()
@@ -93,7 +94,7 @@ def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.f
     sent = buffer._values() if buffer.is_sparse else buffer
 
     def over(made: Any) -> torch.Tensor:
-        made.value()  # raises what it failed with
+        made.value()  # raises its error
         seen(f"all_reduce bucket {bucket.index()}", began, sent.numel() * sent.element_size())
         return buffer
 
@@ -106,13 +107,13 @@ def _scaled(buffer: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
-    """What the script's hook returns for a bucket; `seen` is called when it has a value."""
+    """Returns the future of the script's hook for a bucket, and calls `seen` when it has a value."""
     if seen is None:
         return future
     noted = partial(seen, f"comm hook bucket {bucket.index()}", began, bucket.buffer().nbytes)
 
     def over(made: Any) -> Any:
-        value = made.value()  # raises what it failed with
+        value = made.value()  # raises its error
         noted()
         return value
 
@@ -120,7 +121,7 @@ def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
 
 
 def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Hands torch's bucket to the lane's thread, where the Link shapes it; waiting here would hide nothing."""
+    """Sends torch's bucket on the lane, where the Link shapes it. Does not wait, so that backward can overlap."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
 

@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` gathers and sums together, and whether all ranks ask it for the same."""
+"""The units of torch's `fully_shard`, and a check that all ranks use the same one at a time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from workbench.rank import StrategyError
 if TYPE_CHECKING:
     from workbench.engine.rank.changes import Turnable
 
-HALF = 0.5  # of a bucket's size: a module from there on is gathered and freed by itself
+HALF = 0.5  # of a bucket's size: a module at least as large may be a unit
 
 
 def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
-    """What is sharded together: the blocks, and modules of half a bucket or more none of whose children is as large.
+    """Returns the modules that are sharded as units.
 
-    That is what is a bucket of its own with us. A module that shares a parameter with another stays with the rest, and
-    so do the children of a list of modules that are small: a list computes nothing, so torch could not tell when.
+    These are the blocks, and each module of half a bucket or more that has no child as large. Our strategies give the
+    same modules a bucket of their own. A module that shares a parameter with another one stays with the rest of the
+    model. So do the small children of a ModuleList: a list has no forward, so torch could not gather before it.
     """
     found: list[nn.Module] = list(getattr(model, "blocks", []))
     inside = {id(m) for unit in found for m in unit.modules()}
@@ -32,7 +33,7 @@ def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
 
 
 def _alone(unit: nn.Module, model: nn.Module) -> bool:
-    """Is no parameter of `unit` used outside of it, too?"""
+    """Whether no module outside of `unit` uses one of its parameters."""
     own, inside = {id(p) for p in unit.parameters()}, {id(m) for m in unit.modules()}
     others = [m for m in model.modules() if id(m) not in inside]
     return not any(id(p) in own for m in others for p in m._parameters.values())
@@ -43,11 +44,11 @@ def _mb(params: Iterable[nn.Parameter]) -> float:
 
 
 class SameUnit:
-    """Compares, before torch gathers or sums a unit, that all ranks have come to the same one.
+    """Checks, before torch gathers or sums a unit, that all ranks are at the same unit.
 
-    Where a model looks at values a rank may skip a unit that others compute. Then gloo would be asked for collectives
-    of unlike lengths, and end the process or wait for ever. A model that is known to read the same whatever its
-    examples are needs no such look, so the yardstick stays what torch makes it.
+    If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. Their
+    collectives then differ in length, and gloo ends the process or waits for ever. If every rank can foresee the
+    parameters that the model reads, there is no check, so that the baseline is as fast as torch.
     """
 
     def __init__(self, run: Turnable, model: nn.Module) -> None:
@@ -58,13 +59,13 @@ class SameUnit:
         self._nbytes: list[float] = []  # in MB
 
     def number(self, unit: nn.Module) -> int:
-        """Of a unit, the same on all ranks."""
+        """Adds a unit. Returns its number, which is the same on all ranks."""
         self._units.append(self._names[id(unit)])
         self._nbytes.append(_mb(unit.parameters()))
         return len(self._units) - 1
 
     def __call__(self, unit: int, what: str) -> None:
-        """All ranks together: raises StrategyError where another rank gathers or sums something else."""
+        """Raises StrategyError if another rank gathers or sums something else. All ranks call it together."""
         if not self._looks:
             return
         every = all_equal(self._control, 2 * unit + (what == "sums"))

@@ -43,7 +43,7 @@ class Message(NamedTuple):
 class Mailbox:
     """One rank's messages. Any thread may call `send` and `recv`.
 
-    page:   the number of strategies so far. Messages of an earlier page are dropped.
+    page:   grows when a strategy takes over. The mailbox drops messages of earlier pages.
     meet:   the latest planned meeting of all ranks that this rank knows, as a step. Every message carries it.
     came, posted: the number of a strategy's messages that this rank has received and sent
     secret: known to the ranks of this run only

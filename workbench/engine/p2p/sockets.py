@@ -98,7 +98,7 @@ class Outgoing:
             return self._lost(error)
         self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
         try:
-            if self._known and not self.socket.recv(1):  # after the greeting the peer sends nothing here: readable means closed
+            if self._known and not self.socket.recv(1):  # the peer sends nothing here any more: readable means closed
                 self._lost(ConnectionResetError())
         except BlockingIOError:
             pass

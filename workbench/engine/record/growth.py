@@ -1,4 +1,4 @@
-"""Notices that a rank's memory on the host grows from step to step, as it does if code keeps what each step made."""
+"""Detects a memory leak: a rank's memory on the host that grows evenly from step to step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import psutil
 
-FIRST = 4  # steps at the beginning that do not count: much is made in them that stays
-OFTEN = 0.004  # seconds between two readings, at least
-MOST = 256  # readings that are kept; then every second one goes
-BLOCKS = 8  # equal parts of the readings, whose medians have to rise evenly
-LEAST_MB = 64.0  # less growth is not worth a word
-UNEVEN = 3.0  # a block may rise at most by this multiple of the mean rise, and at least by the mean over this
-GOES_ON = 0.8  # how much of the first rises the last ones have at least
+FIRST = 4  # first steps without a reading, because they allocate much that stays
+OFTEN = 0.004  # seconds between 2 readings, at least
+MOST = 256  # readings; at this number every second one is deleted
+BLOCKS = 8  # equal parts of the readings; their medians must rise evenly
+LEAST_MB = 64.0  # the least growth that is reported
+UNEVEN = 3.0  # each block must rise by the mean rise, times or divided by this at most
+GOES_ON = 0.8  # the last 3 rises must be at least this share of the first 3
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def read_host_mb() -> float:
-    """MB of this process's resident memory that belongs to no file."""
+    """Returns the MB of this process's resident memory without mapped files."""
     try:
         with open("/proc/self/statm", "rb") as file:
             _, resident, shared, *_ = file.read().split()
@@ -31,10 +31,10 @@ def read_host_mb() -> float:
 
 
 def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None:
-    """(MB a step, MB in all) if memory rises evenly over all of these readings; None if it does not.
+    """Returns (MB per step, total MB) if memory rises evenly over these readings, else None.
 
-    steps, mb: (n,) of the readings, in order. One jump, or growth that slows down, is no even rise. Memory that the
-    process frees only after all these readings looks like a leak.
+    steps, mb: (n,), in order. One jump, or growth that slows down, does not count. Memory that the process frees only
+    after the last reading looks like a leak.
     """
     if len(steps) < 2 * BLOCKS:
         return None
@@ -51,9 +51,10 @@ def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None
 
 
 class Growth:
-    """The readings of one rank. `tell` is called once, with the detail of a mark.
+    """The readings of one rank.
 
-    read: MB that the process has
+    tell: called once, with the detail of a Mark
+    read: returns the MB of the process
     """
 
     def __init__(self, rank: int, tell: Callable[[dict[str, Any]], None], read: Callable[[], float] = read_host_mb,
@@ -64,7 +65,7 @@ class Growth:
         self._made, self._every, self._told, self._last = 0, 1, False, float("-inf")
 
     def look(self, step: int) -> None:
-        """Called after each step."""
+        """Takes a reading if one is due. The rank calls it after each step."""
         self._made += 1
         if self._told or self._made <= FIRST or self._made % self._every or self.clock() - self._last < OFTEN:
             return

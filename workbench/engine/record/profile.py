@@ -1,7 +1,7 @@
-"""torch.profiler over some steps of one rank, while the run goes on: a Chrome trace beside the run, and a Mark.
+"""Profiles some steps of one rank with torch.profiler: a Chrome trace in the run directory, and a Mark.
 
-The first profiler of a process loads libraries for seconds, and writing a trace takes a while; both are done on threads
-of their own, so that no other rank waits for them. Between the two this rank alone takes a little longer per operator.
+The first profiler of a process loads libraries for seconds, and writing a trace takes a while. Both happen on threads
+of their own, so that no other rank waits. While it profiles, only this rank takes a little longer per operator.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ FOLDER = "profiles"  # in the run directory
 
 
 class Profiler:
-    """One rank's. `ask` may be called from any thread, the rest by the training thread.
+    """One rank's profiler. Any thread may call `ask`, only the training thread the other methods.
 
-    folder: where traces go, None: nowhere; mark: writes a Mark
+    folder: the folder for traces, or None
+    mark:   writes a Mark
     """
 
     def __init__(self, rank: int, run_dir: Path | None, device: str, mark: Callable[[str, dict[str, Any]], None],
@@ -29,14 +30,17 @@ class Profiler:
         self.folder = Path(run_dir) / FOLDER if run_dir is not None else None
         self._traces = 0
         self._busy = threading.Lock()
-        self._due = 0  # steps to be profiled from the next one on
-        self._left = 0  # of those under way
-        self._first = self._asked = 0  # the first step of it, and how many were asked for
+        self._due = 0  # steps to profile from the next one on
+        self._left = 0  # steps left in the profile under way
+        self._first = self._asked = 0  # its first step, and its requested number of steps
         self._profile: Any = None
         self._path = Path()
 
     def ask(self, steps: int) -> str:
-        """The next `steps` steps are profiled; where the trace will be. Raises RuntimeError where that cannot be."""
+        """Profiles the next `steps` steps. Returns the path of the future trace.
+
+        Raises RuntimeError if the run has no directory, or if a profile is under way.
+        """
         if self.folder is None:
             raise RuntimeError("this run has no directory to write a trace into")
         if not self._busy.acquire(blocking=False):
@@ -47,13 +51,13 @@ class Profiler:
         return str(self._path)
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begins a step, and the profile if one is due."""
         if self._due:
             self._left, self._first, self._due = self._due, step, 0
             self._try(self._start)
 
     def end(self, made: int = 1) -> None:
-        """A step, or `made` of them together, has ended."""
+        """Ends `made` steps, and the profile after its last one."""
         if self._profile is None:
             return
         self._left -= made
@@ -61,12 +65,12 @@ class Profiler:
             self._try(self._stop)
 
     def close(self) -> None:
-        """The run ends: what there is so far is kept."""
+        """Writes the profile so far, at the end of the run."""
         if self._profile is not None:
             self._try(self._stop)
 
     def _load(self, steps: int) -> None:
-        """Profiles nothing, once: whatever that loads is there then."""
+        """Loads the profiler's libraries, by an empty profile."""
         try:
             made = _made(self.device)
             made.start()
@@ -90,7 +94,7 @@ class Profiler:
             make_private_folder(self._path.parent)
             part = self._path.with_suffix(".part")
             done.export_chrome_trace(str(part))
-            if not part.is_file():  # torch raises nothing where it could not write
+            if not part.is_file():  # torch does not raise if it cannot write
                 raise OSError(f"torch could not write {part}")
             part.rename(self._path)
             text = f"rank {self.rank}: {steps} step{'s' * (steps != 1)} from step {self._first} on are in {self._path}"
@@ -100,7 +104,7 @@ class Profiler:
             self._failed(error)
 
     def _try(self, what: Callable[[], None]) -> None:
-        """Whatever the profiler meets, training goes on."""
+        """Reports an error of the profiler, so that training goes on."""
         try:
             what()
         except Exception as error:
@@ -114,7 +118,7 @@ class Profiler:
 
 
 def _made(device: str) -> Any:
-    """A profiler of all threads of this process: what a lane does is not on the training thread."""
+    """Returns a profiler of all threads of this process, because lanes have threads of their own."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 

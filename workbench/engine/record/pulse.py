@@ -1,7 +1,7 @@
-"""A rank's pulse: notices that this process, or the whole machine, stood still, and writes it into the record.
+"""A rank's pulse: detects that this process or the whole machine stood still, and records it.
 
-A process that was stopped cannot say so while it is; a thread that looks at the clocks can afterwards. Linux' monotonic
-clock does not count while a machine sleeps and the boot-time clock does: so a sleep is told from a stop.
+A thread compares clocks, because a stopped process can only report the stop afterwards. While a machine sleeps, Linux'
+monotonic clock stops and its boot-time clock goes on. This distinguishes a sleep from a stopped process.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-BEAT = 0.5  # seconds between two looks
-LEAST = 3.0  # seconds without a look that are worth a Mark: a busy machine may well hold a thread up for one
+BEAT = 0.5  # seconds between 2 readings
+LEAST = 3.0  # seconds without a reading that make a Mark: a busy machine may hold a thread up for 1 s
 
 
 class Clocks(NamedTuple):
     """Three clocks read at one moment, in seconds."""
 
-    running: float  # not while the machine sleeps
-    asleep: float  # that the machine has slept so far; 0.0 where that cannot be read
-    cpu: float  # that this process has used
+    running: float  # monotonic, without the machine's sleep
+    asleep: float  # the machine's sleep so far; 0.0 if the system does not report it
+    cpu: float  # used by this process
 
     @classmethod
     def read(cls) -> Clocks:
@@ -30,9 +30,9 @@ class Clocks(NamedTuple):
 
 
 def stood_still(before: Clocks, now: Clocks, beat: float = BEAT) -> dict[str, Any] | None:
-    """What to say of the time between two looks that should lie `beat` seconds apart; None for nothing.
+    """Returns the detail of a Mark if the time between 2 readings is much longer than `beat` seconds, else None.
 
-    seconds: how long nothing was seen; machine: whether the whole machine slept
+    seconds: the length of the pause. machine: whether the whole machine slept.
     """
     gap, slept = now.running - before.running - beat, now.asleep - before.asleep
     if slept >= LEAST:
@@ -46,9 +46,10 @@ def stood_still(before: Clocks, now: Clocks, beat: float = BEAT) -> dict[str, An
 
 
 class Pulse:
-    """Looks at the clocks on a thread of its own until it is closed; `say` is told what was noticed.
+    """Reads the clocks on a thread of its own until `close`.
 
-    beat: called at each look
+    say:  called with the detail of each Mark
+    beat: called after each reading
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Pulse:
             if found := stood_still(before, Clocks.read()):
                 self._say(found)
             self.beat()
-            before = Clocks.read()  # for a beat may take its time
+            before = Clocks.read()  # because `beat` may take long
 
     def close(self) -> None:
         self._closing.set()

@@ -1,8 +1,8 @@
-"""The recorder: takes what a rank writes down, pushes it on a thread of its own, and hands it to the spool.
+"""The recorder: takes a rank's rows, pushes them from a thread of its own, and passes them to the spool.
 
-Writing down is one append to a list, from any thread; it never blocks and never reads a clock (the times come
-with the rows). Bounded: what does not fit is dropped and counted. A disk that fails or hangs loses rows, which is said
-in the record; neither training nor who watches it waits for it. It does not know what the rows mean.
+Recording a row is one append to a list, from any thread. It never blocks and never reads a clock, because rows bring
+their times. If too many rows wait, the recorder drops and counts new ones. A disk that fails or hangs loses rows, and
+the record reports it. Neither training nor the kernel waits for the disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workbench.record.timeline import KINDS, Table
 
 Stretch = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[Stretch]], None]
-PUSH_EVERY = 0.33  # seconds: each wake-up costs more than the rows it takes along
-SETTLED = 1.0  # seconds that who asks for what was pushed to be on disk waits
+PUSH_EVERY = 0.33  # seconds: a wake-up costs more than the rows that it handles
+SETTLED = 1.0  # seconds that `settle` waits for the disk at most
 
 _log = logging.getLogger(__name__)
 
@@ -30,19 +30,20 @@ _log = logging.getLogger(__name__)
 class Recorder:
     """Records spans, samples and marks of one rank.
 
-    run_dir: where to spool (None: nowhere). push: called three times a second from this recorder's thread with
-    all that is new, as (kind, number of the first row among this rank's rows of that kind, columns).
-    limit: rows that may wait for the thread; what exceeds it is dropped and counted in Samples "dropped".
+    run_dir: where to spool; None: nowhere
+    push:    gets new rows 3 times a second from this recorder's thread, as (kind, number of the first row among this
+             rank's rows of that kind, columns)
+    limit:   rows that may wait for the thread. Further rows are dropped, and Samples "dropped" count them.
     """
 
     def __init__(self, rank: int, run_dir: Path | None = None, push: Push | None = None, limit: int = 200_000) -> None:
         self.rank, self.limit = rank, limit
-        self.dropped = 0  # rows that did not fit
+        self.dropped = 0  # rows above the limit
         self._cpu_seconds = 0.0
         self._pending: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in KINDS}
         self._spans, self._samples, self._marks = self._pending.values()
         self._push = push
-        self._new: list[Stretch] = []  # to be pushed
+        self._new: list[Stretch] = []  # to push next
         self._spool = Spool(Path(run_dir), rank, limit) if run_dir is not None else None
         self._types = {kind: Table(kind).types for kind in KINDS}
         self._sent = dict.fromkeys(KINDS, 0)
@@ -56,15 +57,15 @@ class Recorder:
 
     @property
     def lost(self) -> int:
-        """Rows that the run directory lacks."""
+        """The number of rows that are missing in the run directory."""
         return self._spool.lost if self._spool else 0
 
     @property
     def cpu_seconds(self) -> float:
-        """That recording has taken, of both threads."""
+        """CPU time of the recorder's and the spool's threads."""
         return self._cpu_seconds + (self._spool.cpu_seconds if self._spool else 0.0)
 
-    # -- called from any thread, as often as something happens
+    # -- called from any thread
 
     def span(self, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
         if len(self._spans) < self.limit:
@@ -85,11 +86,11 @@ class Recorder:
             self.dropped += 1
 
     def settle(self) -> bool:
-        """Writes what was pushed so far; whether it is on disk, for which `SETTLED` seconds are waited at most."""
+        """Writes all pushed rows. Waits `SETTLED` seconds at most, and returns whether the rows are on disk."""
         return self._spool is None or self._spool.settle(SETTLED)
 
     def close(self) -> None:
-        """Flushes everything and ends the thread; a disk that does not answer is waited for `PATIENCE` seconds."""
+        """Flushes all rows and ends the thread. Waits `PATIENCE` seconds for a disk that does not answer."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -118,7 +119,7 @@ class Recorder:
             self._try(self._hear, self._spool)
 
     def _settle(self, spool: Spool) -> None:
-        """Waits for the last rows to be on disk, and has what was to be said of that pushed, too."""
+        """Waits until the last rows are on disk, and carries the spool's last marks."""
         until = time.monotonic() + PATIENCE
         spool.settle(PATIENCE)
         self._try(self._hear, spool)
@@ -126,7 +127,7 @@ class Recorder:
         self._hear(spool)
 
     def _try(self, part: Callable[..., None], *rest: Any) -> None:
-        """Does one part of a flush; whatever goes wrong there, the others are done, and what comes after the last."""
+        """Does one part of a flush, and logs its error, so that the other parts still run."""
         try:
             part(*rest)
         except Exception:
@@ -141,7 +142,7 @@ class Recorder:
         return self._now[0], "spool", self._now[1]
 
     def _carry(self, kind: str) -> None:
-        """Takes the pending rows of a kind, as columns, to the spool and to what is pushed next."""
+        """Turns the pending rows of a kind into columns. Passes them to the spool and to the next push."""
         pending = self._pending[kind]
         n = len(pending)
         if not n:
@@ -179,7 +180,7 @@ class Recorder:
         return columns
 
     def _tell(self) -> None:
-        """Writes down how many rows were dropped so far, when that has changed."""
+        """Records the number of dropped rows if it has changed."""
         if self.dropped != self._told:
             self._told = self.dropped
             step, t = self._now

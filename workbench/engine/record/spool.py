@@ -1,7 +1,7 @@
-"""One rank's rows on disk, written on a thread of their own: a disk that hangs stops that thread and nothing else.
+"""Writes one rank's rows to disk on a thread of its own, the only thread that a hanging disk stops.
 
-A disk that fails loses rows, never the run: what the run directory lacks is counted, and said once. It does not know
-what the rows mean.
+A disk that fails loses rows, never the run. The spool counts the rows that the run directory lacks, and reports each
+failure once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 from workbench.record.store import Writer
 from workbench.record.timeline import KINDS
 
-EVERY = 0.66  # seconds between two writes
-RETRY_EVERY = 5.0  # seconds until a disk that failed is tried again
-HUNG = 1.4  # seconds that one write may last before it is said that the disk does not answer
-PATIENCE = 2.5  # seconds that the end waits for the disk; what is not written then may still be, if the engine lives
+EVERY = 0.66  # seconds between 2 writes
+RETRY_EVERY = 5.0  # seconds until the next try after a failure
+HUNG = 1.4  # seconds after which the spool reports that the disk does not answer
+PATIENCE = 2.5  # seconds that the end of a run waits for the disk; the engine may still write the rest later
 AGAIN = "the record is being written again"
 
 Rows = tuple[int, dict[str, Any]]  # (number of the first row, columns)
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
-    """A file that this rank began, by name and by what it is; `rows` that were written into it."""
+    """A file that this rank has begun: path, (device, inode), writer, and [number of rows written]."""
 
     path: Path
     file: tuple[int, int]
@@ -44,26 +44,26 @@ class _Part(NamedTuple):
 class Spool:
     """Appends one rank's rows to the run directory. `take` and `said` never wait for the disk.
 
-    Rows that no file can hold are lost with those of their kind that waited beside them; that is no fault of the disk.
-    limit: once so many rows of a kind wait for the disk, those that come are lost.
+    Rows that no file can hold are lost, together with all waiting rows of their kind. This is no failure of the disk.
+    limit: rows of a kind that may wait for the disk; further rows are lost
     """
 
     def __init__(self, path: Path, rank: int, limit: int) -> None:
         self.path, self.rank, self.limit = path, rank, limit
         self.cpu_seconds = 0.0  # of this spool's own thread
         self._waiting: dict[str, list[Rows]] = {kind: [] for kind in KINDS}
-        self._flying = 0  # rows that are being written
-        self._unwritten = 0  # rows that never came to a file
+        self._flying = 0  # rows in the write under way
+        self._unwritten = 0  # rows that no file ever got
         self._gone = 0  # rows in files that are no longer in the run directory
-        self._parts: dict[str, _Part] = {}  # that are written into
+        self._parts: dict[str, _Part] = {}  # the open file of each kind
         self._ended: list[_Part] = []
-        self._next: dict[str, int] = {}  # number of the row that comes next in a part
-        self._home: tuple[int, int] | None = None  # what the run directory is, once a file was made there
+        self._next: dict[str, int] = {}  # number of a part's next row
+        self._home: tuple[int, int] | None = None  # (device, inode) of the run directory, after the first file
         self._failed_at: float | None = None
         self._since: float | None = None  # when the write under way began
         self._hung = False
         self._untold: list[dict[str, Any]] = []
-        self._refused: set[str] = set()  # kinds of which it was said that rows could not be written
+        self._refused: set[str] = set()  # kinds with a reported row that no file can hold
         self._lock = threading.RLock()
         self._wake, self._idle = threading.Event(), threading.Event()
         self._closing = False
@@ -74,12 +74,12 @@ class Spool:
 
     @property
     def lost(self) -> int:
-        """Rows that the run directory lacks; while the disk does not answer, also those that wait for it."""
+        """The number of rows that the run directory lacks, with waiting rows while the disk does not answer."""
         with self._lock:
             return self._unwritten + self._gone + (self._behind() if self._hung else 0)
 
     def take(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
-        """Rows that are to be written."""
+        """Queues rows for the disk; seq: the number of the first one."""
         with self._lock:
             if _count(self._waiting[kind]) >= self.limit:
                 self._unwritten += len(columns["rank"])
@@ -87,7 +87,7 @@ class Spool:
                 self._waiting[kind].append((seq, columns))
 
     def said(self) -> list[str]:
-        """What has to be marked, as JSON; each is said once."""
+        """Returns and removes the reports for Marks, as JSON."""
         since = self._since
         with self._lock:
             if since is not None and not self._hung and time.monotonic() - since > HUNG:
@@ -97,13 +97,16 @@ class Spool:
         return said
 
     def settle(self, timeout: float) -> bool:
-        """Writes what waits; whether that was done within `timeout` seconds."""
+        """Writes waiting rows. Returns whether this was done within `timeout` seconds."""
         self._idle.clear()
         self._wake.set()
         return self._idle.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Writes what waits and ends; whether that was done. A disk that answers later gets all that was taken."""
+        """Writes waiting rows and ends the thread. Returns whether this was done within `timeout` seconds.
+
+        A disk that answers later still gets all rows.
+        """
         self._closing = True
         self._wake.set()
         self._thread.join(timeout)
@@ -144,7 +147,7 @@ class Spool:
         self.cpu_seconds = time.thread_time()
 
     def write(self) -> None:
-        """Writes what waits; after a failure what waits is lost until writing works again."""
+        """Writes waiting rows. After a failure, rows are lost until a write succeeds."""
         gone = self._missing()
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_EVERY:
             return self._lose()
@@ -160,7 +163,7 @@ class Spool:
             self._tell(self._again())
 
     def _missing(self) -> list[Path]:
-        """Which files that are written into are gone; and counts the rows of all that are."""
+        """Returns the open files that are gone. Counts the rows of all files that are gone."""
         gone = [part for part in (*self._ended, *self._parts.values()) if not _is(part.path, part.file)]
         with self._lock:
             self._gone = sum(part.rows[0] for part in gone)
@@ -170,7 +173,7 @@ class Spool:
         return f"{gone[0].name} is gone" if _is(self.path, self._home) else "the run directory is gone"
 
     def _put(self, kind: str) -> None:
-        """Writes what waits of one kind. Raises OSError."""
+        """Writes the waiting rows of one kind. Raises OSError."""
         with self._lock:
             waiting, self._waiting[kind] = self._waiting[kind], []
             self._flying = left = _count(waiting)
@@ -189,8 +192,8 @@ class Spool:
                 self._unwritten += left
 
     def _append(self, kind: str, first: int, columns: dict[str, Any]) -> None:
-        self._since = time.monotonic()  # a turn of several slow writes is none that hangs
-        if kind in self._parts and self._next[kind] != first:  # rows between were lost; a part has no holes
+        self._since = time.monotonic()  # several slow writes do not count as hanging
+        if kind in self._parts and self._next[kind] != first:  # rows were lost before these; a part has no gaps
             self._end(kind)
         if kind not in self._parts:
             self._open(kind, first)
@@ -202,14 +205,14 @@ class Spool:
     def _open(self, kind: str, first: int) -> None:
         if self._home is None:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        elif not _is(self.path, self._home):  # one that somebody else made there is not this run's
+        elif not _is(self.path, self._home):  # another process may have made a new one
             raise OSError(errno.ENOENT, "the run directory is gone")
         writer = Writer(self.path, kind, self.rank, first)
         self._parts[kind] = _Part(writer.path, writer.identity, writer, [0])
         self._home = self._home or _file(self.path)
 
     def _end(self, kind: str) -> None:
-        """Leaves a part as it is; an empty one is taken away, else each try on a full disk would leave one."""
+        """Closes a part. Deletes an empty one, because each try on a full disk would leave one."""
         part = self._parts.pop(kind)
         part.writer.abandon()
         if part.writer.nbytes:
@@ -218,7 +221,7 @@ class Spool:
             part.path.unlink(missing_ok=True)
 
     def _refuse(self, kind: str, error: Exception, rows: int) -> None:
-        """Loses what waited of a kind, for what is in it; its writer may have kept some of that, and is left."""
+        """Loses `rows` of a kind that no file can hold. Ends the part, because its writer may have kept some rows."""
         with self._lock:
             self._unwritten += rows
         if kind in self._parts:
@@ -229,7 +232,7 @@ class Spool:
             self._tell({"error": "", "lost": self.lost, "text": text})
 
     def _fail(self, error: OSError) -> None:
-        """Gives up all files: their streams end here, readable; the next try begins new parts."""
+        """Ends all files, which stay readable. The next try begins new parts."""
         fresh = self._failed_at is None
         self._failed_at = time.monotonic()
         for kind in list(self._parts):
@@ -261,7 +264,7 @@ class Spool:
         for part in self._parts.values():
             try:
                 part.writer.close()
-            except Exception:  # one that does not end well keeps no other open
+            except Exception:  # a failure must not keep the other files open
                 part.writer.abandon()
 
 
@@ -271,7 +274,7 @@ def _file(path: Path) -> tuple[int, int]:
 
 
 def _is(path: Path, file: tuple[int, int] | None) -> bool:
-    """Whether there is still the same file, or directory, at `path`."""
+    """Whether `path` still is the same file or directory."""
     try:
         return _file(path) == file
     except OSError:
@@ -279,7 +282,7 @@ def _is(path: Path, file: tuple[int, int] | None) -> bool:
 
 
 def _stretches(batches: list[Rows]) -> Iterator[Rows]:
-    """Batches that follow each other as one; another one begins where rows between were lost."""
+    """Joins consecutive batches. A new one begins after lost rows."""
     while batches:
         first, n = batches[0][0], 1
         end = first + len(batches[0][1]["rank"])

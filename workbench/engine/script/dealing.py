@@ -1,4 +1,4 @@
-"""What a loop of its own is given of its passes, and how its block ends: the part of a Led on the loop's thread."""
+"""Deals a loop the batches of its passes, and ends its block. This part of a Led runs on the loop's thread."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ if TYPE_CHECKING:
 
 
 class Dealing:
-    """Batches of a pass for one rank, and the block in which it goes over them.
+    """One rank's batches of a pass, and the block in which the loop uses them.
 
-    changes: made so far; in_block: has the loop begun one? settled: is it over, and the model what all have together?
-    exits: does the loop leave it, and all that follows?
+    changes:  the changes that were made so far
+    in_block: whether the loop has begun its block
+    settled:  whether the block is over and all ranks have the same model
+    exits:    whether the loop has left the block by SystemExit
     """
 
     run: Following
     model: nn.Module | None
     in_block = settled = exits = False
-    _last = True  # of the batches that are added up
-    _inside = False  # of a forward or a backward of the loop's own
+    _last = True  # whether this is the last of `accumulate` batches
+    _inside = False  # whether a forward or a backward of the loop runs
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self._came: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
-        self._lent: list[nn.Module] = []  # whose forward is heard
+        self._lent: list[nn.Module] = []  # models with a replaced `forward`
 
     @abstractmethod
     def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any] | None: ...
@@ -49,18 +51,21 @@ class Dealing:
         return self.run.rank.id, self.run.rank.size
 
     def enter(self) -> None:
-        """A block begins; see `workbench.tasks.training`."""
+        """Begins the block. See `workbench.tasks.training`."""
         if self.in_block:
             raise KnobError("training: a run has one block, and its steps end with that; put both loops into one")
         self.in_block = True
 
     def leave(self, error: BaseException | None) -> bool:
-        """It ends, by this `error`: waits until ranks are alike. Is `error` how a rank that is done ends a loop?"""
+        """Ends the block. Without `error` it waits until all ranks have the same model.
+
+        Returns whether the rank is done, so that `error` only ends the loop and is no failure.
+        """
         if error is None:
             try:
                 self._meet("end")
             except Over:
-                if not self.settled:  # the rank has failed, or was told to leave
+                if not self.settled:  # the rank has failed or must leave
                     raise
         elif isinstance(error, Exception):
             self._came.put(("end", error))
@@ -69,13 +74,16 @@ class Dealing:
         return self.settled
 
     def give_back(self) -> None:
-        """Models that were lent are their loop's own again."""
+        """Gives the models their own `forward` back."""
         for model in self._lent:
             vars(model).pop("forward", None)
         self._lent.clear()
 
     def dealt(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
-        """This rank's batches of a pass, and which of their backwards are exchanged; see `workbench.tasks.steps`."""
+        """Yields this rank's batches of a pass. The last of `accumulate` batches exchanges gradients.
+
+        See `workbench.tasks.steps`. Raises KnobError if the block is over.
+        """
         if self.settled:
             raise KnobError("steps: the run's steps are over with its block of workbench.training; loop inside of it")
         return self._counted(loader, model, accumulate)
@@ -86,7 +94,7 @@ class Dealing:
             yield batch
 
     def _shared_out(self, loader: Iterable[Any], model: nn.Module) -> Iterator[Any]:
-        """Every so-manieth batch, in rank 0's order."""
+        """Replaces the model's `forward`, and yields every n-th batch for n ranks, in rank 0's order."""
         plain = model.forward
         if self.model is not model and not isinstance(model, Wrapped):
             model.forward = lambda *args, **kwargs: self._called(model, plain, args, kwargs)
@@ -106,7 +114,7 @@ class Dealing:
                 yield data.collate_fn([data.dataset[i] for i in indices])
 
     def _called(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._inside:  # by torch's own wrapper
+        if self._inside:  # torch's own wrapper calls it
             return plain(*args, **kwargs)
         self._inside = True
         try:

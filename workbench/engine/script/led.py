@@ -1,10 +1,10 @@
-"""A rank that is led by a loop of its own: a script's or a function's, which makes the steps that a strategy follows.
+"""A rank that follows a user's own training loop, from a script or a function.
 
-[Note: Hand in hand] The loop has a thread beside the rank's, and only one of the two runs at a time. What a strategy
-asks for the loop is let go on to: a forward ends where the loop asks for a backward, an update where its optimizers
-have stepped. The backward itself is the rank's, so that buckets fill, overlap and are exchanged as in any step. Between
-the update and the next forward the rank takes what is due, and pauses if it is told to. So a strategy, its compressor
-and a change know nothing of loops, and the loop nothing of them.
+[Note: Hand in hand] The loop has a thread of its own. Either this thread or the rank's runs, never both at a time. When
+the strategy asks for a forward, the loop runs until it calls backward. When the strategy asks for an update, the loop
+runs until its optimizers have stepped. The backward itself runs on the rank's thread, so that buckets fill, overlap and
+are exchanged as in any step. Between the update and the next forward the rank applies due changes, and may pause. So
+strategies, compressors and changes do not depend on loops, nor a loop on them.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from workbench.tasks._loops import LEADS
 if TYPE_CHECKING:
     from workbench.engine.rank.following import Following
 
-LOOK = 0.2  # seconds between two looks whether this rank must leave
-PATIENCE = 5.0  # seconds that a loop has to leave what it is in, at the end
-SHARDED = {"DTensor", "FlatParameter"}  # parameters as FSDP2 and FSDP make them
+LOOK = 0.2  # seconds between 2 checks whether this rank must leave
+PATIENCE = 5.0  # seconds that the rank waits for the loop's thread at the end
+SHARDED = {"DTensor", "FlatParameter"}  # the parameter types of FSDP2 and FSDP
 
 
 class NoSteps(RuntimeError):
-    """A script has wrapped a model and ended well, but has trained no step."""
+    """A script has wrapped a model and ended without an error, but has trained no step."""
 
 
 class Led(Dealing):
-    """One rank's loop, from both threads. See [Note: Hand in hand].
+    """One rank's loop, used by both threads. See [Note: Hand in hand].
 
-    at:         where the loop waits: "forward", "backward", "updated"; "end": it is over
-    model:      what it trains, from its first forward on
+    at:         where the loop waits: "forward", "backward" or "updated"; "end" if it is over
+    model:      the model that it trains, known from its first forward on
     wrappers:   the DistributedDataParallels that the loop has made
-    optimizers: those that hold its parameters
-    began:      when it was let go on to the step that comes
+    optimizers: the optimizers of the model's parameters
+    began:      when the loop began to prepare the coming step
     """
 
     def __init__(self, run: Following) -> None:
@@ -63,22 +63,22 @@ class Led(Dealing):
         self.model: nn.Module | None = None
         self.wrappers: list[ref[Wrapped]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.gone = False  # has the rank left?
+        self.gone = False  # whether the rank has left
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # to go back from, to be shown; how to go back
-        self._open = self._updating = self._exchanges = False  # does the backward of the last forward exchange?
-        self._summed = False  # is what lies in `grad` summed over ranks?
-        self._local: list[Tensor] = []  # losses of backwards that were not exchanged
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # sums of before, to which the loop adds
+        self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # (loss to differentiate, loss to record, backward's options)
+        self._open = self._updating = self._exchanges = False  # _exchanges: whether the last forward's backward does
+        self._summed = False  # whether the gradients in `grad` are summed over ranks
+        self._local: list[Tensor] = []  # losses of backwards without an exchange
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # gradients of earlier exchanges, to which the loop adds
         self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
-        self._updated = False  # has an optimizer of the loop begun an update?
+        self._updated = False  # whether an optimizer of the loop has begun an update
         self._chance: Numbers | None = None
         self._thread = threading.Thread(target=self._live, name=f"rank {run.rank.id} loop", daemon=True)
 
     # -- on the rank's thread --
 
     def learner(self) -> Learner:
-        """The loop as a task: what its functions are asked for it is let go on to."""
+        """Returns the loop as a task. Each function lets the loop run until it has made the value."""
         return Learner(model=self._begin, data=lambda *_: itertools.repeat(None), loss=self._forward,
                        optimizer=self._theirs)  # fmt: skip
 
@@ -86,7 +86,10 @@ class Led(Dealing):
         return Theirs(self)
 
     def _begin(self) -> nn.Module:
-        """To the first forward, where model and optimizers are there."""
+        """Runs the loop to its first forward, when its model and optimizers exist.
+
+        Raises NoSteps or TaskError if the loop ends before, TaskError without an optimizer, KnobError for 2 models.
+        """
         self._thread.start()
         self._hear()
         if self.at == "end" and self.wrappers and not self._updated:
@@ -107,7 +110,7 @@ class Led(Dealing):
         return self.model
 
     def _require_one_model(self) -> None:
-        """Raises KnobError if an optimizer steps a second wrapped model; later that would be found inside of a step."""
+        """Raises KnobError if an optimizer steps a second wrapped model. Later the error would come inside a step."""
         mine = {id(p) for p in self.model.parameters()} if self.model is not None else set()
         found = [one for made in self.wrappers if (one := made()) is not None and one.module is not self.model]
         theirs = [{id(p) for p in one.module.parameters() if p.requires_grad} - mine for one in found]
@@ -121,19 +124,19 @@ class Led(Dealing):
 
     @property
     def wrapper(self) -> Wrapped | None:
-        """The DistributedDataParallel around the model that is trained; None if the loop has wrapped none."""
+        """The DistributedDataParallel around the trained model, or None."""
         every = [one for made in self.wrappers if (one := made()) is not None and one.module is self.model]
         return every[-1] if every else None
 
     def another(self) -> bool:
-        """To the next forward; or is the loop over?"""
+        """Runs the loop to its next forward. Returns False if the loop is over."""
         self.began = self.run.host.watch.now()
         if self.at == "updated":
             self._on()
         return self.at != "end"
 
     def _forward(self, module: Any, batch: Any) -> Tensor:
-        """To the end of a forward, where the loop goes back from its loss."""
+        """Runs a forward until the loop calls backward. Returns the loss. Raises Over if the loop goes elsewhere."""
         if self.at == "forward":
             self._on()
         if self.at != "backward":
@@ -141,12 +144,12 @@ class Led(Dealing):
         return self._loss[0]
 
     def shown(self, loss: Tensor) -> Tensor:
-        """A step's loss: of all that was gone back from, before any scaling."""
+        """Returns a step's loss for the record: the unscaled sum over its backwards."""
         every = [*self._local, self._loss[1]]
         return every[0] if len(every) == 1 else torch.stack([x.double() for x in every]).sum()
 
     def go_back(self, loss: Tensor, share: float | None) -> None:
-        """The backward that the loop asked for, of `share` of its loss; and of what it has added up before."""
+        """Runs the loop's backward on `share` of its loss, and scales its earlier local gradients by `share`, too."""
         share = 1.0 if share is None else float(share)
         for p in self.run.model.parameters() if self._local and share != 1.0 else ():
             if p.grad is not None:
@@ -155,12 +158,12 @@ class Led(Dealing):
         loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
 
     def sums(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """What the loop goes on adding to, of steps whose update it has not made."""
+        """Returns copies of the summed gradients to which the loop goes on adding before its next update."""
         params = self.model.parameters() if self._summed and self.model is not None else ()
         return [(p, p.grad.clone()) for p in params if p.grad is not None]
 
     def update(self) -> None:
-        """To the end of an update: all have been stepped that have a gradient, or the loop goes on without."""
+        """Runs the loop until it has stepped every parameter with a gradient, or goes on without an update."""
         for p, before in self._kept:
             p.grad = before if p.grad is None else p.grad.add_(before)
         self._kept, self._local = [], []
@@ -170,7 +173,7 @@ class Led(Dealing):
         self._updating = False
 
     def _on(self) -> None:
-        """Lets the loop go on to where it waits next."""
+        """Lets the loop run until it waits again or ends."""
         if self._chance is not None:
             Chance(self._chance).begin()
             self._chance = None
@@ -190,7 +193,7 @@ class Led(Dealing):
             return
 
     def settle(self) -> None:
-        """All ranks are alike: lets the loop go on behind its block, to its own end."""
+        """Lets the loop run on after its block, to its own end. All ranks now have the same model."""
         self.settled = self.gone = True
         self._go.put(False)
         self.at = ""
@@ -198,7 +201,7 @@ class Led(Dealing):
             self._hear()
 
     def close(self) -> None:
-        """The rank is done: the loop is left where it waits, and has given back what it had of the process."""
+        """Ends the loop where it waits, and gives it PATIENCE seconds to restore the process's state."""
         self.gone = True
         self._go.put(False)
         if self._thread.is_alive():
@@ -211,7 +214,7 @@ class Led(Dealing):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The file's or the function's name, for messages."""
         return str(getattr(self.task, "file", "") or getattr(getattr(self.task, "run", None), "__name__", "loop"))
 
     # -- on the loop's thread --
@@ -241,7 +244,7 @@ class Led(Dealing):
             self._came.put(("end", error))
 
     def _meet(self, where: str) -> None:
-        """Waits there until the rank lets it go on."""
+        """Waits at the point `where` until the rank lets the loop go on. Raises Over if the rank has left."""
         if self.gone:
             raise Over
         self._came.put((where, None))
@@ -249,9 +252,9 @@ class Led(Dealing):
             raise Over
 
     def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any]:
-        """Waits until the rank may compute a forward with gradients. Returns what the loop calls in the model's place.
+        """Waits until the rank may compute a forward with gradients. Returns the module that replaces `model` in it.
 
-        exchanges: is the backward of this forward exchanged?
+        exchanges: whether ranks exchange the gradients of this forward
         """
         if self.settled:
             return model
@@ -267,7 +270,7 @@ class Led(Dealing):
         return around
 
     def backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
-        """The loop goes back: the rank does it where gradients are to be exchanged, else it is done here."""
+        """Runs the loop's backward: on the rank's thread if it exchanges gradients, else on this one."""
         if not self._open or self.gone or self._inside or how["inputs"] is not None:
             return really(loss, given, **how)
         self._set_aside()
@@ -285,7 +288,7 @@ class Led(Dealing):
             self._inside = False
 
     def _set_aside(self) -> None:
-        """Sums over ranks to which the loop adds are no rank's own: they are added again once its own are summed."""
+        """Sets aside gradients that are summed over ranks already. `update` adds them after the next exchange."""
         if self._summed and not self.run.experiment.strategy.opaque:
             self._kept += self.sums()
             for p, _ in self._kept:
@@ -306,7 +309,7 @@ class Led(Dealing):
                             f"can exchange its gradients; wrap it before the first update")  # fmt: skip
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the loop has stepped: the update is over once all have been that have a gradient."""
+        """Notes a step of an optimizer. The update is over when every parameter with a gradient is stepped."""
         mine = held(optimizer)
         params = [p for p in self.model.parameters() if p.requires_grad] if self.model is not None else []
         if not mine.intersection(map(id, params)):

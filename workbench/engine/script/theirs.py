@@ -1,4 +1,4 @@
-"""The optimizers and the rate of a loop of its own, as a rank that it leads reads them."""
+"""A rank's view of the optimizers and the learning rate of a loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Theirs:
-    """The optimizers of a loop as one, for who reads what they remember; a step of it is theirs, by the loop."""
+    """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
 
     def __init__(self, led: Led) -> None:
         self._led = led
@@ -22,17 +22,17 @@ class Theirs:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Copies: rates are the loop's to set."""
+        """Copies, because only the loop sets rates."""
         return [dict(group) for one in self._led.optimizers for group in one.param_groups]
 
     @property
     def classes(self) -> list[type]:
-        """The class of each."""
+        """The classes of the optimizers."""
         return [type(one) for one in self._led.optimizers]
 
     @property
     def state(self) -> Any:
-        """By parameter, what is remembered of it."""
+        """The optimizer state of all parameters."""
         found = [one.state for one in self._led.optimizers]
         return found[0] if len(found) == 1 else {p: slots for state in found for p, slots in state.items()}
 
@@ -40,16 +40,16 @@ class Theirs:
         self._led.update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """That is the loop's to do."""
+        """Does nothing: the loop clears its gradients."""
 
 
 class TheirRate(Rate):
-    """The learning rate where a loop sets it: it is read, and written down."""
+    """The learning rate that a loop sets. The rank only reads it."""
 
     def due(self, run: Any, step: int | None = None) -> float:
         return rate(run.optimizer)
 
 
 def held(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Which parameters it steps."""
+    """Returns the ids of the parameters that it steps."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}

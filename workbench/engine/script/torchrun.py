@@ -1,4 +1,4 @@
-"""A script as torchrun starts it, on a thread: `__main__`, its words, its folder, and the environment of its rank."""
+"""Runs a script on a thread as torchrun does: `__main__`, arguments, folder, and the rank's environment."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def environment(run: Following) -> dict[str, str]:
-    """What torchrun tells a script of its rank. All ranks ask for it together."""
+    """Returns torchrun's environment variables for this rank. All ranks call it together."""
     rank, size, session = run.rank.id, run.rank.size, run.session
     here = LOOPBACK if run.peers.local else address(session.where)
-    if rank == 0:  # as torchrun's agent: a port that is only chosen may be taken before the script opens it
+    if rank == 0:  # opens the store as torchrun's agent does: otherwise another process might take the port
         run.script_store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
     where, port = run.told_at_once(f"{here} {run.script_store.port if rank == 0 else 0}").split()
     hosts = [run.told_at_once(here, r) for r in range(size)]
@@ -42,7 +42,7 @@ def environment(run: Following) -> dict[str, str]:
 
 @contextmanager
 def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
-    """Inside, the process is as torchrun would have made it for this script; what runs it is given.
+    """A context with the process as torchrun prepares it. Yields a function that runs the script.
 
     Raises TaskError if there is no such script, or if a process group is open already.
     """
@@ -55,7 +55,7 @@ def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
     where, words, paths, known = Path.cwd(), sys.argv, list(sys.path), set(sys.modules)
     told = environment(run)
     before = {name: os.environ.get(name) for name in told}
-    prompt = sys.__dict__.pop("ps1", None)  # an engine's; libraries take it for a notebook
+    prompt = sys.__dict__.pop("ps1", None)  # an engine has it, and libraries would assume a notebook
     try:
         os.environ.update(told)
         os.chdir(script.folder)
@@ -78,7 +78,7 @@ def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
 
 
 def _forget(folder: Path, known: set[str]) -> None:
-    """Modules beside the script are read again by the next run, for they may have been edited."""
+    """Unloads modules of the script's folder, so that the next run imports edited versions."""
     for name in set(sys.modules) - known:
         found = getattr(sys.modules[name], "__file__", None)
         if found and Path(found).is_relative_to(folder) and "site-packages" not in found:

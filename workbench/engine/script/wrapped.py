@@ -1,6 +1,6 @@
-"""What a loop of its own asks of torch, heard: its DistributedDataParallel, its backwards, its optimizers' steps.
+"""Intercepts a loop's calls of torch: DistributedDataParallel, backward, and the steps of optimizers.
 
-Each is torch's own again on threads that are nobody's loop (see workbench.tasks.LEADS), the engine's among them.
+Threads without a loop (see workbench.tasks.LEADS), such as the engine's, still get torch's own functions.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ASKED = inspect.signature(DistributedDataParallel.__init__)
 
 
 class Over(BaseException):
-    """The loop is over, or is to leave: the rank that it leads has ended."""
+    """Ends a loop because its rank has ended, or the rank's step because the loop is over."""
 
 
 class Wrapped(DistributedDataParallel):
-    """A script's DistributedDataParallel, whose forward goes through what the strategy has put around the model.
+    """A script's DistributedDataParallel. Its forward calls the strategy's wrapper of the model, if there is one.
 
-    torch's own constructor checks the arguments and synchronises parameters and buffers. Its reducer then goes, because
-    the strategy exchanges the gradients. Buffers are synchronised here, so that this is the same under all strategies.
+    torch's own constructor checks the arguments and synchronises parameters and buffers. Then its reducer is removed,
+    because the strategy exchanges the gradients. This class synchronises buffers, the same under all strategies.
 
-    options:   the script's arguments for torch's reducer, which TorchDDP gives to its own
-    comm_hook: (state, hook) of the script, which TorchDDP registers with its own
+    options:   the script's arguments of torch's reducer, which TorchDDP uses for its own reducer
+    comm_hook: (state, hook) of the script, which TorchDDP registers
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ class Wrapped(DistributedDataParallel):
         self.led.wrappers.append(weakref.ref(self))
 
     def _require_all(self) -> None:
-        """Raises KnobError if torch would leave out ranks or parameters, which no strategy leaves out."""
+        """Raises KnobError if the script excludes ranks or parameters, because every strategy includes them."""
         size, every = dist.get_world_size(self.process_group), dist.get_world_size()
         if size != every:
             raise KnobError(f"DistributedDataParallel(process_group=...): the group has {size} of {every} ranks, and a "
@@ -81,7 +81,7 @@ class Wrapped(DistributedDataParallel):
         raise KnobError("join(): ranks with unequal numbers of batches cannot be followed; give each as many, as "
                         "DistributedSampler does")  # fmt: skip
 
-    join_hook = join  # `torch.distributed.algorithms.Join` asks for it
+    join_hook = join  # for `torch.distributed.algorithms.Join`
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._check_comm_hook(hook)
@@ -118,20 +118,20 @@ class Wrapped(DistributedDataParallel):
         return {}
 
     def _set_static_graph(self) -> None:
-        if hasattr(self, "reducer"):  # torch's constructor asks
+        if hasattr(self, "reducer"):  # torch's constructor calls this
             super()._set_static_graph()
         else:
             self.static_graph = self.options["static_graph"] = True
 
 
 def hook_name(hook: tuple[object, Callable[..., Any]]) -> str:
-    """What the script calls its communication hook."""
+    """Returns the name of the script's communication hook."""
     return str(getattr(hook[1], "__name__", type(hook[1]).__name__))
 
 
 @cache
 def heard() -> None:
-    """From now on what loops ask of torch is heard. For good: on other threads nothing is otherwise."""
+    """Replaces torch's functions in this process, for good. Threads without a loop notice no difference."""
     DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign]
     torch.autograd.backward = _backward(torch.autograd.backward)
     torch.amp.grad_scaler.GradScaler.scale = _scale(torch.amp.grad_scaler.GradScaler.scale)  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ def _new(cls: Any, *_: Any, **__: Any) -> Any:
 
 @cache
 def _wrapping(cls: type[Any]) -> type:
-    """Wrapped, or a script's own subclass of DistributedDataParallel over it."""
+    """Returns Wrapped, or a script's own subclass of DistributedDataParallel combined with it."""
     return Wrapped if cls is DistributedDataParallel else type(cls.__name__, (cls, Wrapped), {})
 
 
@@ -163,7 +163,7 @@ def _backward(really: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_loss(losses: Any, given: Any) -> Tensor:
-    """The number of which the gradients are those of `losses`, a tensor or several, weighted as `given`."""
+    """Returns one scalar with the gradients of `losses` (a tensor or several), weighted by `given`."""
     of = [losses] if isinstance(losses, Tensor) else list(losses)
     if len(of) == 1 and given is None and of[0].numel() == 1:
         return of[0]
