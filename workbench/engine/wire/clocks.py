@@ -15,7 +15,7 @@ ROUNDS = 16
 
 
 def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
-    """Sets `clock` to rank 0's; returns (are all ranks on one host, error of the offset in seconds).
+    """Sets `clock` to rank 0's. Returns (whether all ranks are on one host, error of the offset in seconds).
 
     Ranks of one host read the same clock, so the offset is exact. Ranks of several hosts use the middle of the quickest
     of ROUNDS round trips, as NTP does: the error is at most half of that trip.

@@ -166,7 +166,7 @@ class Lane(Verbs):
                     self._drive(job, finish)
                 except BaseException as error:
                     job.error = error
-                    self._broken = None if isinstance(error, StrategyError) else error  # every rank raises it
+                    self._broken = None if isinstance(error, StrategyError) else error  # all ranks raise this one
                 if self.chip.runs_ahead and job.flight is None:
                     job.event = self.chip.mark()
         except BaseException as error:  # the chip's own error: it must not end the thread of all children

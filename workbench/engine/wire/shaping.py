@@ -22,7 +22,7 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.rank import Group
 
-RING = 256  # operations of which the table keeps arrivals; ranks are never more than one collective apart
+RING = 256  # the latest operations, with arrivals in the table; ranks are never more than one collective apart
 
 
 class Clock:

@@ -4,9 +4,9 @@
 started after it. Children with priorities that are started between 2 such children may overtake each other. Ranks
 progress at different speeds, and would disagree about which children have been started. So rank 0 chooses: the most
 urgent of its started children, until their `share`s add up to 1. It broadcasts the choice, and every rank begins these
-children in this order, even if it has to wait for their start. No child overtakes a chosen one.
-A rank joins a round as soon as it has a child with a priority that no round has chosen. All ranks start the same
-children, so all ranks join each round.
+children in this order, even if it has to wait for their start. No child overtakes a chosen one. A rank joins a round as
+soon as it has a child with a priority that no round has chosen. All ranks start the same children, so all ranks join
+each round.
 """
 
 from __future__ import annotations

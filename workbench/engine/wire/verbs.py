@@ -18,7 +18,7 @@ from workbench.rank import Op, Rank, collective
 
 
 class Verbs:
-    """The part of a lane that issues collectives. Each method returns (work, the tensor for its result)."""
+    """The part of a lane that issues collectives. A method per verb returns (work, the tensor for its result)."""
 
     chip: Chip
     name: str

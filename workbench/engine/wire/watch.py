@@ -47,7 +47,7 @@ class Watch:
         """Waits for all open events, and records their times."""
 
     def salvage(self, step: int) -> None:
-        """Records after a failure whatever is known."""
+        """Records all known times after a failure."""
 
 
 class Moment:

@@ -2,10 +2,10 @@
 
 [Note: Opening beside training] Ranks of a group reach its first collective at different times, and one may never reach
 it. Opening a process group cannot be interrupted. So each rank first registers in the store and waits until all ranks
-of the group have. While it waits, it checks whether it must leave or a peer is gone.
-The store holds one verdict, written once: by the first rank if all have registered, or by a rank that leaves. Otherwise
-a rank could leave after another rank has counted it. Each opening uses a store connection of its own, because a torch
-store lets only one thread wait at a time.
+of the group have. While it waits, it checks whether it must leave or a peer is gone. The store holds one verdict,
+written once: by the first rank if all have registered, or by a rank that leaves. Otherwise a rank could leave after
+another rank has counted it. Each opening uses a store connection of its own, because a torch store lets only one thread
+wait at a time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _put_away(lines: Iterable[Line]) -> None:
 
 
 def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], Line]:
-    """Returns a function that opens a group's line of `lane`, over gloo or NCCL. All its ranks must call it."""
+    """Returns a function that opens a group's line of `lane`, over gloo or NCCL. All ranks of the group call it."""
 
     def opened(group: Group | None) -> Line:
         if len(group or range(port.size)) == 1:

@@ -1,7 +1,7 @@
-"""A rank's life between steps, the same on both hosts: it takes the changes that are due, steps, evaluates, and ends.
+"""The loop of a rank on either host: boundary, step, evaluation, again.
 
-A coroutine, as a strategy's step is, and driven by the same host. What only a clock, a wire or a person can say is
-asked in the methods that are abstract here; each host has them.
+The loop is a coroutine like a strategy's step, and the same host drives it. Each host implements the abstract methods,
+which need a clock, a connection or a person.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from workbench.settings import Change
 
 
 class Life(Outliving, Ordering, Holding):
-    """The part of a Session that goes on from boundary to boundary. `workbench.host.core.changing` is what changes see.
+    """The part of a Session that goes from boundary to boundary. Changes use it as a `Changing`.
 
-    planned:       changes to come, in the order of their steps
-    pending_pause: seconds that a fault lets this rank stand still before its next step
+    planned:       future changes, in the order of their steps
+    pending_pause: seconds of a fault's pause before this rank's next step
     """
 
     experiment: Experiment
     rank: Rank
     layout: Any
-    state: Any  # what the strategy remembers
+    state: Any  # the strategy's own
     rate: Rate
     measuring: Measuring
     ledger: Ledger
@@ -54,24 +54,24 @@ class Life(Outliving, Ordering, Holding):
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
-    _examples = -1  # of the last step, as the record has it
-    _laid = False  # has all come to lie where it belongs?
+    _examples = -1  # of the last step, as recorded
+    _laid = False  # whether all state is placed for the first step
 
     @property
     def apart(self) -> bool:
-        """Do the ranks go on without meeting in every round?"""
+        """Whether ranks make steps without a meeting in every round."""
         strategy = self.experiment.strategy
-        if self.rank.mesh.inside:  # a replica's stages pass each batch on to each other, and all hear each ticket
+        if self.rank.mesh.inside:  # a replica's stages exchange each batch, and all ranks get each ticket
             return False
         return not strategy.lockstep or strategy.propagation_in(self.rank.size, self.rank.step) > 0
 
     @property
     def due(self) -> int:
-        """How many of the planned changes are due at this rank's step."""
+        """The number of planned changes that are due at this rank's step."""
         return sum(change.at_step <= self.rank.step for change in self.planned)
 
     async def live(self) -> None:
-        """From the first evaluation to the last step."""
+        """Trains from the first evaluation to the last step."""
         await self.lay_out()
         await self.saving.regain()
         self.steering.begin()
@@ -82,11 +82,11 @@ class Life(Outliving, Ordering, Holding):
         await self.on()
 
     async def on(self) -> None:
-        """From step to step, to the last."""
+        """Makes steps and evaluations until the run is over."""
         self.go_on()
         while not await self.over():
             before = self.rank.step
-            if not meeting.idle(self.experiment, self.rank):  # such a one came here for changes only
+            if not meeting.idle(self.experiment, self.rank):  # an idle rank only takes changes
                 await self.step()
             if self.experiment.evaluates(before, self.rank.step):
                 await self._settle_in_step()
@@ -102,20 +102,20 @@ class Life(Outliving, Ordering, Holding):
         await self.finish()
 
     async def lay_out(self) -> None:
-        """Before the first step: all that the ranks share out comes to lie where it belongs."""
+        """Places all sharded state before the first step."""
         await self.share_out(ahead=True)
         self._laid = True
         self.mark_buckets()
         self.ledger.built()
 
     async def over(self) -> bool:
-        """Takes what is due at this boundary. Has this rank then made its last step?"""
+        """Takes what is due at this boundary. Returns whether this rank has made its last step."""
         await self.come_past()
         e = self.experiment
         return self.ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
 
     async def boundary(self) -> None:
-        """Makes the changes that are due before the next step; ranks that go on apart come together for them."""
+        """Makes the changes that are due before the next step. Ranks that are `apart` meet for them first."""
         apart = self.apart
         if apart:
             if not await self.called():
@@ -126,14 +126,14 @@ class Life(Outliving, Ordering, Holding):
         due = self.called_for if apart else self.due
         taken, self.planned = self.planned[:due], self.planned[due:]
         await self.take(taken)
-        while self.due and not self.apart:  # ranks that came together later than that have passed these steps
+        while self.due and not self.apart:  # ranks that met late are past their steps
             await self.take([self.planned.pop(0)])
         await self.listen(apart)
         if apart or self.apart:
             self.go_on()
 
     async def obey(self, change: Change) -> bool:
-        """Makes one change, or refuses it in words; or asks the policy; or makes a checkpoint. Was something made?"""
+        """Makes or refuses one change, asks the policy, or makes a checkpoint. Returns whether a change was made."""
         if isinstance(change, Save):
             await self.saving.due(change)
             return False
@@ -147,7 +147,7 @@ class Life(Outliving, Ordering, Holding):
         return made
 
     async def step(self) -> None:
-        """One step and what follows from it."""
+        """Makes one step, and the work that a step can cause."""
         if self.pending_pause:
             seconds, self.pending_pause = self.pending_pause, 0.0
             stood = await Op("stand", seconds)
@@ -186,14 +186,17 @@ class Life(Outliving, Ordering, Holding):
                 await settle(self)
 
     def _note_examples(self, count: int) -> None:
-        """How many examples this rank's step was about, where that is new; a replica's first rank says it for all."""
+        """Records the number of this step's examples if it has changed; only on a replica's first rank."""
         first = not self.rank.mesh.inside or self.rank.inside.index == 0
         if first and self.experiment.batch and count != self._examples:
             self._examples = count
             self.sample("examples", count)
 
     async def evaluate(self, together: bool) -> None:
-        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+        """Records the held-out loss, outside step time.
+
+        together: of the mean model, for which all ranks meet; if not, of the parameters that this rank knows
+        """
         await self._caught_up()
         began = self.now
         if together:
@@ -214,17 +217,17 @@ class Life(Outliving, Ordering, Holding):
             await settle(self)
 
     async def _caught_up(self) -> None:
-        """Every update of the steps so far is made, by the rate of its step."""
+        """Makes late updates of earlier steps, while the rate still is the one of their step."""
         strategy = self.experiment.strategy
         if strategy.late_update:
             await strategy.drain(self.rank.replicas, self.state)
 
     def mark_buckets(self) -> None:
-        """The buckets as they are now, in bytes each, into rank 0's record; once they are those of the first step."""
+        """Records the size of each bucket in bytes, on rank 0, from the first step on."""
         if self.rank.id == 0 and self._laid:
             self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
 
-    # -- what only a host can do or say --
+    # -- what a host implements --
 
     @property
     @abstractmethod
@@ -234,43 +237,43 @@ class Life(Outliving, Ordering, Holding):
     @property
     @abstractmethod
     def drawn(self) -> int:
-        """How many batches this rank has drawn."""
+        """The number of batches that this rank has drawn."""
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Is the run over, whatever step this rank is in?"""
+        """Whether the run is over, at any step."""
 
     @property
     @abstractmethod
     def met(self) -> bool:
-        """Did all ranks exchange something in the present step?"""
+        """Whether all ranks have exchanged something in this step."""
 
     @property
     @abstractmethod
     def called_for(self) -> int:
-        """When ranks have come together: how many of the planned changes are due on rank 0."""
+        """The number of planned changes that are due on rank 0, after a meeting."""
 
     @abstractmethod
     async def make(self) -> int:
-        """The strategy's step; for how many steps it counts."""
+        """Makes the strategy's step. Returns the number of steps that it counts for."""
 
     @abstractmethod
     async def told(self, text: str, by: int = 0) -> str:
-        """What rank `by` says, on every rank."""
+        """Broadcasts `text` of rank `by` to every rank."""
 
     @abstractmethod
     def tuned(self) -> None:
-        """The partition has other knobs than before, and the model lies as it did."""
+        """Applies new knobs of the partition, without moving the model."""
 
     @property
     @abstractmethod
     def reorders(self) -> bool:
-        """Has the first exchanged backward just shown in which order gradients come?"""
+        """Whether the first exchanged backward has just shown the order of gradients."""
 
     @abstractmethod
     async def learned(self) -> list[str]:
-        """That order, the same on all ranks that hold the same of the model."""
+        """Returns the order of gradients, the same on all ranks that hold the same part of the model."""
 
     @property
     @abstractmethod
@@ -279,44 +282,44 @@ class Life(Outliving, Ordering, Holding):
 
     @property
     def shown(self) -> Trial | None:
-        """What this host knows that a step reads, but from its Reading."""
+        """The parameters that a step reads, if the host knows them without its Reading."""
         return None
 
     @abstractmethod
     async def mean_evaluated(self) -> Evaluated:
-        """The held-out numbers of the mean of all ranks' models, on rank 0; how far this rank is from it, on each."""
+        """Returns the held-out numbers of the mean model, on rank 0, and each rank's drift from it."""
 
     @abstractmethod
     async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
-        """The same of the parameters in `known`; nobody waits for anybody."""
+        """Returns the held-out numbers of the parameters in `known`, without waiting for other ranks."""
 
     @abstractmethod
     async def called(self) -> bool:
-        """Is there a meeting now? Waits for one where this rank has nothing else to do."""
+        """Returns whether there is a meeting now. An idle rank waits for one."""
 
     @abstractmethod
     async def assemble(self) -> None:
-        """Waits for all ranks, and for their backgrounds to end."""
+        """Waits for all ranks, and for the end of their backgrounds."""
 
     async def listen(self, apart: bool) -> None:
-        """Takes what people ask meanwhile."""
+        """Takes the requests of people."""
 
     async def rest(self) -> None:
-        """Lets what runs beside the steps end."""
+        """Waits until the background has ended."""
 
     async def finish(self) -> None:
-        """Says how the run ended on this rank."""
+        """Reports how the run has ended on this rank."""
 
     def moved(self, made: int) -> None:
-        """The step has moved on by so many."""
+        """Notes that the rank has made `made` steps."""
 
     @abstractmethod
     def go_on(self) -> None:
-        """What runs beside the steps begins, or begins again after a meeting."""
+        """Starts the background, or starts it again after a meeting."""
 
     @abstractmethod
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
-        """What has lasted since `began` and is over now."""
+        """Records a span from `began` to now."""
 
     @abstractmethod
     def sample(self, name: str, value: float) -> None: ...

@@ -1,7 +1,7 @@
-"""When ranks that do not meet in every round are to come together: what both hosts decide alike.
+"""Decides when ranks meet that do not meet in every round.
 
-How they hear of it is each host's own: by messages on the engine (see [Note: Two ways of hearing] there), at once in a
-simulation.
+Each host announces a meeting in its own way: the engine by messages (see [Note: Two ways of hearing] there), a
+simulation at once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from workbench.rank import Rank
 
 
 def idle(e: Experiment, rank: Rank) -> bool:
-    """Has this rank nothing to do but wait for a meeting? It serves, or has made its last step before others have."""
+    """Whether this rank only waits for a meeting, as a server or after its last step."""
     return rank.role == "server" or (not e.strategy.lockstep and 0 < e.steps <= rank.step)
 
 
 def named(e: Experiment, rank: Rank, state: Any) -> int:
-    """On rank 0: the step at which all are to meet, so late that every rank has heard of it by then."""
+    """Returns the step of the next meeting, late enough for every rank to know it by then. Only for rank 0."""
     strategy = e.strategy
     return max(rank.step, strategy.newest(rank, state)) + strategy.propagation_in(rank.size, rank.step)

@@ -1,4 +1,4 @@
-"""In which order buckets are cut: in that of gradients, as soon as anybody knows it."""
+"""Cuts buckets in the order of gradients, as soon as it is known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class Ordering(ABC):
     reading: Reading
 
     async def share_out(self: Any, ahead: bool = False) -> None:
-        """What every rank has whole comes to lie as the partition and the strategy say. ahead: in which order, too?"""
+        """Splits state that is whole on every rank as the partition and the strategy need it.
+
+        ahead: orders the buckets first
+        """
         if self.experiment.partition.size > 1:
             await changes.spread_out(self)
         else:
@@ -40,9 +43,9 @@ class Ordering(ABC):
         await self.reading.shard()
 
     async def order_ahead(self) -> None:
-        """Buckets are cut in the order in which gradients will come, if that is told before they do.
+        """Cuts buckets in the order of gradients, if a trial can foresee it.
 
-        Where nothing but that order hangs on it, only of tasks that are pure, and without building the model once more.
+        A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
         """
         strategy = self.experiment.strategy
         shards = "parameters" in strategy.shards
@@ -57,7 +60,7 @@ class Ordering(ABC):
             await self.relay_in(names)
 
     def _in_slices(self: Any) -> list[str]:
-        """In which order gradients come where matrices are dealt out: some are added up at the end of a backward."""
+        """Returns the order of gradients with sliced matrices, because backward adds some of them up at its end."""
         split = self.spread.split if self.spread else None
         if split is None:
             return []
@@ -68,11 +71,11 @@ class Ordering(ABC):
 
     @property
     def _order(self) -> list[str]:
-        """The parameters as they lie."""
+        """The names of the parameters in the layout's order."""
         return [place.name for place in self.layout.order]
 
     async def reorder(self, names: list[str]) -> None:
-        """Buckets are cut in the order in which gradients come, unless they lie so already, as was foreseen."""
+        """Cuts buckets in the order `names`, unless they have it already."""
         strategy = self.experiment.strategy
         if names == self._order:
             return
@@ -82,8 +85,8 @@ class Ordering(ABC):
 
     @abstractmethod
     async def agreed(self, names: list[str]) -> list[str]:
-        """What the first rank says, of those that hold the same of the model."""
+        """Returns `names` of the first of the ranks that hold the same part of the model."""
 
     @abstractmethod
     async def relay_in(self, names: list[str]) -> None:
-        """Lays the parameters out in this order, and cuts buckets anew."""
+        """Puts the parameters into this order, and cuts new buckets."""

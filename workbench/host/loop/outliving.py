@@ -1,4 +1,4 @@
-"""What a rank's life needs to go on where others are lost: a way back from a step, and a new beginning."""
+"""Lets a rank go on when other ranks are lost: it goes back from a step, and enters a new generation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from workbench.host.transfer import residual
 from workbench.host.transfer.boundary import Boundary
 from workbench.settings import Change
 
-UNDONE = 16  # changes that are remembered for a while after they were made
+UNDONE = 16  # made changes that a rank can still undo
 
 
 class Outliving:
-    """The part of a Life that knows of generations.
+    """The part of a Life that handles generations.
 
-    rollback: the way back; None where nobody is ever lost
-    taken:    of the planned changes those that are to be made now
-    obeyed:   how many changes were made or refused so far
-    bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had; former:
-              the checkpoint to which all go back. Between two generations
-    crashing: the ranks that a fault ends at the boundary that comes, or is here
-    answer:   what the last change came to, on every rank what one of them has said in the record
+    rollback: the way back to the last boundary; None if no rank is ever lost
+    taken:    the planned changes to make now
+    obeyed:   the number of changes made or refused so far
+    bounds:   the boundaries that this rank can go back to, between 2 generations
+    outer:    its outer momentum there
+    former:   the checkpoint to which all ranks go back, or None
+    crashing: the ranks that a fault ends at this boundary or the next
+    answer:   the result of the last change, the same on every rank
     """
 
     rollback: Rollback | None = None
@@ -48,7 +49,7 @@ class Outliving:
     _made: Sequence[Change | None] = ()
 
     async def come_past(self: Any) -> None:
-        """Takes what is due at this boundary; one that a fault crashes comes no further."""
+        """Takes what is due at this boundary. A rank that a fault crashes ends here."""
         await self._fall()
         await self.boundary()
         await self._fall()
@@ -61,7 +62,7 @@ class Outliving:
             await self.crash(mine)
 
     async def live_on(self: Any, came: Came) -> None:
-        """From a step on before which ranks were lost, or came, to the last step."""
+        """Trains in a new generation, after ranks were lost or came, to the last step."""
         if came.salvaged is not None:
             await put_together(self, came, self.bounds, self.former)
         self.bounds, self.former = [], None
@@ -81,7 +82,7 @@ class Outliving:
         await self.on()
 
     async def lie_alike(self: Any) -> None:
-        """The parameters lie in one order on all; one who comes has not seen in which gradients do."""
+        """Gives all ranks rank 0's order of parameters, because a new rank does not know the order of gradients."""
         here = [place.name for place in self.layout.order]
         names = json.loads(await self.told(json.dumps(here) if self.rank.id == 0 else ""))
         unfreeze(self, names)
@@ -89,25 +90,27 @@ class Outliving:
             await self.relay_in(names)
 
     def undoable(self, changes: bool = False) -> AbstractContextManager[None]:
-        """A step, or a change, goes on inside; if a rank is lost then, this one can go back."""
+        """A context for a step or a change. If a rank is lost inside, this one can go back."""
         return nullcontext() if self.rollback is None else self.rollback.within(changes)
 
     async def take(self, changes: list[Change]) -> None:
-        """Makes planned changes one after the other; those that are left stay in `taken`."""
+        """Makes planned changes one after another. The remaining ones stay in `taken`."""
         self.taken = changes
         while self.taken:
             await self.obey(self.taken[0])
             self.obeyed_one(self.taken.pop(0))
-            await self._fall()  # what is due next may end the generation
+            await self._fall()  # the next change may end the generation
 
     def obeyed_one(self, planned: Change | None = None) -> None:
-        """A change was made, or refused. planned: it, if it was not asked for"""
+        """Counts a change that was made or refused. planned: the change, if it was a planned one"""
         self.obeyed += 1
         self._made = (*self._made, planned)[-UNDONE:]
 
     def plan_again(self: Any, changes: int) -> None:
-        """So many changes count as made: those that others have made are not to come, of those that do not count all
-        that were planned are.
+        """Makes `changes` the number of made changes.
+
+        If other ranks have made more than this one, it skips them. If this one has made more, it plans the planned ones
+        among the rest again.
         """
         todo, undone = [*self.taken, *self.planned], self.obeyed - changes
         again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
@@ -117,34 +120,34 @@ class Outliving:
 
     @abstractmethod
     async def formed(self) -> None:
-        """Every rank of the generation holds the full state by now, or the generation does not form."""
+        """Waits until every rank of the generation holds the full state. If one does not, no generation forms."""
 
     @property
     @abstractmethod
     def kept_away(self) -> Any:
-        """What this rank keeps away from its device."""
+        """The state that this rank has offloaded from its device."""
 
     @abstractmethod
     def cut_anew(self, bucket_mb: float) -> None:
-        """Between two generations: the parameters lie in buckets of another size."""
+        """Cuts buckets of another size, between 2 generations."""
 
     @abstractmethod
     def lie_bare(self, seed: int) -> None:
-        """No part of the model is here any more, nor the way in which it lay; random numbers begin anew by `seed`."""
+        """Drops this rank's part of the model and its placement. Seeds the random numbers with `seed`."""
 
     @abstractmethod
     def lie_anew(self) -> None:
-        """All of the model, which has memory again, lies in buckets, and there is an optimizer for it."""
+        """Puts the whole model, which has memory again, into buckets, and makes its optimizer."""
 
     @abstractmethod
     async def crash(self, mine: bool) -> None:
-        """This rank, if it is `mine`, or another ends here without a word, once all know what brought that about."""
+        """Crashes this rank if `mine`, or another one, once all ranks have made the change that brought the fault."""
 
     @abstractmethod
     async def obey(self, change: Change) -> bool: ...
 
     def begin_again(self: Any) -> None:
-        """A generation begins: its ranks can reach each other, and nothing has been exchanged yet."""
+        """Begins a generation, when its ranks can reach each other and have exchanged nothing yet."""
         e = self.experiment
         self.set_fabric(e, e)
         take_role(self, e)
@@ -153,7 +156,7 @@ class Outliving:
         self.choose_lane()
 
     def _entered(self: Any) -> None:
-        """The strategy takes over, from a state that all have."""
+        """Starts the strategy, from a state that all ranks have."""
         self.rate.follow(self)
         self.enter(None, self.experiment)
         if self.experiment.strategy.opaque:

@@ -1,6 +1,6 @@
-"""A copy of what one rank holds between two steps: its pieces by name, and how that is cut of which they are pieces.
+"""A copy of one rank's state between 2 steps: its pieces by name, and the placement that they belong to.
 
-What is kept so can be put together with what others have kept, however the model lies meanwhile.
+Ranks can assemble such copies to the whole state, even if the model's placement has changed since.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bound = tuple[int, int]  # the next step, and how many changes came before it
 
 
 class Boundary(NamedTuple):
-    """bound: where it stood; place, size: as which rank of how many
+    """A rank's state at a boundary.
 
     spread:  how the model lay on ranks; cut: how the optimizer's state did, and where `sharded` the parameters, too
     state:   flat, by name: parameters and buffers, and what the optimizer remembers ("exp_avg/NAME")
@@ -45,7 +45,10 @@ class Boundary(NamedTuple):
     apart: int = 0
 
     def whole_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
-        """What it remembered, of whole parameters: zero where another rank has elements; of what is no sum, none."""
+        """Returns the compressor's memory for whole parameters: 0 for elements of another rank.
+
+        If the model is in stages or slices, only buffers with the rule "sum" are returned.
+        """
         if self.spread is None:
             return self.memory
         sums = {name for one in inside(compressor) for name, rule in one.own.items() if rule == "sum"}
@@ -57,7 +60,7 @@ class Boundary(NamedTuple):
 
 
 def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, size: int) -> Tensor:
-    """(n,): what the rank at `place` has of a parameter, `x`; zero where another rank of its replica has elements."""
+    """Returns (n,): a whole parameter with the elements `x` of the rank at `place`, and 0 for all other elements."""
     made, slices = x.new_zeros(n), placed(((name, n),), spread, size).at(place)[name]
     at = 0
     for s in slices:
@@ -67,9 +70,10 @@ def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, siz
 
 
 def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
-    """What `run`'s rank holds now. spare: one that is needed no more, whose memory may be written over
+    """Returns the current state of `run`'s rank.
 
-    copied: else it is what is held itself, but for buffers, for a rank that changes nothing any more
+    spare:  an old boundary, whose memory may be reused
+    copied: if False, only buffers are copied; for a rank that changes nothing any more
     """
     layout, state = run.layout, dict[str, Tensor]()
     lies = cut(run, run.experiment.strategy)
@@ -93,16 +97,16 @@ def steps_apart(run: Any) -> int:
 
 
 def copy_boundary(b: Boundary) -> Boundary:
-    """The same boundary in memory of its own."""
+    """Returns a copy with memory of its own."""
     return b._replace(state=_copied(b.state, {}), memory={kind: _copied(of, {}) for kind, of in b.memory.items()})
 
 
 def held(layout: Layout, lies: Cut | None, place: int) -> State:
-    """Flat, by name, what is here of each parameter; where they lie in shards, the shard of the rank at `place`."""
+    """Returns this rank's flat elements of each parameter by name. lies: how parameters are sharded, or None."""
     found = dict[str, Tensor]()
     for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
         first, last = begin, begin + own.numel()
-        if lies is not None:  # in a pass that broke off more may be here, some of it void
+        if lies is not None:  # an interrupted pass may have gathered more, and left some of it invalid
             first, last = _shard(bucket.data.numel(), lies, place)
         for part in bucket.parts:
             low, high = max(part.start, first), min(part.stop, last)
@@ -112,7 +116,7 @@ def held(layout: Layout, lies: Cut | None, place: int) -> State:
 
 
 def _shard(total: int, lies: Cut, place: int) -> tuple[int, int]:
-    """The elements of a bucket of so many that the rank at `place` keeps."""
+    """Returns the range of a bucket of `total` elements that the rank at `place` keeps: (start, stop)."""
     group = next(group for group in lies.groups if place in group)
     chunk = -(-total // len(group))
     begin = chunk * group.index(place)
@@ -133,10 +137,10 @@ def _copied(state: Mapping[str, Tensor], spare: Mapping[str, Tensor]) -> State:
 
 def pieces_at(place: int, size: int, sizes: Mapping[str, int], kept: Mapping[str, bool], spread: Spread | None,
               cut: Cut | None, sharded: bool) -> Held:  # fmt: skip
-    """What the rank at `place` of `size` holds: slices, by name.
+    """Returns by name the slices that the rank at `place` of `size` holds.
 
-    sizes: elements of parameters and buffers, and of what the optimizer remembers; kept: of the latter, is it one
-    number whatever its parameter has?
+    sizes: elements of parameters, buffers and optimizer state
+    kept:  by name of optimizer state, whether it is one number for any size of its parameter
     """
     if spread is not None:
         return placed(tuple(sizes.items()), spread, size).at(place)

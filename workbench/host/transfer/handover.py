@@ -1,12 +1,12 @@
-"""What is handed over between strategies: the one state of a run, by name; whom it lies with; and its way to others.
+"""Hands the state of a run over from one strategy to the next.
 
-Two steps, in this order. `consolidate` is arithmetic: where ranks drifted apart, those that trained take the mean.
-`spread` is one `move`: from where the state lies under one strategy to where it is to lie under the next. A rank that
-only served has the parameters, and lacks what training made beside them.
+First, `consolidate` averages buffers and optimizer state over the ranks that trained, if these have drifted apart. Then
+`spread` moves the state from its placement under one strategy to its placement under the next, by one `move`. A rank
+that only served has the parameters, but no buffers and no optimizer state.
 
-By name: parameters and buffers have their own; what the optimizer remembers of a parameter is "exp_avg/NAME", its
-counter "step/NAME". Frozen parameters are not in it, since nothing makes them differ, nor is what is each rank's own
-(residuals, a strategy's memory).
+The state is a dict by name. Parameters and buffers keep their names. Optimizer state has names such as "exp_avg/NAME"
+and "step/NAME". Frozen parameters are not in it because they are equal on all ranks. Neither is each rank's own memory,
+such as residuals.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from workbench.rank import Part, Rank, can_average
 
 
 class Cut(NamedTuple):
-    """How something lies in shards.
+    """How optimizer state or parameters are sharded.
 
     buckets: by bucket, the places of its parameters
-    groups:  ranks among whom each bucket is dealt out, in their order; every group has all of it
+    groups:  groups of ranks, in order; each group shards all buckets over its ranks
     """
 
     buckets: tuple[tuple[Part, ...], ...]
@@ -42,17 +42,17 @@ class Cut(NamedTuple):
 
 
 def parameters(layout: Layout) -> State:
-    """The trained parameters by name; writing into them changes the model."""
+    """Returns the trained parameters by name, as views: writing into them changes the model."""
     return {place.name: place.param.data for place in layout.order}
 
 
 def beside(run: Changing) -> State:
-    """What only ranks that train have besides: buffers, and what the optimizer remembers."""
+    """Returns the state that only ranks that train have: buffers and optimizer state."""
     return {**{name: b.data for name, b in run.model.named_buffers()}, **slots(run.layout, run.optimizer)}
 
 
 def alike(run: Changing, numbers: list[int]) -> list[int]:
-    """Of every rank's number those of the ranks that hold the same of the model as this one."""
+    """Picks from a list by rank the numbers of the ranks that hold the same part of the model as this rank."""
     who = run.rank.replicas.within
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
@@ -63,23 +63,23 @@ def names(run: Changing) -> list[int]:
 
 
 def owners(run: Changing, strategy: Any) -> dict[str, int]:
-    """By embedding table the rank whose values of it are the run's, where `strategy` lets them lie with one each."""
+    """Returns the owner of each embedding table, if `strategy` keeps each table on one rank."""
     names = run.rank.tables if strategy.tables else ()
     return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
 
 
 async def consolidate(run: Changing, strategy: Any) -> None:
-    """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
+    """Averages buffers and optimizer state over the ranks that trained under `strategy`.
 
-    Of whole numbers (counters, quantised moments) the first one's are taken. Diverged momenta would pull replicas
-    apart again. Raises Disagreement where ranks remember unlike things.
+    Otherwise diverged momenta would pull replicas apart again. Integers (counters, quantised moments) are taken from
+    the first rank. Raises Disagreement if optimizer states differ in size.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
         return
     own, apart = _numel(beside(run)), owners(run, strategy)
     most = max(alike(run, await run.gather(own)))
-    if own < most or (apart and most):  # it served, or is yet to make its first step, or has others' tables
+    if own < most or (apart and most):  # it has no optimizer state yet, or lacks other ranks' tables
         prime(run.layout, run.optimizer)
     check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state", names(run))
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
@@ -90,7 +90,7 @@ async def consolidate(run: Changing, strategy: Any) -> None:
 
 
 def drifting(run: Changing, optimizer: Any, apart: Collection[str] = ()) -> list[torch.Tensor]:
-    """What a rank has made beside the parameters, but for tables that lie `apart`; what has no mean begins at zero."""
+    """Returns the tensors of `beside` without tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
     found = []
     for name, x in beside(run).items():
         slot, _, of = name.rpartition("/")
@@ -100,8 +100,9 @@ def drifting(run: Changing, optimizer: Any, apart: Collection[str] = ()) -> list
 
 
 async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
-    """These tensors of all ranks of a group become the mean of those `among` them (none: all); of whole numbers, which
-    have none, the first one's.
+    """Replaces tensors on all ranks of a group by the mean over ranks `among` (none: all). Works in place.
+
+    Integers have no mean: every rank takes those of the first rank.
     """
     first, count = min(among, default=0), len(among) or group.size
     floats = [x for x in drifted if can_average(x.dtype)]
@@ -119,7 +120,7 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
 
 
 async def spread(run: Changing, strategy: Any) -> None:
-    """After `consolidate`: every rank gets what it lacks of the state. Nothing is sent where nobody does."""
+    """Gives every rank the state that it lacks. Sends nothing if no rank lacks any. Runs after `consolidate`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await bring(run, trained, len(_present(parameters(run.layout))), tuple(owners(run, strategy).items()))
@@ -127,7 +128,7 @@ async def spread(run: Changing, strategy: Any) -> None:
 
 async def bring(run: Changing, holders: tuple[int, ...], everywhere: int = 0,
                 apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
-    """Every rank gets what it lacks of what `holders` have. See `_placed`."""
+    """Gives every rank the state of `holders` that it lacks. See `_placed` for the other arguments."""
     rank, state = run.rank, _present(parameters(run.layout)) | _present(beside(run))
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
     was = _placed(sizes, everywhere, holders, rank.size, apart)
@@ -144,7 +145,10 @@ def _present(state: State) -> State:
 
 
 async def check(run: Changing) -> None:
-    """All ranks hold the same parameters, and their optimizers the same of them. Raises Disagreement."""
+    """Raises Disagreement unless all ranks hold the same parameters and the same optimizer state.
+
+    It skips optimizer state in shards.
+    """
     own = checksum(parameters(run.layout))
     check_same(alike(run, await run.gather(own)), "after the switch the parameters", names(run))
     if cut(run, run.experiment.strategy) is None:
@@ -152,11 +156,12 @@ async def check(run: Changing) -> None:
         check_same(alike(run, await run.gather(own)), "after the switch the optimizer's slots", names(run))
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
 def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
             apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
-    """The first tensors, so many of them, on every rank; the others on those that trained. But tables, and what is
-    remembered of them, lie `apart`, each with one rank.
+    """Places the first `everywhere` tensors on every rank, and the other tensors on the ranks that `trained`.
+
+    apart: the owner of each table. Only the owner holds the table and its optimizer state.
     """
     owner, held = dict(apart), {rank: dict[str, tuple[Slice, ...]]() for rank in range(size)}
     for number, (name, n) in enumerate(sizes):
@@ -178,7 +183,7 @@ def _numel(state: State) -> int:
 
 
 def cut(run: Changing, strategy: Any) -> Cut | None:
-    """How the optimizer's state lies in shards under `strategy`; None where it is whole on every rank, or torch's."""
+    """Returns how `strategy` shards optimizer state. None: it is whole on every rank, or torch keeps it."""
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
     if len((groups := sharers(strategy, run.rank.size))[0]) == 1:
@@ -187,8 +192,9 @@ def cut(run: Changing, strategy: Any) -> Cut | None:
 
 
 async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
-    """The optimizer's state, which lies in shards as `was` says (None: whole on every rank), comes to lie as `to` says:
-    one `move`, of what each rank lacks. Where it is whole and comes to lie in shards, nothing is sent.
+    """Moves optimizer state from the shards `was` to the shards `to` by one `move`. None: whole on every rank.
+
+    From whole to shards it sends nothing. Raises Disagreement if the hash of the state has changed.
     """
     if was == to:
         return
@@ -199,17 +205,17 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     kept = await kept_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
-    if was is None and layout.sizes_only:  # with sizes only there is nothing to look at, of thousands
+    if was is None and layout.sizes_only:  # with sizes only there are no values to move or to hash
         if run.ledger.remembers:
             run.ledger.surge(sum(n * like[name].element_size() for name, n in _counts(dict(sizes), slots_of).items()))
         return run.sharded(to)
     lies, comes = (in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
-    if layout.sizes_only:  # one optimizer stands for those of all ranks, and stays as it is
+    if layout.sizes_only:  # one optimizer stands for all ranks, and keeps its state
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
     before = await summed(run, here, lies)
     given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
     if run.ledger.remembers:
-        run.ledger.surge(_nbytes(here))  # beside what was given
+        run.ledger.surge(_nbytes(here))  # held in addition to `given`
     if await summed(run, given, comes) != before:
         raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.sizes_only:
@@ -218,12 +224,12 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
 
 
 async def summed(run: Changing, state: State, lies: Placement) -> int:
-    """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
+    """Returns the hash of all ranks' state. Each replica counts once, on the first rank that has it."""
     return sum(await run.gather(hashed(run, state, lies))) & MASK
 
 
 def hashed(run: Changing, state: State, lies: Placement) -> int:
-    """This rank's part of that hash; parts add up."""
+    """Returns this rank's part of the hash. The hash is the sum of all parts."""
     me = run.rank.id
     if run.layout.sizes_only:
         return 0
@@ -233,14 +239,14 @@ def hashed(run: Changing, state: State, lies: Placement) -> int:
 
 
 def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int) -> int:
-    """What a rank keeps of the optimizer's state in shards, once that has stepped."""
+    """Returns the bytes of sharded optimizer state on a rank after the first step."""
     like, numel = likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
     mine = _shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
     return sum(s.numel * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
 async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
-    """The slots that any rank has."""
+    """Returns the names of the slots that at least one rank has."""
     if not like:
         return []
     has = [name in here for name in like]
@@ -252,10 +258,13 @@ async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
     return [names[i] for i in told.nonzero().view(-1).tolist()]
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
 def in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
                size: int) -> Placement:  # fmt: skip
-    """Where slots lie: whole on every rank, or each bucket's in shards; what cannot be cut lies beside what is."""
+    """Returns the placement of slots: whole on every rank if `cut` is None, else in shards of buckets.
+
+    A slot of one element, such as a counter, is on every rank with a piece of its parameter.
+    """
     numel = dict(sizes)
     counts = _counts(numel, kept)
     if cut is None:
@@ -264,12 +273,12 @@ def in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], 
 
 
 def _counts(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
-    """Elements of each slot; `kept`: whether it has one, as counters have, or as many as its parameter."""
+    """Returns the elements of each slot. kept: (slot, True if it has one element, else as many as its parameter)."""
     return {name: 1 if whole else numel[name.partition("/")[2]] for name, whole in kept}
 
 
 def _shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: Cut, rank: int) -> Held:
-    """What one rank holds of it: its slice of each bucket, as `Bucket.shard` cuts them."""
+    """Returns the slots that one rank holds: its slice of each bucket, cut as in `Bucket.shard`."""
     group = next(group for group in cut.groups if rank in group)
     place, mine = group.index(rank), {}
     for parts in cut.buckets:

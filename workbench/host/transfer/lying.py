@@ -1,4 +1,4 @@
-"""How what is trained lies on ranks: each with all of it, in stages and slices, or in shards of buckets."""
+"""How the trained state is placed on ranks: whole on each, in stages and slices, or in shards of buckets."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from workbench.host.transfer.handover import Cut, cut
 
 
 class Lying(NamedTuple):
-    """spread: how a replica lies on several ranks; None: each rank has a whole one
-    shards:  where replicas are whole, the buckets in whose shards what the optimizer remembers lies; None: in none
-    sharded: do parameters lie in these, too?
-    order:   that of parameters, where buckets are to be cut in another than the reverse of registration
+    """One way to place the trained state.
+
+    spread:  the stages and slices of a replica; None: each rank has a whole replica
+    shards:  the buckets that shard optimizer state, if replicas are whole; None: it is not sharded
+    sharded: whether parameters are sharded in these buckets, too
+    order:   the parameters' order for buckets, if it is not the reverse of registration
     """
 
     spread: Spread | None = None
@@ -37,16 +39,17 @@ WHOLE = Lying()
 
 
 def lying(run: Any, strategy: Any) -> Lying:
-    """How it lies now, under `strategy`."""
+    """Returns the current placement, under `strategy`."""
     shards = cut(run, strategy)
     return Lying(run.spread, shards, run.reading.sharded and shards is not None)
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
 def where(named: tuple[tuple[str, int], ...], slots: tuple[tuple[str, bool], ...], lies: Lying, size: int) -> Placement:
-    """Where everything lies, tensors by name and number of elements: see `placed` and `pieces_at`.
+    """Returns the placement of all tensors on `size` ranks. See `placed` and `pieces_at`.
 
-    slots: what the optimizer remembers, "exp_avg/NAME", and whether that has one element, whatever its parameter has
+    named: (name, elements) of all tensors
+    slots: (name, whether it has one element for any size of its parameter) of optimizer state, "exp_avg/NAME"
     """
     if lies.shards is None:
         return placed(named, lies.spread, size)
@@ -56,10 +59,10 @@ def where(named: tuple[tuple[str, int], ...], slots: tuple[tuple[str, bool], ...
 
 
 async def lying_then(run: Any, wanted: Experiment) -> Lying:
-    """How what lies in stages or slices is to lie as `wanted` says; all ranks ask for it together.
+    """Returns the placement under `wanted` of a model that is in stages or slices now. All ranks call it together.
 
-    Where that is in shards, their buckets are cut in the order in which gradients will come, where that is foreseen.
-    Parameters stay whole until a step has shown what it reads, where that is not.
+    Buckets of shards follow the order of the gradients, if all ranks can foresee it. If a rank cannot foresee what a
+    step reads, parameters stay whole until a step has shown it.
     """
     spread, strategy, rank = spread_of(wanted, run.model, run.learner), wanted.strategy, run.rank
     if spread is not None or strategy.opaque or "optimizer state" not in strategy.shards:
@@ -78,6 +81,6 @@ async def lying_then(run: Any, wanted: Experiment) -> Lying:
 
 
 def _outline(param: nn.Parameter) -> nn.Parameter:
-    """All of a parameter, wherever that is, as its size."""
+    """Returns a whole parameter on meta, even if its values are on another rank."""
     made = torch.empty(shape_of(param), dtype=absent.data_of(param).dtype, device="meta")
     return nn.Parameter(made, requires_grad=False)

@@ -1,7 +1,7 @@
-"""The optimizer's momentum while a compressor keeps it: who may, the way there and back, and the steps in between.
+"""Moves the optimizer's momentum into a compressor's memory and back.
 
-What goes over is a running sum of gradients, as torch's SGD keeps it. The ranks' shares of it, in the compressor's
-memory, add up to it. What weight decay adds stays with the optimizer, which is not asked about anything else.
+The momentum is a running sum of gradients, as in torch's SGD. The ranks' shares in their compressors' memories add up
+to it. The part from weight decay stays in the optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
-    """After a step: takes its gradients out of the optimizer's momentum, where a compressor keeps that of gradients."""
+    """Subtracts a step's gradients from the optimizer's momentum, if a compressor keeps the momentum of gradients."""
     kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
         return
@@ -33,7 +33,7 @@ def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
 
 
 async def move_momentum(run: Changing) -> None:
-    """The momentum goes where it is kept from now on: into the compressor's memory, or back. A Mark says so."""
+    """Moves the momentum to the compressor or back, if the new compressor needs it. Rank 0 records a Mark."""
     memory = run.rank.memory
     here = MOMENTUM in memory.buffers
     wanted = any(c.carries for c in inside(run.rank.compressor))
@@ -49,7 +49,7 @@ async def move_momentum(run: Changing) -> None:
 
 
 def _take(run: Changing) -> None:
-    """Every rank's share of the optimizer's momentum goes into its compressor's memory."""
+    """Moves this rank's share of the optimizer's momentum into its compressor's memory."""
     for place in run.layout.order:
         buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
         if buffer is not None and not buffer.is_meta and plain(run.optimizer):
@@ -58,7 +58,7 @@ def _take(run: Changing) -> None:
 
 
 async def give_back(run: Changing) -> None:
-    """The sum of what all ranks keep is added to the optimizer's momentum, if it has one. Crosses uncompressed."""
+    """Adds the uncompressed sum of all ranks' shares to the optimizer's momentum, if it has one."""
     kept = run.rank.memory.buffers[MOMENTUM]
     places = [place for place in run.layout.order if place.name in kept]
     flat = flattened([kept[place.name] for place in places])
@@ -75,7 +75,7 @@ async def give_back(run: Changing) -> None:
 
 
 def _add(state: Any, place: Place, piece: torch.Tensor) -> None:
-    """Adds (n,) to the momentum of one parameter."""
+    """Adds `piece`, (n,), to the momentum of one parameter."""
     piece = piece.view(place.param.shape).to(place.param.dtype)
     buffer = state.get("momentum_buffer")
     state["momentum_buffer"] = piece.clone() if buffer is None else buffer.add_(piece)

@@ -1,8 +1,8 @@
-"""What is each rank's own goes with what it is of, where ranks come to hold another part of the model.
+"""Moves each rank's own compression memory when the model's partition changes.
 
-Its owner says by name what becomes of it (`Compressor.own`); see "The hand-over" in workbench/DESIGN.md. A "sum" goes
-by shares: each replica's is a tensor of its own in one `move`, so what all owe together stays what it was, element by
-element. Of a "mean" the sum is taken before, and goes as the model does. All else begins anew.
+`Compressor.own` declares a rule by name; see "The hand-over" in workbench/DESIGN.md. A "sum" moves as shares: each
+replica's share is a tensor of its own in one `move`, so the sum over ranks stays the same for each element. The sum of
+a "mean" is taken first and moves as the model does. A "keep" stays on its rank. All other memory is dropped.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from workbench.host.placement.spread import Spread, placed
 from workbench.host.transfer.handover import summed
 from workbench.rank import Rank
 
-Named = tuple[tuple[str, int], ...]  # the trained parameters of one kind, in the model's order, and their elements
-MOVED = ("sum", "mean")  # rules by which something goes with the parameters
+Named = tuple[tuple[str, int], ...]  # (name, elements) of trained parameters of one dtype, in the model's order
+MOVED = ("sum", "mean")  # the rules by which memory moves with the parameters
 
 
 async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
-    """What the compressor of each rank remembers, while the model comes to lie as `to` says: by its owner's rules.
+    """Moves each rank's compression memory from the partition `was` to `to`.
 
-    All ranks ask for it together, before the model moves. Raises Disagreement where a sum is not what it was.
+    All ranks call it together before the model moves. Raises Disagreement if a sum has changed.
     """
     memory, nbytes = run.rank.memory, 0
     rules = {buffer: rule for of in (run.rank.compressor, run.experiment.compressor) for one in inside(of)
@@ -46,7 +46,7 @@ async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
     stays = {name for name in here if rules.get(name) == "keep"}
     kept: dict[str, dict[str, Tensor]] = {}
     for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED):
-        if not any(await run.gather(int(buffer in memory.buffers))):  # some may have exchanged nothing yet
+        if not any(await run.gather(int(buffer in memory.buffers))):  # a rank has no buffer before its first exchange
             continue
         pieces = memory.buffers.get(buffer, {})
         kept[buffer] = {}
@@ -76,7 +76,7 @@ def _told(rules: dict[str, str], nbytes: int) -> dict[str, Any]:
 
 
 def _kinds(run: Changing) -> dict[torch.dtype, Named]:
-    """All trained parameters, whoever holds them, by the kind of float that is remembered of them."""
+    """Returns the trained parameters of the whole model, by the dtype of their compression memory."""
     found: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
     for name, p in run.model.named_parameters():
         if p.requires_grad:
@@ -101,7 +101,10 @@ def _cut(line: Tensor, lies: Placement, me: int) -> State:
 
 
 async def _moved(run: Changing, state: State, was: Placement, to: Placement, like: Tensor) -> tuple[State, int]:
-    """What this rank is to hold of it, and how many bytes all ranks have sent; its hash must stay."""
+    """Moves `state`. Returns (this rank's new part, the bytes that all ranks have sent).
+
+    Raises Disagreement if the hash over all ranks has changed.
+    """
     likes = dict.fromkeys(to.sizes, like)
     before = await summed(run, state, was)
     given = await move(run.rank, state, was, to, range(run.rank.size), likes)
@@ -117,7 +120,7 @@ async def _moved(run: Changing, state: State, was: Placement, to: Placement, lik
 
 async def _meant(run: Changing, pieces: State, named: Named, like: Tensor,
                  ways: tuple[Spread | None, Spread | None]) -> tuple[State, int]:  # fmt: skip
-    """Everyone's is the mean, in shares of as many as hold it then."""
+    """Moves the sum over replicas. Each of q new replicas gets 1/q of it."""
     rank = run.rank
     lies, comes = (placed(named, way, rank.size) for way in ways)
     line = _line(pieces, lies, rank, like)
@@ -135,7 +138,10 @@ async def _meant(run: Changing, pieces: State, named: Named, like: Tensor,
 
 async def _dealt(run: Changing, pieces: State, named: Named, like: Tensor,
                  ways: tuple[Spread | None, Spread | None]) -> tuple[State, int]:  # fmt: skip
-    """Who still holds an element keeps its share; that of who does not is added to an heir's; others begin at zero."""
+    """Moves shares. A rank keeps its share of elements that it still holds. Heirs add the shares of all other elements.
+
+    Elements without a share begin at 0.
+    """
     me = run.rank.id
     lies, comes = (placed(named, way, run.rank.size) for way in ways)
     was, to = _shares(named, *ways, run.rank.size)
@@ -153,11 +159,11 @@ async def _dealt(run: Changing, pieces: State, named: Named, like: Tensor,
     return _cut(total, comes, me), sent
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
 def _shares(named: Named, was: Spread | None, to: Spread | None, size: int) -> tuple[Placement, Placement]:
-    """Each replica's share, "0", "1", ..., of all parameters end to end: with whom it lies, and is to lie.
+    """Returns the old and the new placement of each replica's share, "0", "1", ..., of all parameters end to end.
 
-    The heirs of replica j of p are, of the q that there will be, the ranks of number j q // p.
+    Of p old and q new replicas, the heirs of old replica j are the ranks of new replica j q // p.
     """
     before, after = (placed(named, way, size) for way in (was, to))
     old, new = _ranks(was), _ranks(to)
@@ -182,15 +188,15 @@ def _placement(sizes: dict[str, int], held: list[dict[str, list[Slice]]]) -> Pla
 
 def _heirs(slices: tuple[Slice, ...], after: Placement, name: str,
            ranks: tuple[int, ...]) -> Iterator[tuple[int, Slice]]:  # fmt: skip
-    """Who of these is to have what of these elements: the first that is to hold them."""
+    """Yields (rank, part of `slices`): the first of `ranks` that will hold this part of the tensor."""
     holding = [(rank, its) for rank in ranks if (its := after.at(rank).get(name))]
     for s, who in _refined(slices, tuple(its for _, its in holding)):
         yield holding[who][0], s
 
 
-@lru_cache(maxsize=1024)  # most replicas and many parameters are cut alike
+@lru_cache(maxsize=1024)  # most replicas and many parameters have the same slices
 def _refined(slices: tuple[Slice, ...], others: tuple[tuple[Slice, ...], ...]) -> list[tuple[Slice, int]]:
-    """The parts of `slices`, and which of the others is the first that holds each."""
+    """Returns the parts of `slices`, each with the index of the first of `others` that holds it."""
     return [(s, (members >> 1 & -(members >> 1)).bit_length() - 1) for s, members in refine([slices, *others])
             if members & 1]  # fmt: skip
 
@@ -204,5 +210,5 @@ def _from(start: int, s: Slice) -> Slice:
 
 
 def _ranks(way: Spread | None) -> int:
-    """How many ranks a replica takes."""
+    """Returns the number of ranks of one replica."""
     return len(way) if way else 1

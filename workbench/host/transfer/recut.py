@@ -1,9 +1,9 @@
-"""Buckets are cut anew, and what lies in shards of them stays in shards: no rank comes to hold the whole model for it.
+"""Cuts new buckets. State in shards of the old ones stays sharded: no rank gathers the whole model for it.
 
-Where parameters lie in shards, each new bucket in its turn is one `move`, of this rank's shard of its parameters and
-of what the optimizer remembers of them. An old bucket's shard goes once all of it has moved. So a rank holds its
-shards and a few buckets' shares besides, and is sent what it lacks, where assembling took all of the model. Where they
-are kept away from the device, those of an old bucket come when the first of it is to move, and a new one's go at once.
+If parameters are sharded, each new bucket takes one `move` of the shards of its parameters and of their optimizer
+state. A rank frees an old bucket's shard when all of it has moved. So it holds its own shards plus those of a few
+buckets, and receives only what it lacks. With offload, a rank fetches an old shard when its first parameter moves, and
+offloads a new shard at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from workbench.host.transfer.handover import Cut, cut, hashed, in_shards, kept_s
 from workbench.rank import Bucket
 
 Sizes = tuple[tuple[str, int], ...]  # elements of each parameter
-Kept = tuple[tuple[str, bool], ...]  # what moves: "exp_avg/NAME", and "/NAME" for the parameter; has it one element?
+Kept = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a parameter; True if it has one element
 
 
 async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
-    """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
+    """Calls `anew`, which cuts new buckets, and moves state from shards of old buckets to shards of new ones."""
     if run.reading.sharded:
         if not (away := strategy.aside(run.state)):
             await strategy.recall(run.rank.replicas, run.state)
@@ -46,9 +46,13 @@ async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]
 
 
 class _Old(NamedTuple):
-    """What this rank holds before. sizes, kept: of all ranks; state: by name, this rank's; like: a tensor of each
+    """The state in shards of the old buckets.
 
-    lies: where it all does; away: this rank's shards that are to come yet, by an index of theirs that no new bucket has
+    sizes, kept: the sizes on all ranks
+    state: this rank's part, by name
+    like:  a tensor of each one's dtype
+    lies:  the placement of all state
+    away:  this rank's offloaded shards that have not moved yet, by an index that no new bucket has
     """
 
     sizes: Sizes
@@ -60,7 +64,7 @@ class _Old(NamedTuple):
 
 
 async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Callable[[], Awaitable[None]]) -> None:
-    run.ledger.built()  # between two steps nothing is whole, as it was in the last one
+    run.ledger.built()  # between 2 steps no bucket is whole, as some were in the last step
     was = _cut(run, strategy)
     old = await _held(run, was, away)
     room, sums, given = _Room(was), [0, 0], dict[str, Tensor]()
@@ -95,19 +99,19 @@ async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Ca
 
 
 def _cut(run: Changing, strategy: Any) -> Cut:
-    """How parameters lie in shards, also those of one rank alone, which keeps them away."""
+    """Returns how parameters are sharded, also on a single rank, which may offload them."""
     return Cut(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
 
 
 async def _held(run: Changing, was: Cut, away: list[Bucket]) -> _Old:
-    """What is to move; the layout and the optimizer hold it no longer than the answer does."""
+    """Collects the state that moves. The optimizer gives its state up, so that the result alone keeps the memory."""
     layout, rank = run.layout, run.rank
     some = {place.name for place in layout.order if place.numel}
     both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
     like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
     gone: set[str] = run.ledger.away.remembers() if away else set()
     if layout.sizes_only and not (run.ledger.remembers or run.ledger.away.has("optimizer state")):
-        here = {}  # one optimizer stands for all ranks', as if it had stepped
+        here = {}  # one optimizer, as if it had stepped, stands for all ranks
     known = [n for n in await kept_slots(run, like, here | {n: x for n, x in like.items() if n in gone}) if n in like]
     sizes = tuple((place.name, place.numel) for place in layout.order)
     kept = (*((f"/{name}", False) for name, n in sizes if n), *((name, bool(like[name].numel())) for name in known))
@@ -128,7 +132,7 @@ async def _held(run: Changing, was: Cut, away: list[Bucket]) -> _Old:
 
 
 async def _fetched(run: Changing, old: _Old, bucket: Bucket) -> State:
-    """What of `bucket` is away comes here, with all else of the old buckets that it was in; what has come."""
+    """Fetches the offloaded shards of all old buckets that `bucket` overlaps. Returns the fetched state."""
     names, found = {part.name for part in bucket.parts}, State()
     for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
         del old.away[shard.index]
@@ -140,7 +144,7 @@ async def _fetched(run: Changing, old: _Old, bucket: Bucket) -> State:
 
 
 async def _remembered(run: Changing, old: _Old, shard: Bucket) -> State:
-    """What the optimizer remembers of an old shard, if that is away."""
+    """Fetches the optimizer state of an old shard, if it is offloaded."""
     here = {part.name for part in shard.parts}
     mine = [n for n in old.lies.at(run.rank.id) if n.partition("/")[2] in here and n not in old.state and n[0] != "/"]
     if not mine:
@@ -156,7 +160,7 @@ async def _remembered(run: Changing, old: _Old, shard: Bucket) -> State:
 
 
 async def _bucket(run: Changing, old: _Old, cuts: tuple[Cut, Cut], bucket: Bucket, sums: list[int]) -> State:
-    """What this rank is to hold of one new bucket; `sums` is what all hash to before and after."""
+    """Moves one new bucket. Returns this rank's part, and adds the hashes before and after to `sums`."""
     rank, names = run.rank, _names(old.kept, bucket)
     lies, comes = (_of_bucket(old.sizes, old.kept, each, rank.size, names) for each in cuts)
     here = {name: old.state[name] for name in lies.at(rank.id)}
@@ -167,19 +171,19 @@ async def _bucket(run: Changing, old: _Old, cuts: tuple[Cut, Cut], bucket: Bucke
 
 
 def _names(kept: Kept, bucket: Bucket) -> tuple[str, ...]:
-    """What of it belongs to the parameters of a bucket."""
+    """Returns the names in `kept` that belong to the parameters of a bucket."""
     here = {part.name for part in bucket.parts}
     return tuple(name for name, _ in kept if name.partition("/")[2] in here)
 
 
-@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
 def _of_bucket(sizes: Sizes, kept: Kept, cut: Cut, size: int, names: tuple[str, ...]) -> Placement:
-    """Where these lie."""
+    """Returns the placement of `names`."""
     return in_shards(sizes, kept, cut, size).only(set(names))
 
 
 class _Room:
-    """Bytes that a rank holds at once while buckets move, beside what it holds in the end."""
+    """Counts the bytes that a rank holds while buckets move. surge: the peak above the bytes at the end."""
 
     def __init__(self, was: Cut) -> None:
         self._bucket = {f"/{part.name}": index for index, parts in enumerate(was.buckets) for part in parts}
@@ -188,7 +192,7 @@ class _Room:
         self.now = self.most = 0
 
     def came(self, state: State) -> None:
-        """So much more is here, of old buckets."""
+        """Adds fetched state of old buckets."""
         for name, x in state.items():
             if name in self._bucket:
                 self._left[self._bucket[name]] += 1
@@ -196,7 +200,7 @@ class _Room:
         self.gone(-_nbytes(state.values()))
 
     def gone(self, nbytes: int) -> None:
-        """So much less is here."""
+        """Subtracts freed bytes."""
         self.now -= nbytes
         self.most = max(self.most, self.now)
 
@@ -205,7 +209,7 @@ class _Room:
         return self.most - self.now
 
     def moved(self, given: State, gone: State, shard: Bucket) -> None:
-        """A bucket's shard was made of what was `given`, for what has `gone`."""
+        """Counts a new `shard`, made of the state `given`. The old state `gone` is freed when its bucket is empty."""
         new = [x for name, x in given.items() if gone.get(name) is not x]
         self.most = max(self.most, self.now + _nbytes(new) + shard.nbytes)
         self.now += shard.nbytes + _nbytes(x for name, x in given.items() if name not in self._bucket)

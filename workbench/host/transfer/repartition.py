@@ -1,9 +1,8 @@
-"""A model comes to lie in stages or slices, in others, or whole again, between two steps and by one `move`.
+"""Moves a model between partitions (stages, slices, whole, shards) between 2 steps, by one `move`.
 
-Where it lay in shards these go to where their elements belong then: no rank comes to have all of it for that.
-
-What moves is the state of the run: parameters, buffers and what the optimizer remembers, each bit as it was. A
-parameter that lies on another stage is absent here (workbench.host.placement.absent): it has its shape and no memory.
+Parameters, buffers and optimizer state move bit-identically. Shards move straight to their new ranks: no rank gathers
+the whole model. A parameter of another stage is absent on a rank (workbench.host.placement.absent): it has a shape, but
+no memory.
 """
 
 from __future__ import annotations
@@ -30,14 +29,16 @@ from workbench.host.transfer.lying import WHOLE, Lying, where
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
 
-OUTER = "outer"  # what an outer momentum is called among what moves
+OUTER = "outer"  # the prefix of an outer momentum's names
 
 
 class _Moved(NamedTuple):
-    """What there is to move. here: what this rank has of it
+    """The state that moves.
 
-    sizes: elements of everything, on every rank alike; like: a tensor of the dtype of each
-    slots: the names of those of the optimizer, and whether they are one number, whatever their parameter has
+    sizes: the elements of each tensor, the same on every rank
+    like:  a tensor of each one's dtype
+    here:  this rank's part
+    slots: the names of optimizer state, and whether each is one number for any size of its parameter
     """
 
     sizes: dict[str, int]
@@ -47,9 +48,10 @@ class _Moved(NamedTuple):
 
 
 class Came(NamedTuple):
-    """outer: an outer momentum of what lies here, by parameter
+    """The state that the caller of `repartition` still has to place.
 
-    pieces: where parameters come to lie in shards, what this rank has of each, flat, which is not laid yet
+    outer:  the outer momentum of this rank's parameters, by name
+    pieces: this rank's shard of each parameter, flat, if parameters are sharded now
     """
 
     outer: State | None
@@ -57,9 +59,10 @@ class Came(NamedTuple):
 
 
 async def repartition(run: Any, was: Lying, to: Lying, outer: State | None = None) -> Came:
-    """What lies as `was` says comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike.
+    """Moves the state from `was` to `to`. All ranks call it at the same boundary. Replicas must be equal.
 
-    outer: an outer momentum of what lies here, by parameter
+    Raises Disagreement if the hash of the state has changed.
+    outer: the outer momentum of this rank's parameters, by name
     """
     rank, everyone, began = run.rank, range(run.rank.size), run.now
     await _agree_on_buffers(run, was.spread)
@@ -92,7 +95,7 @@ async def repartition(run: Any, was: Lying, to: Lying, outer: State | None = Non
 
 
 def _turns(run: Any, what: _Moved) -> Iterator[set[str]]:
-    """What moves together where no rank may have room for much more than its own: about a bucket of whole tensors."""
+    """Yields the names that move together: about a bucket of whole tensors, to bound the memory of each rank."""
     limit, names, nbytes = run.layout.bucket_mb * 1e6, set[str](), 0
     for name, n in what.sizes.items():
         names.add(name)
@@ -105,7 +108,7 @@ def _turns(run: Any, what: _Moved) -> Iterator[set[str]]:
 
 
 async def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Lying, began: float) -> Came:
-    """With sizes only, each rank keeps its part of what all have whole: nobody lacks anything, and none is asked."""
+    """Cuts a whole model into stages or slices, with sizes only. Sends nothing, because each rank has its part."""
     rank, spread = run.rank, to.spread
     assert spread is not None
     wants = placed(tuple(what.sizes.items()), spread, len(spread)).at(rank.id % len(spread))
@@ -119,7 +122,7 @@ async def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to:
 
 
 def _tell(run: Any, lies: Lying, nbytes: int, began: float) -> None:
-    """How the model lies now, what went between ranks for it, and how long that took rank 0, into its record."""
+    """Records the new partition on rank 0: stages, slices, bytes that ranks sent, and seconds that it took rank 0."""
     if run.rank.id == 0:
         to, whole = lies.spread, "all ranks share the model out" if lies.sharded else "every rank holds the whole model"
         text = f"each replica lies in {to}" if to else whole
@@ -137,7 +140,7 @@ def _buffers(run: Any) -> State:
 
 
 async def _agree_on_buffers(run: Any, was: Spread | None) -> None:
-    """Running statistics, of which each replica has its own, become one value."""
+    """Averages buffers, such as running statistics, over replicas."""
     rank, here = run.rank, _buffers(run)
     if was and was.stages:
         stage, _ = was.place(rank.id)
@@ -151,13 +154,13 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
     places = [Place(name, p) for name, p in trained.items()]
     like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await kept_slots(run, like, here)
-    if run.layout.sizes_only:  # one optimizer stands for all ranks', which may not have stepped yet
+    if run.layout.sizes_only:  # one optimizer stands for all ranks, even before their first step
         kept = list(like) if any(await run.gather(int(run.ledger.remembers))) else []
     sizes = {name: numel_of(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or numel_of(trained[name.partition("/")[2]]) for name in kept}
     like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
     here = held(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
-    if any(await run.gather(int(bool(outer)))):  # some may have none yet
+    if any(await run.gather(int(bool(outer)))):  # a rank may have none yet
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
         sizes |= {f"{OUTER}/{name}": numel_of(p) for name, p in trained.items()}
         like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
@@ -169,7 +172,7 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
 
 async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Lying,
                   what: _Moved) -> None:  # fmt: skip
-    """This rank goes on with what it was given; with parameters in shards once they are laid."""
+    """Puts the moved state into the model, the layout and a new optimizer. The caller places sharded parameters."""
     spread = to.spread
     run.reading.let_go()
     if not run.layout.sizes_only:
@@ -180,7 +183,7 @@ async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine
             followed = spread.followed(run.rank.id, set(trained)) if spread else set[str]()
             _lay(trained, given, set() if to.sharded else mine, spread, followed)
         for p in trained.values() if to.sharded else ():
-            absent.come(p)  # as far as anybody else is concerned
+            absent.come(p)  # for other code they are present
     run.relaid(mine, spread, not to.sharded)
     if to.order:
         await run.relay_in(list(to.order))
@@ -198,7 +201,10 @@ async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine
 
 def _lay(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Spread | None,
          followed: set[str]) -> None:  # fmt: skip
-    """These parameters are here, with the values that were given; those `followed` are to be told; no others are."""
+    """Sets the values of this rank's parameters (`mine`), and makes all other parameters absent.
+
+    followed: present, too, but another rank trains them
+    """
     for name, p in trained.items():
         shape = shape_of(p)
         if name in mine:

@@ -1,4 +1,4 @@
-"""What compression has left unsent when another compressor takes over: sent at once, over several steps, or dropped."""
+"""Sends or drops the residual of a compressor when another one takes over."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from workbench.host.core.changing import Changing
 from workbench.host.transfer.momentum import move_momentum
 from workbench.rank import Rank
 
-LONG = 3.0  # times a gradient's length: a residual that is sent at once and is longer makes a step worth a warning
+LONG = 3.0  # a step that sends a residual more than this many times as long as the gradient gets a warning
 
 
 def begin(run: Changing) -> None:
-    """The compressor that a run begins with."""
+    """Sets the compressor of the experiment, at the start of a run or of a generation."""
     run.rank.compressor, run.flushing = run.experiment.compressor, 0
 
 
 async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bool = False) -> None:
-    """Another compressor takes over, at once or when what the one before owes is settled.
+    """Changes the compressor, at once or after the residual of the old one is sent.
 
-    One that keeps what is owed in the same place goes on with it. Else the one that is left says what becomes of it:
-    its `whole` sends it in one step, and error feedback may take several, or none (`off`). One that is asked for in
-    the meantime changes nothing about that. What is owed and `foreign` to what is exchanged from now on is dropped.
+    A new compressor that keeps its residual in the same buffer goes on with it. Otherwise the old one decides. Its
+    `whole` sends the residual in one step. Error feedback sends it in one step or in several, or drops it (`off`). If a
+    third compressor without error feedback is set in between, the remaining steps go on.
+    foreign: drops the residual, because it does not fit what ranks will exchange from now on
     """
     left, present = _feeding(was.compressor), run.rank.compressor
-    if was.partition != wanted.partition:  # it was of what lay here
+    if was.partition != wanted.partition:  # it was made for the parameters of the old partition
         run.rank.memory.drop(Leaving.asked)
     steps = run.flushing if isinstance(present, Leaving) else 0
     begin(run)
@@ -54,7 +55,7 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
         if off == "drop":
             return _dropped(run, was, ErrorFeedback.residual, owed)
         steps = left.over if off == "bleed" else 1
-        if run.rank.mesh.inside:  # what is sent is seen beside a gradient of the part that lies here
+        if run.rank.mesh.inside:  # to compare it with the gradient of this rank's part of the model
             owed = await _owed(run, ErrorFeedback.residual, run.rank.replicas)
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
@@ -62,13 +63,13 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
 
 
 def _send_on(run: Changing, steps: int) -> None:
-    """So many uncompressed steps are to come; then the compressor that was asked for takes over."""
+    """Plans `steps` uncompressed steps, before the compressor of the experiment takes over."""
     run.flushing = steps
     run.rank.compressor = Leaving(share=1.0 / steps) if steps else run.experiment.compressor
 
 
 async def flushed(run: Changing) -> None:
-    """A step has sent its share of what was owed; after the last one whom it was asked for takes over."""
+    """Counts a step that has sent its share of the residual. After the last one the new compressor takes over."""
     sent = run.rank.compressor
     if isinstance(sent, Leaving):
         _tell_sent(run)
@@ -82,7 +83,7 @@ async def flushed(run: Changing) -> None:
 
 
 def _tell_sent(run: Changing) -> None:
-    """After the first of these steps: how much is sent, in how many, and whether that makes long ones."""
+    """Records after the first of these steps the norms of residual and gradient. Warns if such a step is too long."""
     found = run.rank.memory.parts.pop(Leaving.asked, {})
     owed = found.pop("", None)
     if not found:
@@ -103,9 +104,9 @@ def _tell_sent(run: Changing) -> None:
 
 
 async def _owed(run: Changing, buffer: str, among: Rank | None = None) -> Tensor | None:
-    """A sketch of what all ranks together owe, from one small all-reduce; None where there are sizes only.
+    """Returns a sketch of the summed residual of all ranks, by one small all-reduce. Returns None with sizes only.
 
-    among: of what these owe together, in place of all
+    among: the group to sum over, instead of all ranks
     """
     pieces = run.rank.memory.buffers.get(buffer, {})
     mine = torch.zeros(SIGNS * WIDTH, device=run.layout.order[0].param.device)
@@ -116,11 +117,11 @@ async def _owed(run: Changing, buffer: str, among: Rank | None = None) -> Tensor
 
 
 def _dropped(run: Changing, was: Experiment, buffer: str, owed: Tensor | None) -> None:
-    """What is owed is forgotten, and the record says how much: this rank's own, and on rank 0 the mean's, in words."""
+    """Drops the residual, and records its norm on this rank and that of the mean. Rank 0 adds a text."""
     pieces = list(run.rank.memory.buffers.get(buffer, {}).values())
     run.rank.memory.drop(buffer)
     run.rank.memory.drop(Leaving.asked)
-    if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing: there is no norm to tell
+    if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing, has no norm
         return
     norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
     detail: dict[str, Any] = {"dropped": norm, "mean": float(owed.norm()), "unit": was.strategy.exchanges}
@@ -131,10 +132,10 @@ def _dropped(run: Changing, was: Experiment, buffer: str, owed: Tensor | None) -
 
 
 def remembers(compressor: Any) -> bool:
-    """Does `compressor`, or what it wraps, feed a residual back?"""
+    """Whether `compressor`, or one that it wraps, has error feedback."""
     return _feeding(compressor) is not None
 
 
 def _feeding(compressor: Any) -> Any:
-    """What in `compressor` feeds a residual back, the outermost if there are several; or None."""
+    """Returns the outermost compressor in `compressor` with error feedback, or None."""
     return next((c for c in inside(compressor) if c.residual == ErrorFeedback.residual), None)

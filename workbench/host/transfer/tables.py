@@ -1,6 +1,6 @@
-"""Embedding tables where a step reads and changes a few of their rows: the same on both hosts.
+"""Reads and updates a few rows of embedding tables, on either host.
 
-A table is a parameter as any other, of shape (rows, width). No wire here, and who has which table is the strategy's.
+A table is a parameter of shape (rows, width). The strategy decides which rank owns which table.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ Rows = Mapping[str, Tensor]  # by table
 
 
 def tables_of(learner: Learner, e: Experiment, layout: Layout) -> tuple[str, ...]:
-    """The names of the tables that batches of this task read, if the strategy keeps them on servers."""
+    """Returns the names of the tables that the task's batches read, if the strategy keeps tables on servers."""
     if not e.strategy.tables:
         return ()
     return tuple(read(learner, example(learner, e, "cpu"), layout))
 
 
 def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
-    """Which rows a batch reads, (n,) int64 by table, distinct and ascending. Raises StrategyError in words."""
+    """Returns the rows that a batch reads, by table: (n,) int64, distinct and ascending.
+
+    Raises StrategyError if a table or a row does not exist.
+    """
     said = learner.lookups(batch) if learner.lookups is not None else {}
     found = {}
     for name, rows in said.items():
@@ -43,12 +46,12 @@ def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
 
 
 def taken(layout: Layout, rows: Rows) -> dict[str, Tensor]:
-    """The gradients of these rows, (n, width) by table; those of the whole tables are used up."""
+    """Returns the gradients of `rows`, by table: (n, width). Clears the gradients of the tables."""
     return taken_of({name: _place(layout, name).param for name in rows}, rows)
 
 
 def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor]:
-    """The same of parameters by name."""
+    """Does the same as `taken`, with the tables' parameters by name."""
     found = {}
     for name, mine in rows.items():
         param = params[name]
@@ -61,9 +64,9 @@ def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor
 
 
 def step_rows(layout: Layout, optimizer: Any, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
-    """One step of the optimizer on these rows of a table alone; what it remembers of others stays.
+    """Steps the optimizer on `rows` of a table only. The optimizer state of other rows stays as it is.
 
-    Slots of the table's shape are cut as it is; others, such as step counters, belong to all of it.
+    Slots of the table's shape have rows, too. Other slots, such as step counters, belong to the whole table.
     """
     param = _place(layout, table).param
     own = nn.Parameter(param.data[rows])
