@@ -13,7 +13,7 @@ from workbench.rank import StrategyError
 if TYPE_CHECKING:
     from workbench.engine.rank.changes import Turnable
 
-HALF = 0.5  # of a bucket's size: a module at least as large may be a unit
+HALF = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
 
 
 def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:

@@ -72,7 +72,7 @@ class Gloo:
     def cut(self) -> None:
         """Shuts the group's sockets, which ends every collective here and at the peers.
 
-        gloo's own abort frees no rank. It shuts only connected sockets, because shutting the listener ends the process.
+        gloo's own abort frees no rank. The listener stays open, because shutting it would end the process.
         """
         for fd, inode in self._fds:
             try:

@@ -140,5 +140,5 @@ class LateWatch(Watch):
 
 
 def watch(chip: Chip, clock: Clock, record: Any, look: Callable[[], None]) -> Watch:
-    """Returns the watch for this chip."""
+    """Returns a LateWatch if the chip runs ahead, else a Watch."""
     return LateWatch(chip, clock, record, look) if chip.runs_ahead else Watch(clock, record)
