@@ -40,10 +40,7 @@ class Chip:
         return _NOTHING
 
     def follow(self, event: Any, value: Any = None) -> None:
-        """Makes the calling thread's stream wait for `event`, but not the host.
-
-        value: tensors that are computed before `event` and used after it
-        """
+        """Makes the calling thread's stream, not the host, wait for `event` before it uses `value`."""
 
     def reached(self, event: Any) -> bool:
         """Whether all work before `event` is done. Never blocks."""

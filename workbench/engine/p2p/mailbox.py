@@ -109,7 +109,7 @@ class Mailbox:
         if len(data) > self.limit:
             raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
         what, page = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", ALWAYS if origin == HOST else self.page
-        with self._news:  # two threads count: a step's and the background's
+        with self._news:  # a step's thread and the background's count
             self.posted += origin != HOST
         if to == self.rank:
             return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)

@@ -1,7 +1,7 @@
 """The two ends of a line between two ranks. Messages go in one direction only.
 
-Both ends run on the thread of their Mailbox, which calls them when a socket is ready. They frame messages. Before the
-first message both ends greet each other, see greeting.py.
+Both ends run on the thread of their Mailbox, which calls them when a socket is ready. Before the first message both
+ends greet each other, see greeting.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Outgoing:
         self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
         self._known = self._over = False
         self._tries = 0
-        self._due = NEVER  # when to call again
+        self._due = NEVER
         mailbox.do(self._dial)
 
     @property

@@ -1,8 +1,8 @@
 """The recorder: takes a rank's rows, pushes them from a thread of its own, and passes them to the spool.
 
 Recording a row is one append to a list, from any thread. It never blocks and never reads a clock, because rows bring
-their times. If too many rows wait, the recorder drops and counts new ones. A disk that fails or hangs loses rows, and
-the record reports it. Neither training nor the kernel waits for the disk.
+their times. A disk that fails or hangs loses rows, and the record reports it. Neither training nor the kernel waits for
+the disk.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Recorder:
 
     def __init__(self, rank: int, run_dir: Path | None = None, push: Push | None = None, limit: int = 200_000) -> None:
         self.rank, self.limit = rank, limit
-        self.dropped = 0  # rows above the limit
+        self.dropped = 0
         self._cpu_seconds = 0.0
         self._pending: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in KINDS}
         self._spans, self._samples, self._marks = self._pending.values()
         self._push = push
-        self._new: list[Stretch] = []  # to push next
+        self._new: list[Stretch] = []
         self._spool = Spool(Path(run_dir), rank, limit) if run_dir is not None else None
         self._types = {kind: Table(kind).types for kind in KINDS}
         self._sent = dict.fromkeys(KINDS, 0)

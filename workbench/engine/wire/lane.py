@@ -47,7 +47,7 @@ class Lane(Verbs):
         self.size, self.rank = port.size, port.rank
         self.eager = False
         self.now = self._moment if chip.runs_ahead else self.clock.now
-        self.sent = 0  # bytes sent so far
+        self.sent = 0  # bytes
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
         self.before: Callable[[int], None] = lambda number: None  # called before a child begins
