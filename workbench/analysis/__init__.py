@@ -1,4 +1,4 @@
-"""Questions about a timeline, each a pure function from rows to a number or a table. Nothing here draws."""
+"""Pure functions from the rows of a timeline to numbers and tables. Nothing here draws."""
 
 from workbench.analysis.communication.bandwidth import ByCollective as ByCollective
 from workbench.analysis.communication.bandwidth import by_collective as by_collective

@@ -1,13 +1,13 @@
-"""Collectives by operation, group and bucket: how many, how large, how fast, and how long ranks waited in them.
+"""Collectives by operation, group and bucket: count, size, speed, and how long ranks waited.
 
-A collective takes from the last rank's arrival to the last rank's end, so that no late rank makes the wire look slow;
-what ranks waited before is told beside it. Bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): of n ranks
-and S bytes in t seconds the algorithm's is S / t, with S the tensor of an all-reduce or broadcast and all ranks' chunks
-together of an all-gather, reduce-scatter or all-to-all, and the bus's is that times
+A collective takes from the last arrival to the last end, so that a late rank does not make the network look slow.
+Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm
+bandwidth is S / t. S is the tensor of an all-reduce or broadcast. For an all-gather, reduce-scatter or all-to-all, it
+is all ranks' chunks together. The bus bandwidth is the algorithm bandwidth times
 
     all-reduce 2 (n - 1) / n,    all-gather, reduce-scatter, all-to-all (n - 1) / n,    broadcast 1
 
-which is what a port carries in one direction, whatever n is: it can be laid beside a Link's bandwidth.
+This is a port's load in one direction, for any n. It compares with a Link's bandwidth.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from workbench.record.timeline import Timeline
 
 
 class ByCollective(NamedTuple):
-    """All collectives of one operation, group and bucket. Bandwidths are Mbit/s, times seconds; NaN where none moved.
+    """All collectives of one operation, group and bucket. Mbit/s, seconds; NaN without data.
 
-    bucket:  what is exchanged: "bucket 3", or what a strategy or compressor calls it
-    group:   the ranks among which it is, by their place in the mesh; "" for all
-    times:   how often it came in these steps
-    nbytes:  S of one, in the mean (see above): of an uneven all-to-all, as if all had sent what the mean rank sends
-    sent:    bytes that a rank puts on the wire for one, in the mean
-    seconds: from the last arrival to the last end, the median
-    waiting: of a rank for the last to arrive, in the mean over ranks and collectives
-    longest: of a single rank in one of them
+    bucket:  the content: "bucket 3", or the name that a strategy or compressor gives it
+    group:   the group's ranks, by their place in the mesh; "" for all ranks
+    times:   number of collectives
+    nbytes:  mean S of one (see above); for an uneven all-to-all, as if all ranks sent as much as the mean rank
+    sent:    mean bytes that a rank sends for one
+    seconds: from the last arrival to the last end, median
+    waiting: a rank's wait for the last to arrive, mean over ranks and collectives
+    longest: longest wait of a rank
     """
 
     operation: str
@@ -52,9 +52,9 @@ class ByCollective(NamedTuple):
 
 
 def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
-    """Of steps [first, stop), in the order in which each came first.
+    """Returns the collectives of steps [first, stop), in order of their first occurrence.
 
-    Hand-overs, evaluations and messages from rank to rank are left out, and so is an all-reduce that goes in messages.
+    Omits hand-overs, evaluations, messages, and all-reduces that are made of messages.
     """
     c = lined_up(Window(tl, first, stop))
     here = ~np.isnan(c.t0)
@@ -80,7 +80,7 @@ def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
 
 
 def factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests has it.
+    """Bus bandwidth over algorithm bandwidth, as in nccl-tests.
 
     >>> factor("all_reduce", 4), factor("all_gather", 4), factor("broadcast", 4)
     (1.5, 0.75, 1.0)
@@ -91,7 +91,7 @@ def factor(operation: str, ranks: int) -> float:
 
 
 def parted(name: str) -> tuple[str, str, str]:
-    """A collective's operation, bucket and group, of its name on the record.
+    """Splits a collective's recorded name into operation, bucket and group.
 
     >>> parted("all_reduce bucket 3 in within 0"), parted("all_gather top-k bucket 0")
     (('all_reduce', 'bucket 3', 'within 0'), ('all_gather', 'top-k bucket 0', ''))
@@ -102,7 +102,10 @@ def parted(name: str) -> tuple[str, str, str]:
 
 
 def _sent(operation: str, ranks: int) -> float:
-    """Bytes that a rank sends, over S; a broadcast is a scatter in the mean of all ranks, as hosts count it."""
+    """Bytes that a rank sends, over S.
+
+    A broadcast counts as a scatter, averaged over ranks, as hosts record it.
+    """
     return factor("all_to_all" if operation == "broadcast" else operation, ranks)
 
 

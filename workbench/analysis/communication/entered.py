@@ -1,6 +1,6 @@
-"""Who has entered which collective of a live run and who has not: of what ranks last said of themselves.
+"""Which ranks of a live run have entered which collective, from each rank's last report.
 
-A rank may also wait for others at the end of an evaluation, between two steps or for a message; that counts, too.
+Waits for the end of an evaluation, between 2 steps or for a message count too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _RANKS = re.compile(r"\[([\d, ]+)\]$")
 
 
 class Entered(NamedTuple):
-    """One collective that some ranks wait in. missing: those who are to come, each with where it is instead."""
+    """A collective that some ranks wait in. missing: other ranks, each with its operation"""
 
     step: int
     collective: str
     entered: tuple[int, ...]
-    seconds: float  # since the last of them moved
+    seconds: float  # since the last of these ranks entered
     missing: tuple[tuple[int, str], ...]
 
 
 def entered(standing: Iterable[Standing]) -> list[Entered]:
-    """The collectives that ranks stand in, that for which most wait first.
+    """Returns the collectives that ranks wait in, ordered by number of ranks.
 
     >>> here = [Standing(0, 7, "all_reduce bucket 1", True, 3.0), Standing(1, 7, "backward", False, 4.0)]
     >>> entered(here)[0].missing
@@ -49,6 +49,6 @@ def entered(standing: Iterable[Standing]) -> list[Entered]:
 
 
 def where(one: Standing) -> str:
-    """Where a rank is, in words."""
+    """Describes a rank's present operation and its duration."""
     what = one.op or "nothing that it told"
     return f"{what} of step {one.step}, for {one.seconds:.0f} s"

@@ -1,9 +1,9 @@
-"""How late each rank comes to where all meet, step by step.
+"""How late each rank arrives at the meetings of all ranks, step by step.
 
-A wait makes clocks equal again: who was late to a step's first meeting is not late to its second, and behind a slow
-wire nobody is. So what counts is a rank's own time from one step's last meeting to the next one's: all that it did not
-stand still for, what it packed and unpacked while its step stood still included. A rank is late by how much more of
-that it took than the median of the others. Clocks of different machines need not agree for it.
+After a wait all ranks go on together: a rank that is late to a step's first meeting is on time at the second. So
+lateness counts a rank's own time from one step's last meeting to the next step's last meeting. Own time excludes waits,
+but includes packing and unpacking during waits. Lateness is own time minus the median of the other ranks'. The
+machines' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from workbench.analysis.steps.collectives import Arrivals, against_others, lined
 from workbench.analysis.steps.window import OUTSIDE, Window, last_steps, since_change
 from workbench.record.timeline import Timeline
 
-REACH = (1, 8, 64, 512)  # steps back in which the meeting before is looked for, one after the other
+REACH = (1, 8, 64, 512)  # how many steps back to look for the previous meeting; tried in order
 
 
 class Lateness(NamedTuple):
-    """Seconds by which each rank came later than the median of the others (negative: before).
+    """Seconds by which each rank arrived after the median of the other ranks (negative: before).
 
-    NaN where ranks did not meet in a step, or a rank did not come; of a periodic strategy a meeting has what has built
-    up since the one before.
+    NaN if ranks did not meet in a step, or a rank was absent. With a periodic strategy, a meeting has the sum since the
+    last one.
     """
 
     ranks: np.ndarray  # (p,)
@@ -39,7 +39,7 @@ class Lateness(NamedTuple):
 
 
 def lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> Lateness:
-    """Of the steps in [first, stop) that have ended on every rank (None: of all from `first` on)."""
+    """Measures the steps of [first, stop) that ended on every rank. stop: None for all"""
     begun, ended = last_steps(tl)
     first = max(first, begun)
     stop = max(first, ended if stop is None else min(stop, ended))
@@ -56,9 +56,9 @@ def lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> Lateness:
 
 
 def _own(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps in which ranks met, (m, p) each rank's own clock when it came to the last meeting of each).
+    """Returns the steps with meetings, and (m, p) ranks' own clocks at the last meeting of each.
 
-    The first row is where the run began, if it began in this window: step `begun` - 1.
+    If the run began in this window, the first row is its start, as step `begun` - 1.
     """
     met, came = _last_meetings(w, lined_up(w))
     if w.first == begun:
@@ -76,7 +76,7 @@ def _own(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, (m, p) when each rank came) of the last collective of each step to which all came who ended the step."""
+    """Returns (steps, (m, p) arrivals) of each step's last collective that no rank missed."""
     there = ~np.isnan(c.t0)
     needed = ~np.isnan(w.step_seconds)[c.step - w.first]
     whole = np.flatnonzero((there.sum(axis=1) > 1) & ~(needed & ~there).any(axis=1))
@@ -85,54 +85,56 @@ def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _against(values: np.ndarray) -> np.ndarray:
-    """As `against_others`, of those who were there."""
+    """Like `against_others`, but ignores NaN."""
     if not np.isnan(values).any():
         return against_others(values)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of nobody there is no median, and NaN says so
+        warnings.simplefilter("ignore", RuntimeWarning)  # without other ranks, NaN is the right median
         others = [np.nanmedian(np.delete(values, r, axis=1), axis=1) for r in range(values.shape[1])]
     return values - np.stack(others, axis=1)
 
 
 class Strips:
-    """Lateness of a growing record as at most `MOST` strips of equally many steps, each step looked at once.
+    """Lateness of a growing record as at most `MOST` strips of equally many steps.
 
-    A strip has the mean of its steps' meetings. A step in which ranks did not meet counts with the next one in which
-    they do, so that rounds of a periodic strategy are as wide as they are long.
+    Reads each step once.
+
+    A strip has the mean of its steps' meetings. A step without a meeting counts with the next meeting, so a periodic
+    strategy's rounds have their true width.
     """
 
     MOST = 120
     LAST = 20  # meetings that are kept one by one
 
     def __init__(self, ranks: int) -> None:
-        self.first, self.next = -1, 0  # of the steps that were looked at
-        self.size = 1  # steps in a strip
-        self.last = -1  # step in which ranks met
-        self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) of the newest meetings since the last change
+        self.first, self.next = -1, 0  # the first step that was read, and the next to read
+        self.size = 1  # steps per strip
+        self.last = -1  # last step in which ranks met
+        self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) the newest meetings since the last change
         self.most, self.most_at = np.full(ranks, np.nan), np.zeros(ranks, np.int64)
         self._sum, self._count = np.zeros((0, ranks)), np.zeros((0, ranks))
-        self._drawn = 0  # steps that belong to a meeting, or to none for good
+        self._drawn = 0  # first step that may still become part of a meeting
 
     @property
     def seconds(self) -> np.ndarray:
-        """(strips, p) the mean of each; NaN where ranks did not meet."""
+        """(strips, p) mean lateness. NaN if ranks did not meet."""
         out = np.full(self._sum.shape, np.nan)
         return np.divide(self._sum, self._count, out=out, where=self._count > 0)
 
     @property
     def mean(self) -> np.ndarray:
-        """(p,) of all meetings, each as often as it has steps; NaN without any."""
+        """(p,) mean over all meetings, weighted by their steps. NaN without any."""
         count = self._count.sum(axis=0)
         return np.divide(self._sum.sum(axis=0), count, out=np.full(len(count), np.nan), where=count > 0)
 
     @property
     def steps(self) -> np.ndarray:
-        """(strips,) the middle of each."""
+        """(strips,) the middle step of each."""
         out: np.ndarray = self.first + self.size * np.arange(len(self._sum)) + (self.size - 1) / 2
         return out
 
     def add(self, tl: Timeline, held_back: int = 0) -> bool:
-        """Takes in the steps that have ended since, but for the newest `held_back`; was there a meeting?"""
+        """Reads new steps, except the newest `held_back`. Returns whether ranks met in them."""
         begun, ended = last_steps(tl)
         if ended - held_back <= max(self.next, begun):
             return False
@@ -149,7 +151,7 @@ class Strips:
         return bool(len(met))
 
     def _meetings(self, steps: np.ndarray, seconds: np.ndarray, changed: int) -> None:
-        """(n,) steps in which ranks met, (n, p) how late each came, and the last step from which a change acted."""
+        """Adds meetings. steps: (n,); seconds: (n, p) lateness; changed: step of the last change"""
         recent = seconds
         if self.last < changed <= steps[-1]:
             self.recent, recent = self.recent[:0], seconds[steps >= changed]

@@ -1,11 +1,11 @@
-"""Messages between neighbours: who waited for whom, and who of them was late only because it had waited itself.
+"""Waits for messages between neighbours, traced back to the rank that was late first.
 
-Where ranks exchange messages with neighbours only, a late rank holds up its neighbours, these theirs, and after some
-steps all go at its pace. A wait names the rank that was waited for. As far as that rank waited, too, in the steps
-around, the wait is passed on to those that it waited for:
+If ranks exchange messages only with neighbours, a late rank delays its neighbours, and these delay theirs. In the end
+all ranks have its pace. Each wait records the rank that was waited for. If that rank waited too, in the steps around,
+the wait passes on to the ranks that it waited for:
 
     cost_vc = wait_vc (1 - passed_c) + sum_n wait_vn passed_n cost_nc / sum_k cost_nk
-    passed_n = min(1, what n waited / the longest that anybody waited for n)
+    passed_n = min(1, wait of n / the longest wait of any rank for n)
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _ENDS = re.compile(r"^(?P<verb>send|recv) .*?\b(?:to|from) (?P<rank>\d+)$")
 
 
 def waited(w: Window) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, seconds[step, victim, culprit]); nothing where ranks send different things, as servers and trainers do.
+    """Returns (steps, seconds[step, victim, culprit]). Empty if ranks send different kinds.
 
-    For a server all others wait by design: it is not to blame.
+    Servers and trainers do: all trainers wait for a server by design, so it is no culprit.
     """
     p = len(w.ranks)
     if not _alike(w):
@@ -42,7 +42,7 @@ def carried(w: Window) -> np.ndarray:
 
 
 def _alike(w: Window) -> bool:
-    """Do all ranks send messages, and of the same kinds?"""
+    """Whether all ranks send messages of the same kinds."""
     rows, _ = _ended(w, w.lane("comm"), "send")
     kinds: dict[int, set[str]] = {int(r): set() for r in w.ranks}
     for rank, name in {(int(r), str(n)) for r, n in zip(rows.rank, rows.name, strict=True)}:
@@ -52,9 +52,9 @@ def _alike(w: Window) -> bool:
 
 
 def _traced(direct: np.ndarray) -> np.ndarray:
-    """(steps, p, p) direct waits, as far as they were passed on given to those who were late first."""
+    """Passes waits on to the ranks that were late first. direct: (steps, p, p)"""
     own, longest = direct.sum(axis=2), direct.max(axis=1)
-    passed = np.minimum(1.0, _ratio(own, longest))  # (steps, p) of the waits for each rank
+    passed = np.minimum(1.0, _ratio(own, longest))  # (steps, p) share of the waits for each rank that passes on
     kept = direct * (1 - passed)[:, None, :]
     cost = direct
     for _ in range(direct.shape[1]):
@@ -64,8 +64,9 @@ def _traced(direct: np.ndarray) -> np.ndarray:
 
 
 def _spread(cost: np.ndarray) -> np.ndarray:
-    """Each step's mean over the steps around it in which a word reaches everybody: with one neighbour at a time the
-    waits of a single step fall on few.
+    """Averages each step over the steps around it that a message needs to reach all ranks.
+
+    With one neighbour at a time, the waits of a single step fall on few ranks.
     """
     n, reach = len(cost), 2 * max(1, cost.shape[1] - 1).bit_length() + 1
     if n < reach:
@@ -76,13 +77,13 @@ def _spread(cost: np.ndarray) -> np.ndarray:
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """`above` / `below`, zero where there is nothing below."""
+    """`above` / `below`; 0 if `below` is 0."""
     below = np.broadcast_to(below, above.shape)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def _ended(w: Window, rows: Rows, verb: str) -> tuple[Rows, np.ndarray]:
-    """Those of `rows` that are messages with a named other end, and that end."""
+    """Returns the messages of kind `verb` in `rows` and the rank at the other end of each."""
     rows = rows[~w.outside(rows)]
     names = rows.coded("name")
     found = [_ENDS.match(str(text)) for text in names.words.texts]

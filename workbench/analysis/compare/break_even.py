@@ -1,15 +1,15 @@
-"""Does compression pay? What it takes to encode and decode, against the waiting that it saves.
+"""Whether compression pays: the time to encode and decode, against the waiting saved.
 
-    encode + decode + standing still now    against    standing still with Dense
+    encode + decode + stall now    against    stall with Dense
 
-What a step stood still for while its own rank was encoding or decoding counts once, as encoding. Compressing beside
-computing costs nothing where cores are idle, and up to all of its time where they are not; between the two nothing is
-said for certain, unless steps with Dense were measured under the same settings: then whole steps are compared.
+If a step is stalled while its own rank encodes or decodes, the time counts once, as encoding. Compression during
+compute costs nothing if cores are idle, and up to its full time if they are busy. Between these limits the verdict is
+open. Only if the run has steps with Dense under the same settings, whole steps are compared.
 
-With Dense: from steps of the same run without compression and with all else the same, if there were any; else predicted
-from the dense all-reduces that measuring made on this very wire (`measure_every`), bucket after bucket:
+Without such steps, Dense is predicted from the dense all-reduces of measurements on this network (`measure_every`),
+bucket after bucket:
 
-    end_k = max(end_{k-1}, ready_k) + took_k;     standing still = end_last - (when the rank began to wait)
+    end_k = max(end_{k-1}, ready_k) + took_k;     stall = end_last - (when the rank began to wait)
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from workbench.record.timeline import Timeline
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # what must be the same where Dense was measured
-MEASURED = 400  # steps in which measurements are looked for
-SHORT = 1e-4  # seconds that are not worth a word
+SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # settings that must be equal in the steps with Dense
+MEASURED = 400  # how many steps back to look for measurements
+SHORT = 1e-4  # seconds: a smaller difference does not matter
 
 
 class BreakEven(NamedTuple):
-    """Medians per step in seconds; NaN where nothing is known.
+    """Medians per step in seconds. NaN if unknown.
 
-    verdict: "pays", "costs", "depends" (on whether cores are idle), "even" (no clear difference), "short" (too few
-             steps yet) or "unknown". `workbench.analysis.compare.clear` says what is clear, as for cards of changes
-    known:   how it is known what Dense would take: "measured", "predicted" or ""
+    verdict: "pays", "costs", "depends" (on idle cores), "even" (no clear difference), "short" (too few steps) or
+             "unknown". `workbench.analysis.compare.clear` defines a clear difference
+    known:   source of the values with Dense: "measured", "predicted" or ""
     """
 
     name: str
-    steps: tuple[int, int]  # that were looked at
+    steps: tuple[int, int]  # [first, stop) of the analysed steps
     codec: float  # encoding and decoding
-    beside: float  # of it, while the step did not stand still
-    exposed: float  # standing still, without what the rank itself compressed meanwhile
-    dense: float  # standing still with Dense
+    beside: float  # the part of it while the step was not stalled
+    exposed: float  # stall, without the rank's own encoding and decoding
+    dense: float  # stall with Dense
     verdict: str
     known: str
     text: str
 
 
 class _Dense(NamedTuple):
-    """What Dense takes in each of some steps: standing still, and whole steps if they were measured."""
+    """The cost of Dense per step: the stall, and whole steps if they were measured."""
 
     exposed: np.ndarray
     step: np.ndarray | None
@@ -66,7 +66,7 @@ class _Dense(NamedTuple):
 
 
 def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
-    """Whether the present compression pays, from the last steps; None while nothing is compressed or known."""
+    """Judges the present compression by the last steps. None without compression or steps."""
     every = stretches(run)
     now, tl = every[-1], run.timeline
     first, stop = last_steps(tl)
@@ -94,7 +94,7 @@ def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
 
 
 def _measured(tl: Timeline, every: list[Stretch], last: int) -> _Dense | None:
-    """From the newest steps without compression and with all else the same."""
+    """From the newest steps without compression and with the same `SAME` settings."""
     now = every[-1]
     for s in reversed(every[:-1]):
         if s.compressor or any(s.settings.get(k) != now.settings.get(k) for k in SAME):
@@ -107,12 +107,12 @@ def _measured(tl: Timeline, every: list[Stretch], last: int) -> _Dense | None:
 
 
 def _looked(side: Side, begin: int) -> tuple[int, int]:
-    """[first, stop) of the steps looked at: the first ones after a change at `begin` are left out."""
+    """[first, stop) of the steps in use, without the first steps after a change at `begin`."""
     return max(side.steps[0], begin + SETTLE), side.steps[1]
 
 
 def _predicted(tl: Timeline, side: Side, now: Stretch) -> _Dense | None:
-    """From the dense all-reduces that measuring made under the present settings."""
+    """From the dense all-reduces of measurements under the present settings."""
     stop = side.steps[1]
     took, n = _took(Window(tl, max(now.first, stop - MEASURED), stop))
     if not took:
@@ -121,13 +121,13 @@ def _predicted(tl: Timeline, side: Side, now: Stretch) -> _Dense | None:
 
 
 def _took(w: Window) -> tuple[dict[int, float], int]:
-    """(median seconds of a bucket's dense all-reduce from the last arrival on, how many there were)."""
+    """Returns each bucket's median seconds of dense all-reduces, and the number of these."""
     c = lined_up(w, MEASURING)
     lasted = np.max(c.t1, axis=1) - c.last if len(c.t1) else np.empty(0)
     rows, number = buckets(w.lane(MEASURING))
     names = {str(name): int(k) for name, k in zip(rows.name, number, strict=True)}
     found: dict[int, list[float]] = {}
-    sent = c.full & (c.nbytes > 0).all(axis=1)  # not the arithmetic that follows
+    sent = c.full & (c.nbytes > 0).all(axis=1)  # without the local arithmetic that follows
     for name, seconds in zip(c.name[sent], lasted[sent], strict=True):
         if str(name) in names:
             found.setdefault(names[str(name)], []).append(float(seconds))
@@ -135,7 +135,7 @@ def _took(w: Window) -> tuple[dict[int, float], int]:
 
 
 def _played(w: Window, took: dict[int, float]) -> np.ndarray:
-    """(steps, ranks) seconds that each step would stand still for its buckets if they were sent dense."""
+    """(steps, ranks) seconds that each step would be stalled if its buckets were dense."""
     out = np.zeros(w.shape)
     rows, number = buckets(w.lane("comm"))
     waits = w.lane("wait")
@@ -173,7 +173,7 @@ def _verdict(found: dict[str, np.ndarray], side: Side, dense: _Dense | None) -> 
 
 
 def _between(low: np.ndarray, high: np.ndarray, dense: np.ndarray) -> str:
-    """`dense` against what lies between `low` and `high`."""
+    """Compares `dense` with the range from `low` to `high`."""
     if compared(high, dense, least=SHORT).more:
         return "pays"
     if compared(dense, low, least=SHORT).more:

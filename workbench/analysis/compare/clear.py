@@ -1,19 +1,19 @@
-"""When is a difference clear? One rule, for the cards of changes and for what compression saves.
+"""The rule for a clear difference: for the cards of changes and the verdict on compression.
 
-The ratio of two medians with its interval, by bootstrap over steps. Neighbouring steps are alike (a busy machine stays
-busy for a while), so n steps tell as much as n' independent ones, and the draws are spread about their median by
+The ratio of 2 medians gets an interval by bootstrap over steps. Neighbouring steps are alike, because a busy machine
+stays busy for a while. So n steps count as n' independent steps. The draws' distances from their median grow by
 
     sqrt(n / n') (1 + 1.5 / n'),     n' = n (1 - r) / (1 + r)
 
-more. r is the correlation of a step's rank with the next one's, freed of its bias in short series, -(1 + 3r) / n; the
-last factor is there because few values know their own spread badly. Of two equal series of 20 steps with r = 0.8 one
-pair in 25 is called different, of those with r = 0.3 or less one in a hundred (`tests/unit/test_clear.py`).
+r is the correlation of a step's rank with the next step's, corrected for its bias in short series, -(1 + 3r) / n. The
+last factor corrects for the uncertain spread of few values. Of pairs of equal series of 20 steps, 4 % are called
+different with r = 0.8, and 1 % with r = 0.3 or less (`tests/unit/test_clear.py`).
 
-A difference is clear if the 99 % interval of the ratio does not hold 1, the ratio is not within `WORTH` of 1, and both
-sides have enough steps. 99 % and not 95: a session has dozens of such questions, and one in twenty would be answered
-wrongly. Of nothing against nothing the ratio is 1.
+A difference is clear if the ratio's 99 % interval excludes 1, the ratio is not within `WORTH` of 1, and both sides have
+enough steps. A user makes dozens of comparisons, and 95 % intervals would fail in 5 % of them. The ratio of 0 to 0 is
+1.
 
-References: Efron, "Bootstrap methods", Ann. Statist. 1979; n' of a series that forgets geometrically: Bartlett, JRSS B
+References: Efron, "Bootstrap methods", Ann. Statist. 1979; n' of a first-order autoregressive series: Bartlett, JRSS B
 1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
 """
 
@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 DRAWS = 800
-LEAST_STEPS = 20  # on either side, before a verdict is given
-LEAST_ROUNDS = 5  # the same where whole rounds are compared
-WORTH = 0.01  # of the ratio: less is not worth a word, however sure
-MOST = 0.9  # that r is taken for
+LEAST_STEPS = 20  # steps on either side that a verdict needs
+LEAST_ROUNDS = 5  # the same for whole rounds
+WORTH = 0.01  # distance of the ratio from 1: a smaller one does not matter, however certain
+MOST = 0.9  # upper limit of r
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval (a slope: 99 %), from `n` values; NaN where there are too few."""
+    """A number with its 95 % interval (a slope: 99 %), from `n` values. NaN if they are too few."""
 
     value: float
     low: float
@@ -40,10 +40,10 @@ class Estimate(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The median after over the median before, with its 99 % interval; NaN where a side has no value.
+    """The median after over the median before, with its 99 % interval. NaN without values.
 
-    clear:  it differs from 1 beyond doubt, and by enough to be worth a word
-    lacks:  why no verdict is given yet, in words; "" where one is
+    clear:  whether it differs from 1 with certainty and by enough
+    lacks:  why there is no verdict yet, or ""
     """
 
     value: float
@@ -64,9 +64,10 @@ class Ratio(NamedTuple):
 
 
 def compared(before: np.ndarray, after: np.ndarray, lacks: str = "", least: float = 0.0) -> Ratio:
-    """(n,) values of steps, or of rounds, before against (m,) after.
+    """Compares (n,) values of steps or rounds before with (m,) after.
 
-    lacks: why no verdict may be given, or ""; least: a difference of the medians up to this is not worth a word
+    lacks: why no verdict is possible, or ""
+    least: the smallest difference of the medians that matters
     """
     before, after = (values[np.isfinite(values)] for values in (before, after))
     if not len(before) or not len(after):
@@ -81,7 +82,7 @@ def compared(before: np.ndarray, after: np.ndarray, lacks: str = "", least: floa
 
 
 def estimated(values: np.ndarray) -> Estimate:
-    """The median of (n,) values with a percentile bootstrap over steps; the draws are the same each time."""
+    """The median of (n,) values, bootstrapped over steps. The draws are reproducible."""
     values = values[np.isfinite(values)]
     n = len(values)
     if n < 2:
@@ -91,7 +92,7 @@ def estimated(values: np.ndarray) -> Estimate:
 
 
 def drawn(values: np.ndarray, seed: int = 0) -> np.ndarray:
-    """(DRAWS,) medians of what might as well have been seen in place of (n,) consecutive values."""
+    """(DRAWS,) medians of resampled values, spread as for (n,) consecutive steps."""
     n, middle = len(values), np.median(values)
     every = np.median(values[np.random.default_rng(seed).integers(0, n, (DRAWS, n))], axis=1)
     r = likeness(values)
@@ -100,7 +101,7 @@ def drawn(values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def likeness(values: np.ndarray) -> float:
-    """The correlation r of a value's rank with the next one's, 0 to `MOST`; of ranks, so that hiccups count little."""
+    """The correlation r of neighbouring values' ranks, 0 to `MOST`. Robust to outliers."""
     n = len(values)
     rank = np.unique(values, return_inverse=True)[1].astype(float)
     rank -= rank.mean() if n else 0.0
@@ -112,9 +113,10 @@ def likeness(values: np.ndarray) -> float:
 
 
 def lacking(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str:
-    """Why `n` values, of `steps` steps in all, are too few for a verdict; "" where they are enough.
+    """Returns why `n` values of `steps` steps are too few for a verdict, or "".
 
-    rounds: the values are of rounds, not of steps; seen: how many there are, with those that are left out
+    rounds: whether the values are of rounds, not of steps
+    seen:   the number of values with the excluded ones
 
     >>> lacking(2, 2, rounds=False), lacking(3, 24, rounds=True)
     ('too short: 2 steps; needs 20', 'too short: 3 rounds; needs 5')
@@ -137,7 +139,7 @@ def _many(n: int, noun: str) -> str:
 
 
 def _over(after: np.ndarray | float, before: np.ndarray | float) -> np.ndarray:
-    """after / before; infinite over nothing, and 1 where both are nothing."""
+    """after / before; infinite if only `before` is 0, and 1 if both are 0."""
     after, before = np.asarray(after, float), np.asarray(before, float)
     endless = np.full(np.broadcast_shapes(after.shape, before.shape), np.inf)
     out = np.divide(after, before, out=endless, where=before > 0)

@@ -1,13 +1,12 @@
-"""Two runs, or two segments of one, side by side: is the second better, worse or alike, and how sure is that?
+"""Compares 2 runs, or 2 segments of one: is the second better, worse or alike?
 
-Step time, exposed communication and bytes are medians over the steps that are fit to be compared (`analysis.sides`).
-Losses are training losses, mean over ranks: medians over the last tenth of what both runs have in common, counted in
-steps, in examples or in seconds, each moved to the middle of it along the line that they fall or rise along. Less is
-better of all metrics.
+Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses are
+means over ranks. They are compared at equal steps, examples or seconds: as medians over the last 10 % of the common
+range, corrected for their slope. Less is better for all metrics.
 
-A difference has a 99 % interval by the bootstrap of `analysis.clear`, which allows for steps that are alike from one to
-the next. It tells noise within runs from a difference between them, not why they differ: two runs of the same settings
-on a machine that was busier for one of them do differ. Every metric is one question at 99 %, and six are asked.
+A difference has a 99 % interval by the bootstrap of `compare.clear`. The interval separates noise within runs from a
+difference between runs, without its reason: 2 equal runs differ if the machine is busier during one. Each of the 6
+metrics is a separate question at 99 %.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
     from workbench.record.timeline import Timeline
 
-MOST = 4000  # values of a side that draws are made of
-LAST = 0.1  # of what two runs have in common, in which losses are compared
-SHORT = 1e-4  # seconds that are not worth a word
+MOST = 4000  # values of a side that draws use
+LAST = 0.1  # share of the common range in which losses are compared
+SHORT = 1e-4  # seconds: a smaller difference does not matter
 WORSE, BETTER, ALIKE, UNKNOWN = "worse", "better", "alike", "unknown"
-ALIGNED = ("steps", "examples", "seconds")  # by what losses are aligned
+ALIGNED = ("steps", "examples", "seconds")  # axes on which losses are aligned
 
 
 class Compared(NamedTuple):
-    """One quantity of two runs, less of which is better.
+    """One quantity of 2 runs. Less is better.
 
-    a, b:       medians; NaN where a run has none
-    difference: b - a, with its 99 % interval [low, high]; NaN where there are too few values
-    verdict:    of b: "worse", "better", "alike", or "unknown", and `why` that is
+    a, b:       medians; NaN if a run has none
+    difference: b - a, with its 99 % interval [low, high]; NaN if there are too few values
+    verdict:    on b: "worse", "better", "alike" or "unknown" (see `why`)
     """
 
     metric: str
@@ -54,22 +53,22 @@ class Compared(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The training loss of a run, mean over ranks, step by step from its first step on."""
+    """The training loss of a run per step, mean over ranks."""
 
     loss: np.ndarray  # (n,)
-    steps: np.ndarray  # (n,) made so far
+    steps: np.ndarray  # (n,) steps made so far
     seconds: np.ndarray  # (n,) since the first step began
-    examples: np.ndarray  # (n,) all ranks together had trained on; empty where the record does not say
+    examples: np.ndarray  # (n,) examples of all ranks together; empty if the record lacks them
 
     def along(self, aligned: str) -> np.ndarray:
-        """(n,) how much of `aligned` had been done; empty where that is not known."""
+        """(n,) the progress on the axis `aligned`. Empty if unknown."""
         return np.asarray(getattr(self, aligned))
 
 
 def compare(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
-    """What `b` is beside `a`, quantity by quantity.
+    """Compares `b` with `a`, quantity by quantity. Raises RunError for a bad `tolerance`.
 
-    tolerance: share of a's value by which b may be worse, 0 to 10: "worse" is said where the whole interval lies beyond
+    tolerance: share of a's value by which b may be worse, 0 to 10; "worse" needs the whole interval beyond it
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= 10:
         raise RunError(f"tolerance={short(tolerance)}: must be a share from 0 to 10, such as 0.05")
@@ -85,7 +84,7 @@ def compare(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
 
 
 def side(tl: Timeline) -> Side:
-    """The steps of a run that are fit to be compared."""
+    """The comparable steps of a run."""
     first, stop = last_steps(tl)
     return Side(tl, first, stop, begins=first)
 
@@ -93,7 +92,10 @@ def side(tl: Timeline) -> Side:
 def judged(
     metric: str, unit: str, before: np.ndarray, after: np.ndarray, lacks: str, tolerance: float, least: float = 0.0
 ) -> Compared:
-    """(n,) values of one run against (m,) of the other; a difference up to `least` is not worth a word."""
+    """Compares (n,) values of one run with (m,) of the other.
+
+    least: the smallest difference that matters
+    """
     before, after = (values[np.isfinite(values)] for values in (before, after))
     a, b = (float(np.median(values)) if len(values) else float("nan") for values in (before, after))
     lacks = lacks or ("" if len(before) and len(after) else "nothing is known of one side")
@@ -109,7 +111,7 @@ def judged(
 
 
 def curve(tl: Timeline) -> Curve:
-    """The training loss of a run step by step; steps in which no rank's was finite are left out."""
+    """Returns the training loss per step. Leaves out steps in which no rank's loss was finite."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & np.isfinite(rows.value)] if len(rows) else rows
     if not len(rows):
@@ -124,14 +126,14 @@ def curve(tl: Timeline) -> Curve:
 
 
 def differing(a: Run, b: Run) -> list[str]:
-    """The settings that two runs began with otherwise, in words: "strategy: DDP(), LocalSGD(every=8)"."""
+    """Returns the initial settings that differ, in words: "strategy: DDP(), LocalSGD(every=8)"."""
     was, now = a.settings_today, b.settings_today
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return [f"{name}: {in_words(was.get(name))}, {in_words(now.get(name))}" for name in names]
 
 
 def _losses(before: Curve, after: Curve, aligned: str, tolerance: float) -> Compared:
-    """Their losses in the last tenth of what both have in common, or in the last twenty steps of it."""
+    """Compares losses in the last 10 % of the common range, or its last `LEAST_STEPS` steps."""
     metric, along = f"loss at equal {aligned}", (before.along(aligned), after.along(aligned))
     if not all(map(len, along)):
         nothing = "no loss on the record"
@@ -150,7 +152,7 @@ def _losses(before: Curve, after: Curve, aligned: str, tolerance: float) -> Comp
 
 
 def _level(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
-    """(n,) losses as they might have been at `at`, all of them: without the line that they fall or rise along."""
+    """Removes the trend from (n,) losses, as if all were measured at `at`."""
     if len(x) < LEAST_STEPS:
         return losses
     slope = np.polynomial.Polynomial.fit(x, losses, 1).deriv()(at)
@@ -162,7 +164,7 @@ def _both(a: str, b: str) -> str:
 
 
 def _few(values: np.ndarray) -> np.ndarray:
-    """At most `MOST` of them, evenly spread: of 70,000 steps no draw could be made in memory."""
+    """Returns at most `MOST` of the values, evenly spread, to bound the memory of the draws."""
     if len(values) <= MOST:
         return values
     return values[np.linspace(0, len(values) - 1, MOST).astype(int)]

@@ -1,7 +1,6 @@
-"""Bytes saved against error added: what compression does to an exchange, over some steps.
+"""Bytes saved against error added: the effect of compression over some steps.
 
-Saved is counted from the spans, for nothing. The error was measured in some of the steps (`measure_every`), and what
-that sent is counted nowhere here.
+Bytes are counted from the spans, without measurements. The error was measured in some of the steps (`measure_every`).
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ _BUCKET = re.compile(r"\bbucket (\d+)$")
 
 
 class Compression(NamedTuple):
-    """What compression did in steps [first, stop); NaN where it is not known.
+    """The effect of compression in steps [first, stop). NaN if unknown.
 
-    Bytes are the mean over ranks and over the steps in which buckets were exchanged, with indices, scales and headers;
-    error, cosine and residual are medians over the measurements.
+    Bytes include indices, scales and headers, and are means over ranks and the steps with an exchange. Error, cosine
+    and residual are medians over the measurements.
     """
 
     steps: tuple[int, int]
     dense: float  # bytes that a ring all-reduce in fp32 would have sent
     sent: float  # bytes that were sent
-    error: float  # ||out - sum|| / ||sum||: what came out against the sum of what was to be sent
-    cosine: float  # of the angle between the two
-    residual: float  # ||sum of e|| / ||sum||: what all ranks together have left unsent
-    measured: int  # how many measurements there are
+    error: float  # ||out - sum|| / ||sum||: the result against the sum of the ranks' inputs
+    cosine: float  # of the angle between result and sum
+    residual: float  # ||sum of e|| / ||sum||: the residual of all ranks together
+    measured: int  # number of measurements
 
     @property
     def ratio(self) -> float:
@@ -41,7 +40,7 @@ class Compression(NamedTuple):
 
 
 def compression(tl: Timeline, first: int, stop: int) -> Compression:
-    """What compression did in steps [first, stop)."""
+    """Returns the effect of compression in steps [first, stop)."""
     dense, sent = exchanged(tl, first, stop)
     met = dense > 0
     whole, took = (float(values[met].mean()) if met.any() else float("nan") for values in (dense, sent))
@@ -52,14 +51,14 @@ def compression(tl: Timeline, first: int, stop: int) -> Compression:
 
 
 def ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps in which something was exchanged, dense fp32 bytes over bytes sent in each of them)."""
+    """Returns the steps with an exchange and their dense fp32 bytes over bytes sent."""
     dense, sent = (values.sum(axis=1) for values in exchanged(tl, first, stop))
     met = (dense > 0) & (sent > 0)
     return np.arange(first, first + len(met))[met], dense[met] / sent[met]
 
 
 def exchanged(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, ranks): bytes that dense fp32 buckets would have taken, and those that these buckets took."""
+    """(steps, ranks): returns the buckets' bytes in dense fp32, and the bytes that they took."""
     w = Window(tl, first, stop)
     rows, number = buckets(w.lane("comm"))
     inside = ~w.outside(rows)
@@ -69,7 +68,7 @@ def exchanged(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarr
     if not sizes.size or not scale or p < 2:
         return np.zeros(w.shape), np.zeros(w.shape)
     key = (rows.step.astype(np.int64) << 40) | (rows.rank.astype(np.int64) << 24) | number
-    _, once = np.unique(key, return_index=True)  # however many collectives a bucket took
+    _, once = np.unique(key, return_index=True)  # once per bucket, which may take several collectives
     known = np.where(number < sizes.shape[1], number, -1)
     nbytes = np.where(known >= 0, sizes[rows.step - w.first, known], 0)
     whole = w.total(rows[once], nbytes[once]) * scale * 2 * (p - 1) / p
@@ -77,7 +76,7 @@ def exchanged(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarr
 
 
 def buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
-    """Those of `rows` that are about a bucket, and its number."""
+    """Returns the rows of buckets and the bucket number of each."""
     names = rows.coded("name")
     found = [_BUCKET.search(str(text)) for text in names.words.texts]
     numbers = np.array([int(m[1]) if m else -1 for m in found], np.int64)
@@ -86,7 +85,7 @@ def buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
 
 
 def _sizes(tl: Timeline, w: Window) -> np.ndarray:
-    """(steps, buckets) bytes of each bucket in its own dtype. New buckets hold from the next step that begins."""
+    """(steps, buckets) bytes in each bucket's own dtype. New buckets hold from the next step."""
     marks = tl.marks.rows()
     marks = marks[marks.equal("name", "buckets")]
     every = [json.loads(d)["nbytes"] for d in marks.detail]
@@ -101,7 +100,7 @@ def _sizes(tl: Timeline, w: Window) -> np.ndarray:
 
 
 def _scale(tl: Timeline) -> float:
-    """fp32 bytes of the model over its bytes in its own dtypes; 0 where that is not on the record."""
+    """fp32 bytes of the model over its bytes in its own dtypes; 0 if the record lacks them."""
     marks = tl.marks.rows()
     said = [json.loads(d) for d in marks.detail[marks.equal("name", "start")][:1]]
     return 4.0 * said[0].get("parameters", 0) / said[0]["nbytes"] if said and said[0].get("nbytes") else 0.0

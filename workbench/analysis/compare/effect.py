@@ -1,7 +1,6 @@
-"""What a change did: the steps before it against the steps after it, with spread, never across another change.
+"""The effect of a change: the steps before and after it, up to the next change.
 
-Which steps are compared is said in `workbench.analysis.compare.sides`, when a difference is clear in
-`workbench.analysis.compare.clear`.
+`compare.sides` chooses the steps, and `compare.clear` decides whether a difference is clear.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from workbench.analysis.steps.window import change_steps, last_steps
 from workbench.record.marks import once
 from workbench.record.timeline import Timeline
 
-SHORT = 0.1  # ms that are not worth a word
+SHORT = 0.1  # ms: a smaller difference does not matter
 
 
 class Effect(NamedTuple):
     """One row of the card: a quantity before and after the change.
 
-    change:  after over before; of a slope only whether it differs, and what is lacking
-    trends:  of the loss: the slopes in words, before and after
+    change:  after over before; for a slope, only `clear` and `lacks`
+    trends:  for the loss: the slopes before and after
     """
 
     name: str
@@ -43,7 +42,7 @@ class Effect(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """"more", "less", "same" (no clear change), or "" where it is not known yet (see `change.lacks`)."""
+        """"more", "less", "same" (no clear change), or "" if unknown (see `change.lacks`)."""
         if self.change.lacks:
             return ""
         if not self.change.clear:
@@ -52,14 +51,14 @@ class Effect(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What the change before step `step` did; `text` names the change.
+    """The effect of the change before step `step`, which `text` describes.
 
-    nbytes, seconds: what all ranks sent to make it, and how long that took; of an old record 0
+    nbytes, seconds: cost of making the change, for all ranks; 0 in an old record
     """
 
     step: int
     text: str
-    before: tuple[int, int]  # [first, stop) of the steps looked at
+    before: tuple[int, int]  # [first, stop) of the analysed steps
     after: tuple[int, int]
     rows: tuple[Effect, ...]
     nbytes: int = 0
@@ -67,7 +66,7 @@ class Card(NamedTuple):
 
 
 def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
-    """Median step, exposed communication, bytes and loss slope in the `window` steps on either side of a change."""
+    """Compares step, exposed communication, bytes and loss slope, `window` steps per side."""
     every = change_steps(tl)
     floor = int(max([s for s in every if s < change_step], default=0))
     ceiling = int(min([s for s in every if s > change_step], default=last_steps(tl)[1]))
@@ -85,7 +84,7 @@ def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
 
 
 def lacking(was: Side, now: Side) -> str:
-    """Why no verdict may be given on two sides of a change, or ""."""
+    """Returns why no verdict is possible on the 2 sides of a change, or ""."""
     return _both(was.lacks, now.lacks)
 
 
@@ -100,7 +99,7 @@ def _effect(name: str, unit: str, was: Side, now: Side, before: np.ndarray, afte
 
 
 def _slopes(was: Trend, now: Trend) -> Effect:
-    """Two slopes differ if their 99 % intervals have nothing in common."""
+    """Two slopes differ if their 99 % intervals do not overlap."""
     a, b = was.slope, now.slope
     differ = a.high < b.low or b.high < a.low
     change = Ratio(float("nan"), float("nan"), float("nan"), differ, _both(was.lacks, now.lacks))
@@ -108,7 +107,7 @@ def _slopes(was: Trend, now: Trend) -> Effect:
 
 
 def _made(tl: Timeline, step: int) -> list[dict[str, Any]]:
-    """What the record says of the changes made before step `step`."""
+    """Returns the recorded details of the changes made before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
     said = [json.loads(d) for d in rows.detail]

@@ -1,8 +1,8 @@
-"""The steps on one side of a change that are fit to be compared: settled, undisturbed, and enough of them.
+"""The comparable steps on one side of a change: settled, undisturbed and enough of them.
 
-Left out are the first steps of the run, those after a change, a re-bucketing or a pause, and those next to an
-evaluation, a hand-over or a measurement. Where ranks meet only every few steps, whole rounds are compared, so that the
-meeting's cost is shared out fairly; a round is long, and an evaluation beside one of its steps does not show.
+Leaves out steps at the beginning of the run, after a change, a re-bucketing or a pause. Leaves out steps next to an
+evaluation, a hand-over or a measurement. With a periodic strategy it compares whole rounds, to spread a meeting's cost
+over its round. Rounds are long, so an evaluation next to one of their steps does not matter.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.window import Window, change_steps, last_steps
 from workbench.record.timeline import Timeline
 
-SETTLE = 2  # steps after a beginning, a change or new buckets that are not like the others
-WINDOW = 50  # steps looked at
-WIDER = (1, 4, 40)  # so many windows are looked at, until there are enough rounds
-RARE = 4  # where fewer than one step in this many is undisturbed, being disturbed is what is usual
+SETTLE = 2  # steps to skip after a beginning, a change or new buckets
+WINDOW = 50  # steps to analyse
+WIDER = (1, 4, 40)  # numbers of windows to try, until there are enough rounds
+RARE = 4  # if fewer than 1 in 4 steps is undisturbed, disturbed steps count too
 
 
 class Side:
-    """Steps [first, stop) of one side: a value per step, or per whole round where ranks meet every few steps.
+    """Steps [first, stop) of one side. A value per step, or per round of a periodic strategy.
 
-    `begins` is a step at which a round is known to begin. `lacks` says why no verdict may be given on them, or "".
+    begins: a step at which a round is known to begin
+    lacks:  why no verdict is possible on these steps, or ""
     """
 
     def __init__(self, tl: Timeline, first: int, stop: int, begins: int) -> None:
@@ -45,11 +46,11 @@ class Side:
         self.seconds, self.exposed = self.each(w.step_seconds), self.each(w.seconds("wait"))
 
     def each(self, values: np.ndarray) -> np.ndarray:
-        """(n,) means of a (steps, ranks) matrix, one for each step or round that is looked at."""
+        """(n,) means of a (steps, ranks) matrix, one for each step or round in use."""
         return np.array([values[self._rounds == k].mean() for k in self._kept])
 
     def _fit(self) -> np.ndarray:
-        """The numbers of the steps, or of the rounds, that are fit to be compared."""
+        """The numbers of the comparable steps or rounds."""
         every = np.unique(self._rounds[self._rounds >= 0])
         settled = np.setdiff1d(every, self._rounds[~self.settled])
         if self.periodic:
@@ -59,7 +60,7 @@ class Side:
 
 
 def before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
-    """The last steps before `stop`; none before `floor`. Further back where rounds are long."""
+    """Returns the last steps before `stop`, from `floor` on; more of them if rounds are long."""
     for wide in WIDER:
         first = max(stop - wide * window, floor)
         side = Side(tl, first, stop, begins=floor)
@@ -69,7 +70,7 @@ def before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
 
 
 def after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
-    """The first steps from a change at `first` on; none from `ceiling` on. Further on where rounds are long."""
+    """Returns the first steps from `first` to `ceiling`; more of them if rounds are long."""
     for wide in WIDER:
         stop = min(first + 1 + wide * window, ceiling)
         side = Side(tl, first, stop, begins=first)
@@ -79,7 +80,7 @@ def after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
 
 
 def unsettled(tl: Timeline, w: Window) -> np.ndarray:
-    """A mask over steps: the first of the run, those after a change or new buckets, and those after standing still."""
+    """A mask over steps at the beginning, or just after a change, new buckets or a pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
     fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE)
@@ -87,7 +88,7 @@ def unsettled(tl: Timeline, w: Window) -> np.ndarray:
 
 
 def _still(tl: Timeline) -> np.ndarray:
-    """The steps before which the run was paused, or a rank stood still."""
+    """The steps before which the run was paused, or a fault stalled a rank."""
     rows = tl.marks.rows()
     if not len(rows):
         return np.empty(0, np.int64)
@@ -97,7 +98,7 @@ def _still(tl: Timeline) -> np.ndarray:
 
 
 def _rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
-    """(steps,) the round that each step belongs to; -1 where it is not finished, or began before the window."""
+    """(steps,) the round of each step; -1 if it is unfinished or began before the window."""
     at = np.searchsorted(meetings, w.steps)
     whole = (at < len(meetings)) & ((at > 0) | (begins == w.first))
     rounds = np.where(whole, at, -1)

@@ -1,8 +1,7 @@
-"""Does the loss fall or rise? Its slope over some steps, with an interval, and in words.
+"""Whether the loss falls or rises: its slope over some steps, with an interval.
 
-The slope is Theil and Sen's, the median of all pairs' slopes; its interval comes from Kendall's variance (Sen, JASA
-1968), widened where what is left of the loss without the slope is alike from step to step, and where few values are
-left of it that tell anything of their own (`workbench.analysis.compare.clear`, which says why 99 % and not 95).
+The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval comes from Kendall's variance (Sen,
+JASA 1968). It grows if the residuals of neighbouring steps are alike (`compare.clear` explains this and the 99 %).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from workbench.analysis.compare.clear import Estimate, lacking, likeness
 from workbench.analysis.compare.sides import Side
 from workbench.record.timeline import Timeline
 
-MOST = 400  # points that pairs are made of
+MOST = 400  # points that form pairs
 PER = 100  # steps
 NEVER = "never finite"
 NOTHING = Estimate(float("nan"), float("nan"), float("nan"), 0)
@@ -24,8 +23,8 @@ NOTHING = Estimate(float("nan"), float("nan"), float("nan"), 0)
 class Trend(NamedTuple):
     """The loss's slope per 100 steps with its 99 % interval.
 
-    lacks:  why nothing is said of it, or ""
-    odd:    steps in which a rank's loss was not finite; they are left out
+    lacks:  why there is no verdict, or ""
+    odd:    number of excluded steps, in which a rank's loss was not finite
     """
 
     slope: Estimate
@@ -34,7 +33,7 @@ class Trend(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 where the loss rises beyond doubt, -1 where it falls, else 0."""
+        """1 if the loss clearly rises, -1 if it falls, else 0."""
         if self.lacks:
             return 0
         return int(self.slope.low > 0) - int(self.slope.high < 0)
@@ -55,7 +54,7 @@ def trend(tl: Timeline, side: Side) -> Trend:
     odd = len(np.unique(rows.step[~finite]))
     steps, at, many = np.unique(rows.step[finite], return_inverse=True, return_counts=True)
     losses = np.bincount(at, rows.value[finite], minlength=len(steps)) / np.maximum(many, 1)
-    risen = int(rates.max(initial=w.first))  # the rate is written down whenever it is another
+    risen = int(rates.max(initial=w.first))  # ranks record the rate only when it changes
     fit = np.isin(steps, w.steps[side.settled]) & (steps >= risen) & ~np.isin(steps, rows.step[~finite])
     if w.first < risen == w.stop - 1:
         return Trend(NOTHING, "waits: the learning rate still changes", odd)
@@ -69,7 +68,7 @@ def trend(tl: Timeline, side: Side) -> Trend:
 
 
 def sloped(steps: np.ndarray, losses: np.ndarray) -> Estimate:
-    """Theil-Sen's slope of (n,) losses per `PER` steps, with its 99 % interval; NaN for fewer than five."""
+    """The Theil-Sen slope of (n,) losses per `PER` steps, with 99 % interval; NaN if n < 5."""
     n = len(steps)
     if n < 5:
         return NOTHING._replace(n=n)
@@ -80,7 +79,7 @@ def sloped(steps: np.ndarray, losses: np.ndarray) -> Estimate:
     slopes = np.sort(PER * (losses[j] - losses[i]) / (steps[j] - steps[i]))
     middle = float(np.median(slopes))
     r = likeness(losses - middle / PER * steps)
-    alone = max(3.0, n * (1 - r) / (1 + r))  # so few know their own likeness badly
+    alone = max(3.0, n * (1 - r) / (1 + r))  # corrects for the uncertain r of few values
     reach = 2.576 * (1 + 1.5 / alone) * np.sqrt(n * (n - 1) * (2 * n + 5) / 18 * (1 + r) / (1 - r))
     low, high = (len(slopes) - reach) / 2, (len(slopes) + reach) / 2
     at = np.clip([int(low), int(np.ceil(high))], 0, len(slopes) - 1)

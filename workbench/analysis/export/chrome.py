@@ -1,9 +1,9 @@
-"""A run as torch.profiler would have written it: a Chrome trace per rank, for Holistic Trace Analysis and its like.
+"""Writes a run as torch.profiler does: a Chrome trace per rank, for tools like HTA.
 
-HTA (0.5) reads a folder of these: a file per rank that says `"distributedInfo": {"rank": 0, ...}` with a space after
-the colon; kernels (`cat` "kernel") with a stream and the `correlation` of the call that launched them; collectives as
-kernels whose names are `nccl...Kernel`; steps as `ProfilerStep#3`. Evaluations, hand-overs and what was only measured
-belong to no step and are annotations. So its `get_comm_comp_overlap` counts what `analysis.overlap` counts.
+Holistic Trace Analysis (HTA) 0.5 reads a folder with a file per rank. It needs a space after the colon in
+`"distributedInfo": {"rank": 0, ...}`. Kernels (`cat` "kernel") have a stream, and the `correlation` of their launch.
+Collectives are kernels like `nccl...Kernel`, and steps have names like `ProfilerStep#3`. Evaluations, hand-overs and
+measurements are annotations outside of steps. So HTA's `get_comm_comp_overlap` agrees with `analysis.overlap`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 STREAMS = {"compute": 7, "comm": 20}
-HOST = 100_000  # what the number of a rank's process begins at; its device has the rank's own
+HOST = 100_000  # number of rank 0's host process; its device process has number 0
 PREFIX = "ncclDevKernel_"
 _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter",
                 "broadcast": "Broadcast", "all_to_all": "AllToAll"}  # fmt: skip
 
 
 def to_chrome(run: Run, folder: Path | str) -> Path:
-    """Writes `rank-0.json.gz`, ... into `folder`, which it makes. Raises RunError where it cannot be."""
+    """Writes `rank-0.json.gz`, ... into `folder`, which it creates. Raises RunError on failure."""
     folder, (first, stop) = Path(folder), last_steps(run.timeline)
     w = Window(run.timeline, first, stop)
     try:
@@ -49,7 +49,7 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
 
 
 def _head(run: Run, rank: int, ranks: int) -> dict[str, Any]:
-    """What HTA wants to know of a file before its events."""
+    """The fields that HTA reads before the events."""
     return {
         "schemaVersion": 1, "deviceProperties": [{"id": rank, "name": "a rank of training-workbench"}],
         "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": ranks}, "traceName": run.name,

@@ -1,4 +1,4 @@
-"""A run for other tools: one merged trace for Perfetto, and code that runs the same again."""
+"""Exports a run: one merged trace for Perfetto and Python code that repeats the run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FIELDS = {
 
 
 def to_perfetto(run: Run, path: Path | str) -> Path:
-    """Writes a Chrome trace (open it in ui.perfetto.dev): a process per rank, a thread per lane; .gz compresses.
+    """Writes a Chrome trace: a process per rank, a thread per lane; .gz compresses.
 
-    All ranks are on the run's own clock; by how much they may be off is in `metadata.clock_error_s`.
+    ui.perfetto.dev opens it. All ranks use the run's clock, with a possible error of `metadata.clock_error_s`.
     """
     path = Path(path)
     ranks = run.environment.get("ranks", {})
@@ -90,12 +90,12 @@ def _us(seconds: float) -> float:
 
 
 def as_python(run: Run) -> str:
-    """Code that runs the same experiment with the same changes at the same steps.
+    """Returns Python code that runs the same experiment with the same changes at the same steps.
 
-    Two such runs of a lockstep strategy on one machine have bit-identical losses. A run without an end gets the
-    steps it had done so far; one that went on from a checkpoint does so again. Only members that ship are called by
-    their names; all else that the record holds is data, in which `Experiment.read` finds classes of your own. Raises
-    RunError for a record with names that no program has.
+    Two such runs of a lockstep strategy on one machine have bit-identical losses. Without a planned end, the code has
+    the steps made so far. If the run resumed a checkpoint, so does the code. It names only classes that ship with the
+    project. Other classes stay data, in which `Experiment.read` finds the user's classes. Raises RunError for invalid
+    names.
     """
     from workbench.analysis import last_steps
 
@@ -109,7 +109,7 @@ def as_python(run: Run) -> str:
         settings["steps"] = last_steps(run.timeline)[1]
         comment["steps"] = "  # as far as this run got"
     texts: dict[str, str] = {}
-    theirs = False  # are there classes that do not ship?
+    theirs = False  # whether some classes do not ship
     for field, value in settings.items():
         home, used, own = field in _FIELDS, set[str](), set[str]()
         texts[field] = _call(value, ships, used, own) if home else _literal(value)
@@ -135,26 +135,26 @@ def as_python(run: Run) -> str:
 
 
 def _set(change: Change) -> str:
-    """What it sets, as Change is given it."""
+    """The settings of a change, as arguments of `Change`."""
     settings = change.settings
     return _literal(settings) if len(settings) > 1 else f"{change.path!r}, {_literal(change.value)}"
 
 
 def _decided(change: Change) -> str:
-    """Who decided it, where that was a policy: given its decisions, it makes no others."""
+    """The argument `by`, if a policy decided. Then the policy makes no decisions of its own."""
     return f", by={change.by!r}" if change.by else ""
 
 
 def _package(module: str) -> str:
-    """Where a member of this module is imported from: `strategies` for "workbench.strategies.ddp"."""
+    """Returns the package to import a member from: `strategies` for "workbench.strategies.ddp"."""
     _, first, *rest = module.split(".")
     return ".".join([first, *rest[:-1]])
 
 
 def _call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> str:
-    """A settings value in plain JSON as the Python that makes it: a call where only members that ship are `used`.
+    """Returns the Python for a settings value: a call if all its classes ship (added to `used`).
 
-    A value that names other classes, the reader's `own`, stays as it is: whatever they are, nothing calls them.
+    A value with other classes (added to `own`) stays plain data, so that no unknown class is called.
     """
     if isinstance(value, list):
         inner = [_call(v, ships, used, own) for v in value]
@@ -172,7 +172,7 @@ def _call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> 
 
 
 def _literal(value: Any) -> str:
-    """Plain JSON as the Python that reads the same; what else somebody put there as its own text, quoted."""
+    """Returns Python that evaluates to plain JSON; any other value as its quoted text."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,8 +1,9 @@
-"""A run for other tools as files, by the name of the form.
+"""Exports a run to files for other tools, by the name of the format.
 
-perfetto: one merged trace, for ui.perfetto.dev. chrome: a folder with a trace per rank, as torch.profiler writes them,
-for Holistic Trace Analysis and chrome://tracing. parquet, csv: a folder with spans, samples and marks. tensorboard: a
-log folder with each rank's samples and step times, which needs the package tensorboard.
+perfetto:     one merged trace, for ui.perfetto.dev
+chrome:       a folder with a trace per rank, like torch.profiler's, for Holistic Trace Analysis and chrome://tracing
+parquet, csv: a folder with spans, samples and marks
+tensorboard:  a log folder with each rank's samples and step times; needs the package tensorboard
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from workbench.settings import short
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-SUFFIX = {"perfetto": ".json.gz"}  # of what is one file; all else is a folder
+SUFFIX = {"perfetto": ".json.gz"}  # of single files; other formats are folders
 
 
 def export(run: Run, to: str, out: Path | str | None = None) -> Path:
-    """Writes `run` in the form `to` and returns where; by default `NAME-FORM` here. RunError where it cannot be."""
+    """Writes `run` in format `to`, by default to `NAME-FORM`. Raises RunError on failure."""
     if to not in FORMS:
         raise RunError(f"to={short(to)}: must be one of {', '.join(FORMS)}")
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in run.name).strip("-.") or "run"
@@ -40,12 +41,12 @@ def export(run: Run, to: str, out: Path | str | None = None) -> Path:
 
 
 def to_parquet(run: Run, folder: Path) -> Path:
-    """The three tables of the record as Parquet."""
+    """Writes the 3 tables of the record as Parquet."""
     return _tables(run, folder, "parquet", lambda table, path: parquet.write_table(table, path))
 
 
 def to_csv(run: Run, folder: Path) -> Path:
-    """The three tables of the record as text."""
+    """Writes the 3 tables of the record as CSV."""
     return _tables(run, folder, "csv", lambda table, path: csv.write_csv(table, path))
 
 

@@ -1,15 +1,15 @@
-"""Traces of other jobs, as torch.profiler wrote them, on our timeline: a row per rank, with what overlaps what.
+"""Converts other jobs' torch.profiler traces to our timeline: a row per rank, with overlap.
 
-    step      the profiler's steps (`ProfilerStep#3`); without any, all of the trace is one. On a GPU a step goes to the
-              end of the last kernel that was launched in it
-    compute   kernels but for those that communicate or copy; on a CPU operators. `backward` is what autograd asked for,
-              `update` what an optimizer did, and the rest `forward`
-    comm      kernels of NCCL or RCCL; on a CPU what gloo or MPI says of itself
-    wait      communication during which the rank computed nothing: exposed
+    step      the profiler's steps (`ProfilerStep#3`), or the whole trace. On a GPU a step ends with the last kernel
+              that was launched in it
+    compute   on a GPU kernels except communication and copies, on a CPU operators. `backward`: called by autograd;
+              `update`: called by an optimizer; `forward`: all other compute
+    comm      kernels of NCCL or RCCL; on a CPU the events of gloo or MPI
+    wait      communication without compute: exposed
     offload   copies between host and device
 
-What lies closer together than `GAP` is one span, so that a timeline has hundreds of boxes and not a million; overlap is
-right to that gap. Bytes are those of the tensor that a collective was given, where the trace says so.
+Events less than `GAP` apart become one span, so that a timeline has hundreds of boxes instead of a million. Overlap is
+accurate to that gap. Bytes are the size of a collective's input tensor, if the trace has it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from workbench.analysis.steps.cover import Cover
 from workbench.record.kineto import Event, Trace
 from workbench.record.timeline import Mark, Span, Timeline
 
-GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU, where Python lies between operators
-APART = 60.0  # seconds between what two ranks did from which their clocks are not believed
+GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU (with Python between operators)
+APART = 60.0  # seconds between the begins of 2 ranks above which their clocks are not trusted
 KERNELS, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
 _GPU_COMM = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.I)
@@ -38,7 +38,7 @@ _OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "
 
 
 class Piece(NamedTuple):
-    """Something that a rank did: its lane and its name, and in which of the steps."""
+    """Work of a rank: its lane, name and step."""
 
     step: int
     lane: str
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 def taken(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
-    """The traces of all ranks as one timeline that begins at 0, and what is to be known of it, in sentences."""
+    """Merges all ranks' traces into one timeline that begins at 0. Also returns notes."""
     timeline, notes = Timeline(), []
     begins = {rank: trace.events[0].t0 for rank, trace in traces.items()}
     zero = dict.fromkeys(begins, min(begins.values()))
@@ -71,7 +71,7 @@ def taken(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
 
 
 def pieces(events: Sequence[Event]) -> list[Piece]:
-    """What one rank did, from its events in order of their beginning."""
+    """Converts one rank's events, ordered by begin."""
     host = [e for e in events if e.cat not in (KERNELS, *COPIES)]
     kernels = [e for e in events if e.cat == KERNELS]
     copies = [e for e in events if e.cat in COPIES]
@@ -98,14 +98,14 @@ def pieces(events: Sequence[Event]) -> list[Piece]:
 
 
 def _steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
-    """(n, 2) when each of the profiler's steps began and ended on the host; all of the trace where there are none."""
+    """(n, 2) begin and end of each profiler step on the host; without any, the whole trace."""
     said = {e.name: (e.t0, e.t1) for e in host if _STEP.fullmatch(e.name) and e.cat == "user_annotation"}
     whole = [(events[0].t0, max([e.t1 for e in events]))]
     return np.array(sorted(said.values()) or whole)
 
 
 def _ends(steps: np.ndarray, found: list[list[Piece]]) -> list[tuple[float, float]]:
-    """When steps began and ended on a device: from the end of the last kernel of one to that of the next."""
+    """Begin and end of steps on a device: from one step's last kernel to the next step's."""
     out: list[tuple[float, float]] = []
     for (begun, ended), mine in zip(steps.tolist(), found, strict=True):
         begin = out[-1][1] if out else min([p.t0 for p in mine], default=begun)
@@ -114,11 +114,11 @@ def _ends(steps: np.ndarray, found: list[list[Piece]]) -> list[tuple[float, floa
 
 
 def _of_step(step: int, t0: float, t1: float, mine: list[Piece], gap: float) -> list[Piece]:
-    """The pieces of a step, those that lie close together as one, the exposed communication, and the step itself."""
+    """The pieces of a step: neighbours merged, exposed communication and the step itself."""
     out: list[Piece] = []
     computed = _cover((p for p in mine if p.lane == "compute"), gap)
     free = computed
-    for name in ("update", "backward", "forward"):  # an operator inside of another counts once, where it belongs
+    for name in ("update", "backward", "forward"):  # overlapping operators count once, in this order
         cover = _cover((p for p in mine if p.lane == "compute" and p.name == name), gap)
         out += [Piece(step, "compute", name, a, a, b) for a, b in _within(cover, free)]
         free = Cover(*_array(_without(free, cover)))
@@ -139,7 +139,7 @@ def _cover(found: Iterable[Piece], gap: float) -> Cover:
 
 
 def _without(cover: Cover, other: Cover) -> list[tuple[float, float]]:
-    """The parts of `cover` in which `other` is not."""
+    """The parts of `cover` outside `other`."""
     cuts = np.unique(np.concatenate([cover.begin, cover.end, other.begin, other.end]))
     middle = (cuts[1:] + cuts[:-1]) / 2
     keep = _inside(cover, middle) & ~_inside(other, middle)
@@ -148,7 +148,7 @@ def _without(cover: Cover, other: Cover) -> list[tuple[float, float]]:
 
 
 def _within(cover: Cover, other: Cover) -> list[tuple[float, float]]:
-    """The parts of `cover` in which `other` is, too."""
+    """The parts of `cover` inside `other`."""
     return _without(cover, Cover(*_array(_without(cover, other))))
 
 
@@ -162,7 +162,7 @@ def _array(parts: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
-    """Where on the host the rank was at these times: what autograd asked for, what an optimizer did, or forward."""
+    """The host's phase at these times: backward in autograd, update in an optimizer, or forward."""
     out = np.full(len(t), "forward", "O")
     for name, begins in (("backward", _BACKWARD), ("update", _UPDATE)):
         some = [e for e in host if e.name.startswith(begins)]
@@ -171,12 +171,12 @@ def _phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
 
 
 def _computes(e: Event) -> bool:
-    """On a CPU: an operator, or all of what an optimizer does."""
+    """On a CPU, whether the event is an operator or an optimizer's step."""
     return (e.cat == "cpu_op" and not e.name.startswith("c10d::")) or e.name.startswith(_UPDATE)
 
 
 def _collective(e: Event, gpu: bool) -> str:
-    """What a collective is called, such as "all_reduce"; "" for what is none."""
+    """The name of a collective, such as "all_reduce". "" for other events."""
     if gpu:
         if not _GPU_COMM.match(e.name):
             return ""
@@ -189,7 +189,7 @@ def _collective(e: Event, gpu: bool) -> str:
 
 
 def _nbytes(e: Event) -> int:
-    """How many bytes the tensor had that was given, or were copied; 0 where the trace does not say."""
+    """The bytes of the input tensor or the copy; 0 if the trace lacks them."""
     count, item = e.args.get("In msg nelems"), _ITEM.get(str(e.args.get("dtype")).lower(), 0)
     said = e.args.get("bytes") if count is None else count
     if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 2**48:

@@ -1,4 +1,4 @@
-"""A run as TensorBoard's event files: a folder per rank, so that their curves lie over each other."""
+"""Writes a run as TensorBoard event files, in a folder per rank to share a chart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDS = "TensorBoard's files need its package: pip install 'training-workbench[t
 
 
 def to_tensorboard(run: Run, folder: Path | str) -> Path:
-    """Writes samples (`loss`, `held_out`, ...) and `step_seconds` below `folder`. RunError without tensorboard."""
+    """Writes samples (`loss`, ...) and `step_seconds`. Raises RunError without tensorboard."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -56,6 +56,6 @@ def _column(seconds: np.ndarray, ranks: np.ndarray, rank: int) -> np.ndarray:
 
 
 def _tag(name: str) -> str:
-    """A sample's name as TensorBoard groups it: `memory peak` and its like together."""
+    """Converts a sample's name to a TensorBoard tag that groups names like `memory peak`."""
     first, _, rest = name.partition(" ")
     return f"{first}/{rest.replace(' ', '_')}" if rest else name

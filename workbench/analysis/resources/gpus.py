@@ -1,4 +1,4 @@
-"""How busy each rank's GPU is, what it draws and what crosses its links; nothing where no GPU was read."""
+"""How busy each rank's GPU is, its power and its link traffic. Empty if no GPU was read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAMPLES = {"gpu use": "use", "gpu power": "power", "gpu link sent": "sent", "gpu
 
 
 class RankGpu(NamedTuple):
-    """The means of one rank's last readings: a share of the time, W, and bytes/s out and in; NaN: not told."""
+    """Means of one rank's last readings: use (a share), W, bytes/s out and in; NaN: unavailable."""
 
     rank: int
     use: float
@@ -22,7 +22,7 @@ class RankGpu(NamedTuple):
 
 
 def gpus(tl: Timeline, seconds: float = 10.0) -> list[RankGpu]:
-    """Of the last so many seconds of the record."""
+    """Returns the means over the last `seconds` of the record."""
     rows = tl.samples.rows()
     if not len(rows):
         return []

@@ -1,4 +1,4 @@
-"""What each rank's memory held: the most of each category, of all together, and what an allocator says of itself."""
+"""Each rank's memory: maxima by category and together, and the allocator's figures."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from workbench.analysis.steps.window import generations, there
 from workbench.record.timeline import Timeline
 
-PREFIX = "memory "  # of the Samples' names; what follows is a category, or one of these
+PREFIX = "memory "  # of the Samples' names; then a category, or one of the names below
 PEAK, ALLOCATED, ALLOCATED_PEAK = "peak", "allocated", "allocated peak"
-PASSING = "in passing"  # what the peak has beyond the most of all categories: at least so much was there for a moment
+PASSING = "in passing"  # peak minus the sum of all categories: memory used only for a moment
 AWAY = ("on host", "on disk")
 
 
 class RankMemory(NamedTuple):
     """One rank's memory in some steps, in bytes.
 
-    most:           by category, the most that it held in a step; not all of them need be at their most at once. What no
-                    category counts, as gradients between two layers or what a hand-over moves, is "in passing"
-    peak:           the most of all categories together at a time; at least that of the largest, at most their sum
-    allocated:      what the allocator of a GPU had given out at the end of a step, and at most since its process began;
-                    None where there is no GPU. It also counts what no category does: temporaries
+    most:           by category, its maximum over the steps; categories reach it at different times. Memory of no
+                    category, such as gradients between 2 layers or data of a hand-over, is "in passing"
+    peak:           maximum of all categories together: at least the largest, at most their sum
+    allocated:      bytes in use in the GPU's allocator at the end of a step, with temporaries; None without a GPU
+    allocated_peak: their maximum since the process began
     """
 
     rank: int
@@ -38,9 +38,9 @@ class RankMemory(NamedTuple):
 
 
 def memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMemory]:
-    """By rank, what its memory held in steps [first, stop); empty where the record does not say.
+    """Returns each rank's memory in steps [first, stop). Empty if the record lacks it.
 
-    A Sample holds from its step on until the next of its name. Ranks that were lost before hold nothing.
+    A Sample holds from its step until the next Sample of its name. Ranks that were lost earlier hold nothing.
     """
     found = _most(tl, first, stop)
     categories = [name for name in found if name not in (PEAK, ALLOCATED, ALLOCATED_PEAK)]
@@ -59,14 +59,14 @@ def memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMe
 
 
 def _beyond(most: dict[str, int], peak: int) -> int:
-    """Bytes of the peak that no category counts; 0 where it may be that of an evaluation, which is beside no step."""
+    """Bytes of the peak beyond all categories; 0 if an evaluation may have caused the peak."""
     every = sum(nbytes for name, nbytes in most.items() if name not in AWAY)
     step = every - most.get("evaluation", 0)
     return peak - step if peak > max(step, every - most.get("activations", 0)) else 0
 
 
 def _most(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:
-    """By what follows the prefix in a Sample's name, in the order of the record, and by rank: the greatest value."""
+    """The maximum by name (without the prefix, in the order of the record) and by rank."""
     rows = tl.samples.rows()
     found: dict[str, dict[int, int]] = {}
     if not len(rows):
@@ -84,7 +84,7 @@ def _most(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int
 
 
 def readable(nbytes: float) -> str:
-    """Bytes in the unit that reads best, of powers of ten.
+    """Formats bytes in the best unit, a power of 1000.
 
     >>> readable(512), readable(23_087_224), readable(1.5e9)
     ('512 B', '23.1 MB', '1.5 GB')

@@ -1,4 +1,4 @@
-"""A checkpoint that is being written now, and for how long that usually lasts."""
+"""A checkpoint that is being written, and how long that usually takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from workbench.record.timeline import Timeline
 
 
 class Saving(NamedTuple):
-    """step: that it is of; since: when ranks began, in seconds of the run; usual: seconds that the last one took"""
+    """A checkpoint under way.
+
+    step:  the step that it is of
+    since: when ranks began to write, in seconds of the run
+    usual: seconds that the last checkpoint took
+    """
 
     step: int
     since: float
@@ -16,7 +21,7 @@ class Saving(NamedTuple):
 
 
 def saving(tl: Timeline) -> Saving | None:
-    """The one under way; None where none is. It is once ranks hold a copy, and until it is said to be whole or not."""
+    """Returns the checkpoint under way, from the ranks' copies to the Mark of its result."""
     samples, marks = tl.samples.rows(), tl.marks.rows()
     began = samples[samples.equal("name", "checkpoint_copied")]
     if not len(began):

@@ -1,4 +1,4 @@
-"""What was asked of a run and does not happen: a pace that is not met, a fault without an effect."""
+"""Requests without effect: a pace that is not met, a fault that does nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workbench.record.timeline import Timeline
 
 
 def unheeded(timeline: Timeline) -> list[str]:
-    """A sentence for each thing that is asked for now and has no effect; hosts mark them as they come and go."""
+    """Returns a sentence for each present request without effect. Hosts mark its begin and end."""
     rows = timeline.marks.rows()
     rows = rows[rows.equal("name", "pace") | rows.equal("name", "no effect")]
-    late: dict[int, tuple[float, float]] = {}  # rank -> seconds that its compute takes, and is to take
+    late: dict[int, tuple[float, float]] = {}  # rank -> seconds that its compute takes, and should take
     idle: list[str] = []
     for rank, name, detail in zip(rows.rank.tolist(), rows.name, rows.detail, strict=True):
         said = json.loads(detail)

@@ -1,4 +1,4 @@
-"""What the record says of itself: how far ranks' clocks were apart, how surely that is known, what recording cost."""
+"""The quality of the record: clock offsets between ranks and the cost of recording."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RankClock(NamedTuple):
     """One rank's clock when the run began, in seconds.
 
-    offset: by how much its host's was ahead of rank 0's; times in the record are corrected for it. NaN: not recorded
-    error:  by how much that may be wrong: half the quickest of 16 round trips; 0 where both ranks are on one host
+    offset: its host's clock minus rank 0's. Recorded times are corrected for it. NaN: not recorded
+    error:  possible error of the offset: half the quickest of 16 round trips; 0 if both ranks are on one host
     """
 
     rank: int
@@ -28,7 +28,7 @@ class RankClock(NamedTuple):
 
 
 class RankCost(NamedTuple):
-    """CPU seconds of one rank's process while it trained, and of its recorder, which are among them."""
+    """CPU seconds of one rank's process while it trained, and the recorder's part of them."""
 
     rank: int
     process: float
@@ -36,14 +36,14 @@ class RankCost(NamedTuple):
 
 
 def clocks(run: Run) -> list[RankClock]:
-    """Of every rank that has begun."""
+    """Returns the clock of every rank that has begun."""
     ranks = run.environment.get("ranks", {})
     apart = {r: (_number(said.get("clock_offset")), _number(said.get("clock_error"))) for r, said in ranks.items()}
     return [RankClock(r, str(said.get("host", "")), *apart[r]) for r, said in ranks.items()]
 
 
 def recording(tl: Timeline) -> list[RankCost]:
-    """By rank, as far as it was told: every few seconds, and at the end."""
+    """Returns the costs by rank. Ranks record them every few seconds and at the end."""
     rows = tl.samples.rows()
     found = []
     for rank in ranks_of(rows) if len(rows) else ():
@@ -55,7 +55,7 @@ def recording(tl: Timeline) -> list[RankCost]:
 
 
 def said(found: list[RankClock], costs: list[RankCost]) -> str:
-    """Both in words; "" where nothing is known yet.
+    """Describes clocks and costs in words. "" if nothing is known yet.
 
     >>> said([RankClock(0, "a", 0.0, 0.0), RankClock(1, "b", 0.0031, 4e-5)], [])
     "Clocks are known to 0.04 ms or better; rank 1's was 3.1 ms ahead of rank 0's."

@@ -1,7 +1,7 @@
-"""Collectives lined up across ranks: who arrived when, who waited for whom.
+"""Lines collectives up across ranks: when each rank arrived and how long it waited.
 
-The k-th communication span of a step with the same name is the same collective on every rank. Until the last
-rank has arrived the others wait; from then on data move.
+The k-th communication span with a name in a step is the same collective on every rank. Data move when the last rank has
+arrived.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from workbench.record.timeline import Rows, Timeline
 
 
 class Arrivals(NamedTuple):
-    """One row per collective, one column per rank; NaN where a rank's span is not here (yet)."""
+    """One row per collective, one column per rank. NaN if a rank's span has not arrived."""
 
     ranks: np.ndarray  # (p,)
     step: np.ndarray  # (c,)
-    name: np.ndarray  # (c,) text
-    asked: np.ndarray  # (c, p) when each rank was ready for it
+    name: np.ndarray  # (c,) names
+    asked: np.ndarray  # (c, p) when each rank requested it
     t0: np.ndarray  # (c, p) when each rank arrived
-    t1: np.ndarray  # (c, p) when it was done there
+    t1: np.ndarray  # (c, p) when it ended on each rank
     nbytes: np.ndarray  # (c, p) bytes sent
-    port: np.ndarray  # (c, p) seconds that the rank's own port was busy with it; NaN off a Link
+    port: np.ndarray  # (c, p) seconds that the rank's own port was busy; NaN without a Link
 
     @property
     def last(self) -> np.ndarray:
@@ -34,7 +34,7 @@ class Arrivals(NamedTuple):
 
     @property
     def full(self) -> np.ndarray:
-        """(c,) mask: all ranks' spans are here."""
+        """(c,) mask: the spans of all ranks are known."""
         out: np.ndarray = ~np.isnan(self.t0).any(axis=1)
         return out
 
@@ -52,18 +52,19 @@ class Arrivals(NamedTuple):
 
     @property
     def late(self) -> np.ndarray:
-        """(c, p) seconds by which each rank arrived after the median of the others (negative: before)."""
+        """(c, p) seconds from the other ranks' median arrival to each rank's (negative: before)."""
         return against_others(self.t0)
 
 
 def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
-    """Every collective of steps [first, stop), lined up across ranks, in order of last arrival."""
+    """Returns all collectives of steps [first, stop), lined up, in order of last arrival."""
     return lined_up(Window(tl, first, stop))
 
 
 def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
-    """As `arrivals`, for a window that is already cut out. Messages are left out, and so are evaluations and
-    hand-overs, unless asked for with `outside`.
+    """Like `arrivals`, for an existing window. Leaves messages out.
+
+    outside: includes the collectives of evaluations and hand-overs
     """
     rows, ports = w.lane(lane), w.lane("port")
     if not outside:
@@ -86,14 +87,14 @@ def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrival
 
 
 def messages(rows: Rows) -> np.ndarray:
-    """A mask over `rows`: messages from one rank to another, which nobody else takes part in."""
+    """Returns a mask over `rows`: messages from one rank to another."""
     names = rows.coded("name")
     kinds = np.array([str(text).startswith("send") for text in names.words.texts], bool)
     return kinds[names.codes] if len(names) else np.zeros(0, bool)
 
 
 def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
-    """As `last_arrival`, for rows of a timeline; evaluations and hand-overs among them."""
+    """Like `last_arrival`, for rows of a timeline. Includes evaluations and hand-overs."""
     if not len(rows):
         return np.empty(0)
     w = Window(tl, int(rows.step.min()), int(rows.step.max()) + 1)
@@ -101,7 +102,7 @@ def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
 
 
 def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
-    """(n,) when the last rank arrived at the collective that each of `rows` is; NaN for rows that are none."""
+    """(n,) when the last rank arrived at each row's collective. NaN for other rows."""
     out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
     last = c.last
     for column, rank in enumerate(c.ranks):
@@ -115,15 +116,15 @@ def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
 
 
 def moving(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) when data began to move in each of `rows`: once the last rank had arrived, where others are waited for."""
+    """(n,) when data began to move in each row; in a collective, at the last arrival."""
     out: np.ndarray = np.fmax(rows.t0, np.fmin(last, rows.t1))
     return out
 
 
 def rates(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) Mbit/s at which each of `rows` sent, waiting for other ranks left out; NaN where nothing was sent.
+    """(n,) Mbit/s at which each row sent, without waits. NaN if it sent nothing.
 
-    last: as `last_arrival` gives it. Bytes are those that the rank put on the wire.
+    last: as from `last_arrival`. Counts the bytes that the rank sent.
     """
     seconds = rows.t1 - moving(rows, last)
     sent = (rows.nbytes > 0) & (seconds > 0)
@@ -131,16 +132,16 @@ def rates(rows: Rows, last: np.ndarray) -> np.ndarray:
 
 
 def against_others(values: np.ndarray) -> np.ndarray:
-    """Each column minus the median of the other columns, row by row."""
+    """Subtracts from each value the median of the other columns, row by row."""
     if values.shape[1] < 2:
         return np.zeros_like(values)
     return np.asarray(values - of_others(values))
 
 
 def of_others(values: np.ndarray) -> np.ndarray:
-    """(..., p): of each value of the last axis the median of the others; NaN where one of the others is.
+    """(..., p): each value's median of the other values. NaN if another value is NaN.
 
-    Of n sorted values those without one have their middle one place further on, for all that lie before it.
+    If a value is removed from n sorted values, the middle moves by one for the values before it.
 
     >>> of_others(np.array([1.0, 2.0, 4.0, 8.0])).tolist()
     [4.0, 4.0, 2.0, 2.0]
@@ -157,7 +158,7 @@ def of_others(values: np.ndarray) -> np.ndarray:
 
 
 def _key(rows: Rows) -> np.ndarray:
-    """One number per span, the same for the same collective on all ranks: step, name, occurrence."""
+    """One number per span (step, name, occurrence), equal for a collective on all ranks."""
     name = rows.coded("name").codes.astype(np.int64)
     step, n = rows.step.astype(np.int64), len(rows)
     if not n:

@@ -1,4 +1,4 @@
-"""How many examples are trained on in a second."""
+"""Counts the examples that ranks train on per second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from workbench.record.timeline import Timeline
 
 
 def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
-    """EPS of all ranks together in steps [first, stop): of each the examples of its steps over their time, added up.
+    """Returns the examples per second of all ranks in steps [first, stop), summed over ranks.
 
-    Evaluations and hand-overs between steps do not count, and steps in which something was measured neither. None where
-    the record does not say how many examples a step has: those of a task that makes batches of its own, or of old runs.
+    Evaluations, hand-overs and steps with measurements do not count. None if the record lacks the examples per step (a
+    task that makes its own batches, or an old run).
     """
     w = Window(tl, first, stop)
     samples = tl.samples.rows()
@@ -33,9 +33,9 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
 
 
 def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
-    """(n,) how many examples all ranks together have trained on by the end of each of these steps, from their first on.
+    """(n,) examples of all ranks by the end of each step, counted from the first of `steps`.
 
-    Empty where the record does not say how many a step has.
+    Empty if the record lacks the examples per step.
     """
     samples = tl.samples.rows()
     said = samples[samples.equal("name", "examples")] if len(samples) else samples
@@ -50,7 +50,7 @@ def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
 
 
 def recent(tl: Timeline, last: int) -> tuple[int, int]:
-    """[first, stop) of the last so many steps of every rank that trains: servers make none, and ranks may be apart."""
+    """Returns [first, stop) of all training ranks' last `last` steps, which may differ."""
     rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step")] if len(rows) else rows
     if (since := newest(tl)) is not None:
@@ -64,13 +64,13 @@ def recent(tl: Timeline, last: int) -> tuple[int, int]:
 
 
 def serving(tl: Timeline) -> list[int]:
-    """The ranks that serve at the end of what is known, and have made no step since they began to."""
+    """Returns the ranks that serve at the end of the record, without a step since they began."""
     rows, marks = tl.spans.rows(), tl.marks.rows()
     for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
         ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows
         since = newest(tl)
         serve = json.loads(marks.detail[at])["serve"]
-        if since is not None and marks.t[at] >= since.t:  # it says at which places
+        if since is not None and marks.t[at] >= since.t:  # then `serve` holds places, not ids
             serve = [since.members[place] for place in serve if place < len(since.members)]
         return [rank for rank in serve if not (ended.rank == rank).any()]
     return []

@@ -1,4 +1,4 @@
-"""How a run's ranks are arranged: the dimensions of their mesh, who stands where, and who serves outside of it."""
+"""How a run's ranks are arranged: the mesh's dimensions, each rank's place, and the servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from workbench.record.timeline import Timeline
 
 
 class Arrangement(NamedTuple):
-    """A mesh as the record has it last.
+    """The last mesh of a record.
 
-    dims:   (name, size), outermost first; the last one's ranks are neighbours
-    ranks:  those that train, in the order in which they fill it
-    inside: the dimensions over which one replica of the model is spread
-    serve:  ranks that serve, outside of the mesh
+    dims:   (name, size), outermost first; ranks of the last dimension are neighbours
+    ranks:  the training ranks, in the order in which they fill the mesh
+    inside: the dimensions that one replica of the model is spread over
+    serve:  servers, outside of the mesh
     """
 
     dims: tuple[tuple[str, int], ...]
@@ -30,7 +30,7 @@ class Arrangement(NamedTuple):
 
 
 def _last(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]:
-    """What was said last of `name`, and when; nothing of what is older than `since`."""
+    """Returns the detail and the time of the last Mark `name` since `since`."""
     rows = tl.marks.rows()
     mine = rows[rows.equal("name", name) & (rows.t >= since)] if len(rows) else rows
     found = [(float(t), json.loads(text)) for t, text in zip(mine.t, mine.detail, strict=True)]
@@ -39,9 +39,9 @@ def _last(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]
 
 
 def arrangement(tl: Timeline, ranks: int) -> Arrangement:
-    """As it is at the record's end; one line of replicas where that says nothing else. ranks: how many there are"""
+    """Returns the arrangement at the record's end, by default one line of `ranks` replicas."""
     members, since = _last(tl, "members", float("-inf"))
-    there = tuple(members.get("members", range(ranks)))  # who has which place, since ranks were lost
+    there = tuple(members.get("members", range(ranks)))  # the rank at each place, also after a loss of ranks
     found = Arrangement((("data", len(there)),), there)
     said, _ = _last(tl, "mesh", since)
     if said:

@@ -1,4 +1,4 @@
-"""Some consecutive steps of a run as a run of their own, so that whatever is asked of a run can be asked of them."""
+"""Cuts consecutive steps out of a run as a run of their own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 from workbench.record.timeline import Rows, Table, Timeline
 
-STANDING = ("examples", "lr", "memory ")  # how samples begin that are written down only where the value is another
+STANDING = ("examples", "lr", "memory ")  # beginnings of samples that ranks record only when the value changes
 
 
 def segment(tl: Timeline, first: int, stop: int) -> Timeline:
-    """The rows of steps [first, stop); of earlier ones the marks, and samples of what still holds."""
+    """Returns steps [first, stop), all earlier marks, and earlier samples that still hold."""
     cut = Timeline()
     for kind in ("spans", "samples", "marks"):
         rows = tl.table(kind).rows()

@@ -1,6 +1,6 @@
-"""What was in force when: a run's settings and its changes as the plain JSON that they are kept in.
+"""Which settings were in force when: a run's settings and changes as plain JSON.
 
-No knob is known here and no torch is needed, so that a recorded run can be asked wherever it is opened.
+Needs neither knobs nor torch, so it works wherever a recorded run is opened.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 Plain = dict[str, Any]
 ENDLESS = 2**31
-EXACT = ("Dense", "ErrorFeedback")  # they lose nothing
+EXACT = ("Dense", "ErrorFeedback")  # lossless
 
 
 class Stretch(NamedTuple):
-    """Steps [first, stop) between two changes, and the settings that were in force in them."""
+    """Steps [first, stop) between 2 changes and the settings in force in them."""
 
     first: int
     stop: int
@@ -27,13 +27,13 @@ class Stretch(NamedTuple):
 
     @property
     def compressor(self) -> str:
-        """What was done to what is sent, as a person would write it: `TopK(density=0.01)`; "" for nothing."""
+        """The lossy compressor in words: `TopK(density=0.01)`. "" without one."""
         plain = self.settings.get("compressor")
         return _called(plain) if set(_members(plain)) - set(EXACT) else ""
 
 
 def stretches(run: Run) -> list[Stretch]:
-    """The steps of a run between its changes, in order; the last has no end yet."""
+    """Returns the stretches between a run's changes, in order. The last one has no end yet."""
     found: list[Stretch] = []
     for step, settings in fold(run.settings, run.changes, with_value):
         first = max(step, found[-1].first if found else 0)
@@ -45,7 +45,7 @@ def stretches(run: Run) -> list[Stretch]:
 
 
 def worded(settings: Plain, longest: int = 500) -> dict[str, str]:
-    """Settings as texts, each of at most so many characters.
+    """Returns settings as texts of at most `longest` characters each.
 
     >>> worded({"ranks": 2, "strategy": {"LocalSGD": {"every": 8}}})
     {'ranks': '2', 'strategy': 'LocalSGD(every=8)'}
@@ -54,12 +54,14 @@ def worded(settings: Plain, longest: int = 500) -> dict[str, str]:
 
 
 def with_value(settings: Plain, path: str, value: Any) -> Plain:
-    """`settings` with what lies at `path` (as much of it as makes it unique) set; as they are if nothing does.
+    """Sets the value at `path` in `settings`; returns them unchanged if no setting matches.
+
+    path: as much of the path as makes it unique
 
     >>> with_value({"compressor": {"TopK": {"density": 0.01}}}, "density", 0.1)
     {'compressor': {'TopK': {'density': 0.1}}}
     """
-    if len(several := each(path, value)) > 1:  # what holds others comes first
+    if len(several := each(path, value)) > 1:  # outer settings first
         for one in sorted(several, key=lambda one: one.count(".")):
             settings = with_value(settings, one, several[one])
         return settings
@@ -87,17 +89,17 @@ def _put(settings: Plain, path: list[str], value: Any) -> Plain:
     if rest:
         ((name, knobs),) = present.items()
         return {**settings, head: {name: _put(knobs, rest, value)}}
-    named = isinstance(value, str) and _is_member(present)  # a bare name
+    named = isinstance(value, str) and _is_member(present)  # `value` is the name of a member without knobs
     return {**settings, head: {value: {}} if named else value}
 
 
 def _is_member(value: Any) -> bool:
-    """Is it a member of a family with its knobs, as {"TopK": {"density": 0.01}}?"""
+    """Whether it is a member of a family with its knobs, as {"TopK": {"density": 0.01}}."""
     return isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict)
 
 
 def _members(value: Any) -> Iterator[str]:
-    """The names of a member and of those that it holds; a bare name counts."""
+    """Yields the names of a member and of the members in its knobs; accepts a bare name."""
     if isinstance(value, str):
         yield value
     elif _is_member(value):
@@ -109,7 +111,7 @@ def _members(value: Any) -> Iterator[str]:
 
 
 def _called(plain: Any) -> str:
-    """A member in words; of one that only wraps another, the other."""
+    """A member in words. A lossless wrapper is skipped."""
     if _is_member(plain):
         ((name, knobs),) = plain.items()
         if name in EXACT and set(knobs) == {"of"}:

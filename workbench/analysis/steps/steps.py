@@ -1,4 +1,4 @@
-"""Where the time of a step went, rank by rank: durations, shares, bytes, overlap."""
+"""Splits a step's time on each rank: durations, shares, bytes, overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PHASES = ("forward", "backward", "update")
 
 
 class StepTimes(NamedTuple):
-    """How long each step lasted on each rank; NaN where it has not ended."""
+    """How long each step lasted on each rank. NaN if it has not ended."""
 
     ranks: np.ndarray  # (p,)
     steps: np.ndarray  # (n,)
@@ -23,15 +23,15 @@ class StepTimes(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """Mean seconds per step on each rank, over the steps that ended everywhere; measuring is left out.
+    """Mean seconds per step on each rank, over steps that ended on all ranks; no measurements.
 
-    A step is compute + exposed + other. Exposed communication is what the step stood still for; of it,
-    `held` was spent before the last rank had arrived, and in `packing` the rank itself encoded or decoded meanwhile.
-    `waiting`, `transferring` and `codec` count all communication, also what hid behind compute.
+    A step is compute + exposed + other. Exposed communication is the time for which the step was stalled. `held` is its
+    part before the last rank arrived, and `packing` its part in which the rank itself encoded or decoded. `waiting`,
+    `transferring` and `codec` count all communication, including the part hidden behind compute.
     """
 
     ranks: np.ndarray
-    steps: int  # how many steps the means are over
+    steps: int  # the number of steps in the means
     seconds: np.ndarray
     compute: np.ndarray
     exposed: np.ndarray
@@ -48,20 +48,20 @@ class Overlap(NamedTuple):
 
     ranks: np.ndarray
     communication: np.ndarray
-    hidden: np.ndarray  # of it, while the rank computed
-    exposed: np.ndarray  # of it, while it did not
-    behind: dict[str, np.ndarray]  # of what is hidden, behind forward, backward and update
+    hidden: np.ndarray  # the part during compute
+    exposed: np.ndarray  # the part outside of compute
+    behind: dict[str, np.ndarray]  # the hidden part, by forward, backward and update
 
     @property
     def share(self) -> np.ndarray:
-        """Hidden communication as a share of all; NaN without any."""
+        """Hidden communication as a share of all communication. NaN without any."""
         out = np.full(len(self.ranks), np.nan)
         np.divide(self.hidden, self.communication, out=out, where=self.communication > 0)
         return out
 
 
 class Row(NamedTuple):
-    """One rank in the data table beside the charts; milliseconds and bytes are means per step."""
+    """One rank in the data table next to the charts. Milliseconds and bytes are means per step."""
 
     rank: int
     steps: int
@@ -71,22 +71,22 @@ class Row(NamedTuple):
     waiting_ms: float
     transferring_ms: float
     nbytes: float
-    loss: float  # training loss of its last step here
+    loss: float  # training loss of its last step in the window
 
 
 def step_times(tl: Timeline, last: int | None = None, before: int | None = None) -> StepTimes:
-    """Duration of each of the last steps (None: of all) that have ended on every rank, `before` a step."""
+    """Returns durations of the last `last` steps (None: all) on all ranks, up to step `before`."""
     w = Window(tl, *last_steps(tl, last, before))
     return StepTimes(w.ranks, w.steps, w.step_seconds)
 
 
 def breakdown(tl: Timeline, first: int, stop: int) -> Breakdown:
-    """Where the time of steps [first, stop) went."""
+    """Splits the time of steps [first, stop) on each rank."""
     return broken_down(Window(tl, first, stop))
 
 
 def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
-    """As `breakdown`, for a window; `only` is a mask over its steps."""
+    """Like `breakdown`, but takes a window. only: a mask over its steps"""
     over = w.usual if only is None else w.usual & only
     c = lined_up(w)
 
@@ -102,7 +102,7 @@ def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
 
 
 def held(w: Window, c: Arrivals) -> np.ndarray:
-    """(c, p) seconds of each collective that a rank's step stood still before the last rank had arrived."""
+    """(c, p) seconds of each rank's stall in each collective before the last rank arrived."""
     out = np.zeros(c.t0.shape)
     for i, rank in enumerate(w.ranks):
         still, begin = w.cover(rank, "wait"), np.nan_to_num(c.t0[:, i])
@@ -112,7 +112,7 @@ def held(w: Window, c: Arrivals) -> np.ndarray:
 
 
 def packing(w: Window) -> np.ndarray:
-    """(steps, ranks) seconds of encoding and decoding while the rank's own step stood still."""
+    """(steps, ranks) seconds of encoding and decoding while the rank's own step was stalled."""
     rows = w.lane("codec")
     rows = rows[~w.outside(rows)]
     shown = np.zeros(len(rows))
@@ -122,7 +122,7 @@ def packing(w: Window) -> np.ndarray:
 
 
 def overlap(tl: Timeline, first: int, stop: int) -> Overlap:
-    """How much communication hid behind compute: unions of intervals, so nothing counts twice."""
+    """Measures how much communication is hidden behind compute. Overlapping spans count once."""
     w = Window(tl, first, stop)
     comm, hidden = np.zeros(len(w.ranks)), np.zeros(len(w.ranks))
     behind = {phase: np.zeros(len(w.ranks)) for phase in PHASES}
@@ -141,7 +141,7 @@ def overlap(tl: Timeline, first: int, stop: int) -> Overlap:
 
 
 def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
-    """(steps, ranks) bytes that each rank sent in each step; hand-overs, evaluations and measuring are left out."""
+    """(steps, ranks) bytes sent per step, without hand-overs, evaluations and measurements."""
     w = Window(tl, first, stop)
     rows = w.lane("comm")
     rows = rows[~w.outside(rows)]
@@ -149,16 +149,17 @@ def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
 
 
 def sendings(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps in which a rank sent something, bytes per step: the mean over the steps since it sent before).
+    """Returns the steps in which a rank sent, and bytes per step since it last sent.
 
-    sent: (n,) bytes in each step from `first` on; before: the last step before them in which it sent, or -1
+    sent:   (n,) bytes in each step from `first` on
+    before: the last earlier step in which it sent, or -1
     """
     steps = first + np.flatnonzero(sent)
     return steps, sent[steps - first] / np.diff(steps, prepend=before)
 
 
 def per_rank(tl: Timeline, first: int, stop: int) -> list[Row]:
-    """The data table beside the charts: one row per rank."""
+    """Returns the data table next to the charts: one row per rank."""
     w = Window(tl, first, stop)
     b, n = broken_down(w), int(w.usual.sum())
     rows = w.lane("comm")
@@ -170,7 +171,7 @@ def per_rank(tl: Timeline, first: int, stop: int) -> list[Row]:
 
 
 def _losses(tl: Timeline, w: Window) -> list[float]:
-    """The newest training loss of each rank before the window ends."""
+    """The last training loss of each rank in the window."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & (rows.step >= w.first) & (rows.step < w.stop)] if len(rows) else rows
     newest = {int(r): float(v) for r, v in zip(rows.rank, rows.value, strict=True)}
@@ -178,7 +179,7 @@ def _losses(tl: Timeline, w: Window) -> list[float]:
 
 
 def _by_step(w: Window, c: Arrivals, values: np.ndarray) -> np.ndarray:
-    """(steps, ranks): a (collectives, ranks) matrix added up per step; NaN counts nothing."""
+    """(steps, ranks): adds a (collectives, ranks) matrix up per step; NaN counts as 0."""
     out = np.zeros(w.shape)
     np.add.at(out, c.step - w.first, np.nan_to_num(values))
     return out

@@ -1,4 +1,4 @@
-"""Some consecutive steps of a timeline, cut out so that questions about them are sums over small arrays."""
+"""Cuts consecutive steps out of a timeline, so that analyses are sums over small arrays."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from workbench.analysis.steps.cover import NOTHING, Cover, by_rank
 from workbench.record.timeline import Rows, Timeline
 
-OUTSIDE = ("eval", "switch")  # lanes that lie outside of steps
-MEASURING = "measuring"  # the lane of what is done only to see what compression does
-MANY = 50_000  # rows that are looked through without a thought for time
+OUTSIDE = ("eval", "switch")  # lanes outside of steps
+MEASURING = "measuring"  # the lane of work that only measures the effect of compression
+MANY = 50_000  # rows that can be searched without care for time
 
 
 class Generation(NamedTuple):
-    """Since which step, and which time of the record, these ranks are there, in the order of their places."""
+    """The step and the time since which these ranks train, in the order of their places."""
 
     step: int
     t: float
@@ -25,9 +25,9 @@ class Generation(NamedTuple):
 
 
 class Window:
-    """The spans of steps [first, stop) on all ranks that were there. Matrices are (steps, ranks); NaN: a missing step.
+    """The spans of steps [first, stop) on all ranks that trained then; matrices (steps, ranks).
 
-    A step that was under way when a rank was lost, and was made anew without it, counts as it was made then.
+    Missing steps are NaN. If the ranks made a step again after a loss, only the second time counts.
     """
 
     def __init__(self, tl: Timeline, first: int, stop: int) -> None:
@@ -35,13 +35,13 @@ class Window:
         rows = tl.spans.rows()
         self.rows = _cut(rows, self.first, self.stop)
         self.ranks = np.union1d(ranks_of(rows), self.rows.rank).astype(np.int64)
-        self._lanes: dict[tuple[str | None, ...], Rows] = {}  # looked up once
+        self._lanes: dict[tuple[str | None, ...], Rows] = {}  # a cache
         self._covers: dict[tuple[str, ...], dict[int, Cover]] = {}
         if since := generations(tl):
             self._of_those_there(since)
 
     def _of_those_there(self, since: list[Generation]) -> None:
-        """Of ranks that were lost before, or came later, there is nothing; nor of steps that did not count."""
+        """Drops ranks that were lost before or joined later, and rows of steps that were made again."""
         rows = self.rows
         counts = np.ones(len(rows), bool)
         for generation in since:
@@ -60,7 +60,7 @@ class Window:
         return np.arange(self.first, self.stop)
 
     def lane(self, *lanes: str, name: str | None = None) -> Rows:
-        """The spans of some lanes."""
+        """Returns the spans of some lanes."""
         if (name, *lanes) not in self._lanes:
             self._lanes[name, *lanes] = self._lane(lanes, name)
         return self._lanes[name, *lanes]
@@ -74,19 +74,19 @@ class Window:
         return self.rows[mask]
 
     def column(self, ranks: np.ndarray) -> np.ndarray:
-        """Each rank's column in a matrix."""
+        """Returns each rank's column in a matrix."""
         return np.searchsorted(self.ranks, ranks)
 
     def total(self, rows: Rows, values: np.ndarray) -> np.ndarray:
-        """`values` of `rows` added up per step and rank."""
+        """Adds `values` of `rows` up per step and rank."""
         where = (rows.step.astype(np.int64) - self.first) * len(self.ranks) + self.column(rows.rank)
         n, p = self.shape
         return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
 
     def seconds(self, *lanes: str, name: str | None = None) -> np.ndarray:
-        """Seconds spent in some lanes, per step and rank; spans inside evaluations and hand-overs are left out.
+        """Returns seconds in some lanes, per step and rank, without evaluations and hand-overs.
 
-        Nor does it count as waiting that a rank stood still while something was measured.
+        A stall during a measurement does not count as waiting.
         """
         rows = self.lane(*lanes, name=name)
         rows = rows[~self.outside(rows)] if not set(lanes) & set(OUTSIDE) else rows
@@ -95,9 +95,9 @@ class Window:
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
-        """How long each step lasted on each rank; NaN where it has not ended (or its rows are not here yet).
+        """How long each step lasted on each rank. NaN if it has not ended, or lacks rows.
 
-        Without the time for which it stood still while something was measured.
+        Excludes stalls during a measurement.
         """
         rows = self.lane("step")
         out = self.total(rows, rows.t1 - rows.t0) - self.stood
@@ -105,25 +105,25 @@ class Window:
 
     @cached_property
     def complete(self) -> np.ndarray:
-        """A mask over steps: those that ended on every rank."""
+        """A mask over steps that ended on every rank."""
         return ~np.isnan(self.step_seconds).any(axis=1) if len(self.ranks) else np.zeros(self.shape[0], bool)
 
     @cached_property
     def disturbed(self) -> np.ndarray:
-        """A mask over steps: those at which any rank evaluated, handed over or measured."""
+        """A mask over steps in which any rank evaluated, handed over or measured."""
         return self._at(*OUTSIDE, MEASURING)
 
     @cached_property
     def measured(self) -> np.ndarray:
-        """A mask over steps: those in which any rank measured."""
+        """A mask over steps in which any rank measured."""
         return self._at(MEASURING)
 
     @cached_property
     def usual(self) -> np.ndarray:
-        """A mask over steps: those that a mean is taken over, which ended on every rank and in which none measured.
+        """A mask over steps for means: they ended on every rank, and no rank measured in them.
 
-        Where ranks meet every few steps a meeting belongs to its whole round, and stays for that. All that ended stay
-        where none would be left.
+        Includes steps with measurements if no other step is left, or with a periodic strategy, because a meeting
+        belongs to its whole round.
         """
         met = self._at("comm") & self.complete
         left = self.complete & ~self.measured
@@ -131,9 +131,9 @@ class Window:
 
     @cached_property
     def stood(self) -> np.ndarray:
-        """(steps, ranks) seconds for which a step stood still while something was measured."""
+        """(steps, ranks) seconds of a step's stalls during measurements."""
         out, waits = np.zeros(self.shape), self.lane("wait")
-        waits = waits[~self.outside(waits)]  # an evaluation of what lies in shards gathers it, and belongs to no step
+        waits = waits[~self.outside(waits)]  # the evaluation of a sharded model gathers it, which belongs to no step
         for rank in np.unique(self.lane(MEASURING).rank):
             mine = waits[waits.rank == rank]
             measuring = self.cover(rank, MEASURING).between(mine.t0, mine.t1)
@@ -141,13 +141,13 @@ class Window:
         return out
 
     def _at(self, *lanes: str) -> np.ndarray:
-        """A mask over steps: those with a span in some lanes on any rank."""
+        """A mask over steps with a span in some lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
         out[self.lane(*lanes).step - self.first] = True
         return out
 
     def outside(self, rows: Rows) -> np.ndarray:
-        """A mask over `rows`: those that lie within an evaluation or a hand-over of their rank."""
+        """A mask over `rows` within an evaluation or a hand-over of their rank."""
         breaks, out = self.lane(*OUTSIDE), np.zeros(len(rows), bool)
         if not len(breaks) or not len(rows):
             return out
@@ -158,11 +158,11 @@ class Window:
         return out
 
     def cover(self, rank: int, *lanes: str) -> Cover:
-        """The union of one rank's spans in some lanes."""
+        """Returns the union of one rank's spans in some lanes."""
         return self._covered(*lanes).get(int(rank), NOTHING)
 
     def _covered(self, *lanes: str) -> dict[int, Cover]:
-        """The same of every rank that has any."""
+        """Returns the unions of all ranks that have spans in these lanes."""
         if lanes not in self._covers:
             rows = self.lane(*lanes)
             self._covers[lanes] = {rank: Cover(rows.t0[mine], rows.t1[mine]) for rank, mine in by_rank(rows.rank)}
@@ -170,23 +170,23 @@ class Window:
 
 
 def ranks_of(rows: Rows) -> np.ndarray:
-    """The ranks that wrote any of these rows, in order; of very many rows, of the first and last of them."""
+    """Returns the ranks that wrote these rows, in order. Skips the middle of very many rows."""
     if len(rows) > 2 * MANY:
         return np.union1d(ranks_of(rows[:MANY]), ranks_of(rows[-MANY:]))
     return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
 
 
 def stands_for(tl: Timeline) -> int:
-    """For how many ranks each on the record stands, itself included: see `simulate(alike=True)`."""
+    """Returns how many ranks each recorded rank stands for: see `simulate(alike=True)`."""
     marks = tl.marks.rows()
     told = marks.detail[marks.equal("name", "start")][:1] if len(marks) else []
     return max(1, int(json.loads(told[0])["stands_for"])) if len(told) and '"stands_for"' in told[0] else 1
 
 
 def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:
-    """[first, stop) of the last `last` steps that have ended on every rank that is there (None: of all).
+    """Returns [first, stop) of the last `last` steps (None: all) ended by all present ranks.
 
-    before: of those before this step
+    before: only steps before this one
     """
     rows = tl.spans.rows()
     ranks, since = ranks_of(rows), newest(tl)
@@ -207,19 +207,19 @@ def last_steps(tl: Timeline, last: int | None = None, before: int | None = None)
 
 
 def generations(tl: Timeline) -> list[Generation]:
-    """Those that began when ranks were lost, came or went; none where those of the beginning are all there still."""
+    """Returns the generations since ranks were first lost, joined or left; none if unchanged."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "members")] if len(rows) else rows
     found = []
     for step, t, detail in zip(rows.step, rows.t, rows.detail, strict=True):
-        members = json.loads(detail).get("members")  # not where it says why nobody goes on
+        members = json.loads(detail).get("members")  # absent in a mark that explains why the run ends
         if isinstance(members, list) and members and all(type(rank) is int for rank in members):
             found.append(Generation(int(step), float(t), tuple(members)))
     return sorted(found, key=lambda one: one.t)
 
 
 def there(since: list[Generation], first: int, stop: int) -> list[int] | None:
-    """Who was there in steps [first, stop), in order; None where that begins before ranks were lost, came or went."""
+    """Returns the ranks in steps [first, stop); None if `first` precedes all generations."""
     if not since or first < since[0].step:
         return None
     ends = [generation.step for generation in since[1:]] + [max(stop, since[-1].step + 1)]
@@ -228,7 +228,7 @@ def there(since: list[Generation], first: int, stop: int) -> list[int] | None:
 
 
 def newest(tl: Timeline) -> Generation | None:
-    """The last of them."""
+    """Returns the last generation, or None."""
     return found[-1] if (found := generations(tl)) else None
 
 
@@ -241,13 +241,13 @@ def _furthest(rows: Rows, ranks: np.ndarray) -> np.ndarray:
 
 
 def change_steps(tl: Timeline) -> np.ndarray:
-    """The steps from which changes acted, in order."""
+    """Returns the steps from which changes took effect, in order."""
     rows = tl.marks.rows()
     return np.unique(rows.step[rows.equal("name", "change")]) if len(rows) else np.empty(0, np.int64)
 
 
 def since_change(tl: Timeline, first: int, stop: int) -> int:
-    """`first`, or the last step before `stop` from which a change acted or other ranks trained, if that is later."""
+    """Returns `first`, or the last change of settings or ranks before `stop`, if later."""
     earlier = [*(int(s) for s in change_steps(tl)), *(generation.step for generation in generations(tl))]
     return max([first, *(step for step in earlier if step < stop)])
 

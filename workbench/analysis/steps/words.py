@@ -1,10 +1,10 @@
-"""How numbers are told."""
+"""Writes numbers as text."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Three digits, in ms below a second.
+    """Formats seconds with three digits, in ms below a second.
 
     >>> duration(0.01234), duration(2.5)
     ('12.3 ms', '2.5 s')

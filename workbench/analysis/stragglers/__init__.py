@@ -1,1 +1,1 @@
-"""Who is slow, why, and what it costs the others."""
+"""Slow ranks, their causes and their cost to other ranks."""

@@ -1,8 +1,7 @@
-"""How long ranks had been on their own when something was measured of them.
+"""How many steps ranks had trained alone when something was measured.
 
-Where ranks meet only every few steps they drift apart within a round and agree again at its end. Measurements that
-fall into rounds at different places must not be joined by a line: it would go up and down with the places, not with the
-drift.
+With a periodic strategy, ranks drift apart within a round and agree again at its end. A line through measurements at
+different places in a round would show the places, not the drift.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from workbench.analysis.steps.collectives import messages
 from workbench.analysis.steps.window import Window
 from workbench.record.timeline import Timeline
 
-REACH = 512  # steps back in which a meeting is looked for
+REACH = 512  # how many steps back to look for a meeting
 
 
 def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """((n,) how many steps ranks had made since they last met when `steps` began, (n,) how long that round before was).
+    """Returns (n,) steps alone before each of `steps`, and (n,) the previous round's length.
 
-    -1 where no meeting is known, as of ranks that only exchange messages. A hand-over is a meeting, too.
+    -1 if no meeting is known, for example if ranks only exchange messages. A hand-over counts as a meeting.
     """
     if not len(steps):
         return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -28,7 +27,7 @@ def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows, _ = buckets(w.lane("comm"))
     met = np.unique(rows.step[~w.outside(rows) & ~messages(rows)]).astype(np.int64)
     agreed = np.union1d(met, w.lane("switch").step.astype(np.int64) - 1)
-    at = np.searchsorted(agreed, steps) - 1  # the last meeting in a step before
+    at = np.searchsorted(agreed, steps) - 1  # the last meeting before each step
     since = np.where(at >= 0, steps - 1 - agreed[at], -1) if len(agreed) else np.full(len(steps), -1)
     rounds = np.diff(met)
     if not len(rounds):

@@ -1,8 +1,8 @@
-"""What a late rank costs the others: the collectives of a step played again, as if it had come with them.
+"""The cost of a late rank: replays a step's collectives as if the rank were on time.
 
-A delay at the first bucket may be hidden then and push the last one out, so waits cannot simply be added up. The harm
-of a rank is by how much earlier the last collective ends (`replay`) when it is ready, encodes and sends no later than
-the median of the others. Nobody can gain more than the time for which its step stood still.
+Waits cannot simply be added up, because a delay at the first bucket may be hidden there and still delay the last. A
+rank's harm is how much earlier the last collective ends in the replay. In it, the rank is ready, encodes and sends no
+later than the median of the other ranks. No rank gains more than the stall of its step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workbench.analysis.stragglers.replay import replay
 
 
 def blame(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """(steps at which all ranks met, seconds[meeting, victim, culprit])."""
+    """Returns the steps at which all ranks met, and seconds[meeting, victim, culprit]."""
     p = len(w.ranks)
     meetings, played = replay(w, c, np.clip(np.nan_to_num(against_others(c.port)), 0, None))
     if played is None:
@@ -27,10 +27,11 @@ def blame(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 
 
 def relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
-    """(meetings,) seconds by which the last collective of each would end earlier, had some ranks come with the rest.
+    """Returns (meetings,) seconds that the last collective would gain if `ranks` were on time.
 
-    ranks: their columns. They are ready, encode and send no later than the median of the others. It is no more than the
-    others stood still.
+    ranks: columns, replayed with the median of the other ranks
+
+    The result is at most the other ranks' stall.
     """
     rest = np.setdiff1d(np.arange(len(w.ranks)), ranks)
     if not len(rest) or not len(ranks):

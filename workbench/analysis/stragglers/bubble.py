@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline are idle, and why: filling and draining, unlike stages, or a slow rank."""
+"""How long pipeline stages are idle, and why: fill and drain, unequal stages or a slow rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from workbench.analysis.steps.window import Window, last_steps, since_change
 from workbench.analysis.steps.words import duration
 from workbench.record.timeline import Rows, Timeline
 
-UNLIKE = 1.15  # times the mean: a stage that takes so long is named
-SLOW = 1.25  # times what others take that have the same stage: a rank that does is named
+UNLIKE = 1.15  # times the mean: reports a stage that takes longer
+SLOW = 1.25  # times the usual of its stage: reports a rank that takes longer
 
 
 class Bubble(NamedTuple):
-    """A stretch of steps under one pipeline.
+    """The idle time of a pipeline over some steps.
 
-    share:     of the time from a replica's first pass to its last, for how much of it a stage is idle in the mean
-    pieces:    of the model on each stage, v
-    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1), or,
-               with backwards in two halves, (p-1) / (3 v m + p-1); 0 where no batch is flushed
-    busy:      (ranks,) seconds per step that each computes passes, the median over steps; where a stage is several
-               ranks with how long these wait for each other inside of a pass
-    in_flight: (ranks,) passes at most that a rank has made forward and not yet backward, each of a micro-batch
+    share:     mean idle share of a stage, between a replica's first pass and its last
+    pieces:    pieces of the model on each stage, v
+    least:     share that fill and drain alone cause if all passes take equally long: (p-1) / (v m + p-1), or with
+               backwards in 2 halves (p-1) / (3 v m + p-1); 0 if the pipeline is never drained
+    busy:      (ranks,) median seconds per step in passes, with the waits inside a pass if ranks share a stage
+    in_flight: (ranks,) the most passes of micro-batches between begin of forward and end of backward
     """
 
     stages: int
@@ -35,12 +34,12 @@ class Bubble(NamedTuple):
     busy: np.ndarray
     in_flight: np.ndarray
     slices: int = 1  # ranks that compute a stage together
-    flushes: bool = True  # does every micro-batch go back in the step in which it has gone forward?
-    ranks: tuple[int, ...] = ()  # which they are; none: as they are counted
+    flushes: bool = True  # whether every micro-batch goes back in the step of its forward
+    ranks: tuple[int, ...] = ()  # ids of the ranks; empty: 0, 1, 2, ...
 
     @property
     def text(self) -> str:
-        """What there is to say of it."""
+        """The idle share and its causes, in sentences."""
         p, m = self.stages, self.micros
         pieces = f" through {self.pieces} pieces each" if self.pieces > 1 else ""
         least = (
@@ -68,7 +67,7 @@ class Bubble(NamedTuple):
 
 
 def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
-    """In how many stages a replica lies at a step, and each of them in how many slices; (1, 1): it is whole."""
+    """Returns a replica's stages, and slices per stage, at `step`; (1, 1) if it is whole."""
     rows = tl.marks.rows()
     if not len(rows):
         return 1, 1
@@ -78,8 +77,9 @@ def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
 
 
 def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | None:
-    """Of the last `last` steps since the last change, `before` a step; None where replicas are whole, or no step has
-    ended since.
+    """Measures the last `last` steps since the last change, up to step `before`.
+
+    None if replicas are whole, or if no step has ended since the change.
     """
     first, stop = last_steps(tl, last, before)
     p, t = spread_at(tl, stop - 1)
@@ -100,7 +100,7 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     np.maximum.at(ended, place, rows.t1)
     flights = [_in_flight(rows[rows.rank == rank]) for rank in w.ranks]
     flushes = not any(ahead for _, ahead in flights)
-    if not flushes:  # then stages are in one step at different times, each from its own beginning
+    if not flushes:  # then stages make a step at different times, each from its own beginning
         steps = w.lane("step")
         began[(steps.step - w.first) * len(w.ranks) + w.column(steps.rank)] = steps.t0
     spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
@@ -111,9 +111,9 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     passes = [str(name).split()[-1].partition(".") for name in np.unique(rows.name[rows.phase("forward")])]
     micros, v = len({micro for micro, _, _ in passes}), len({chunk for _, _, chunk in passes})
     flying = np.array([most for most, _ in flights])
-    halves = 3 if rows.phase("backward weights").any() else 1  # a forward and both halves, of one length each
+    halves = 3 if rows.phase("backward weights").any() else 1  # a forward and both halves, all of the same length
     least = (p - 1) / (halves * v * micros + p - 1)
-    if not flushes:  # numbers go on from batch to batch
+    if not flushes:  # pass numbers continue from batch to batch
         one = rows[(rows.rank == rows.rank[0]) & (rows.step == rows.step[-1])]
         micros, least = len(np.unique(one.name[one.phase("backward")])), 0.0
     ranks = tuple(map(int, w.ranks))
@@ -121,7 +121,7 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
 
 
 def _passes(rows: Rows) -> Rows:
-    """One row for each pass, from where it began to where it ended: inside of it ranks of a stage meet."""
+    """Merges the rows of each pass into one, because ranks of a stage meet inside a pass."""
     keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
     order = np.lexsort([rows.t0, *keys])
     rows = rows[order]
@@ -130,10 +130,10 @@ def _passes(rows: Rows) -> Rows:
 
 
 def _in_flight(rows: Rows) -> tuple[int, bool]:
-    """The most passes of one rank whose forward had begun and whose backward had not ended; was it ahead of a step?
+    """Returns one rank's most passes in flight, and whether a backward is in a later step.
 
-    A step may hold several batches, so names come again; and a backward that stood still is several rows. Where no
-    batch is flushed one comes back in a later step than it has gone forward, maybe before these rows.
+    Names repeat if a step has several batches, and an interrupted backward has several rows. If the pipeline is never
+    drained, a forward may precede these rows.
     """
     rows = rows[np.argsort(rows.t0, kind="stable")]
     open_: dict[str, tuple[int, float]] = {}  # by pass: the step of its forward, the end of its backward so far
@@ -149,7 +149,7 @@ def _in_flight(rows: Rows) -> tuple[int, bool]:
             open_[key] = step, float(t1)
             continue
         if went >= 0:
-            events.append((float(t0) if np.isnan(end) else end, -1))  # one that went ahead may have been forgotten
+            events.append((float(t0) if np.isnan(end) else end, -1))  # its backward may be missing
         events.append((float(t0), 1))
         open_[key] = step, np.nan
     events += [(end, -1) for _, end in open_.values() if not np.isnan(end)]

@@ -1,11 +1,10 @@
-"""What a step costs beyond the compute that all ranks share, the costliest first: causes, and who is to blame.
+"""Causes of a step's time beyond the compute that all ranks share, most expensive first.
 
-A rank is to blame for what it takes longer for than the median of the others, if that is beyond its noise, is so in
-most steps, and others stand still for it: as long as the last collective would end earlier, had all who are to blame
-come with the rest (`blame.relief`). What all ranks stand still for alike (the wire, packing, what comes before a
-forward) is a cause without a rank. Less than `SHARE` of a step is no cause; for a rank that is itself behind by that
-much `FELT` will do. For where every rank's steps vary, one of many is late in each anyhow: of a delay of a tenth of a
-step among 8 ranks that vary by 5 % the others feel half.
+A rank is a culprit if it exceeds the median of the other ranks beyond its noise, in most steps, and it stalls other
+ranks. The cost is how much earlier the last collective would end if all culprits were on time (`blame.relief`). If all
+ranks stall alike (for the network, packing, or before a forward), the cause has no rank. A cause needs `SHARE` of a
+step. For a rank that is behind by `SHARE`, a cost of `FELT` is enough. If all ranks' steps vary, some rank is late
+anyway: with 8 ranks that vary by 5 %, the other ranks feel half of a delay of 10 %.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
 from workbench.record.timeline import Timeline
 
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "frozen", "outside", "bubble")
-OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # what a rank of a pipeline does alone
-STAGE = " in stage "  # how a message between stages is called
-LAST = 40  # steps that are looked at
-SURE = 3.5  # how far above its noise
-NEAR = 16  # of these the newest are looked at by themselves, too: what has just begun is in none of the others
-FELT = 0.005  # of a step that others stand still: enough where the rank is behind by a twentieth, beyond doubt
-RARE = 0.3  # of the steps at most: what comes so seldom is a pause and no slowness
-WHOLE = 1.0  # times a step: what a rank loses in one step to have stood still in it
+OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # causes that a pipeline's rank has alone
+STAGE = " in stage "  # part of the name of a message between stages
+LAST = 40  # steps to analyse
+SURE = 3.5  # standard errors above zero
+NEAR = 16  # the newest steps are also analysed alone, to find a recent cause
+FELT = 0.005  # share of a step that other ranks lose: enough if the rank is clearly behind by SHARE
+RARE = 0.3  # share of the steps, at most: a rarer delay is a pause, not slowness
+WHOLE = 1.0  # in steps: a longer delay in one step is a pause
 OWN = {"input": "before its forward (input) it takes", "forward": "its forward takes", "backward": "its backward takes",
        "optimizer": "its update takes", "codec": "its packing takes", "network": "its port is busy",
        "outside": "outside all phases it takes"}  # fmt: skip
@@ -47,9 +46,9 @@ ALL = {"input": "before the forward (input)", "network": "standing still while d
 class Cause(NamedTuple):
     """One reason why a step takes longer than its compute.
 
-    ranks:   who is to blame; nobody where all ranks are alike in it
-    seconds: what it costs a step of those who are not to blame, in the mean
-    share:   the same of a step, as it is
+    ranks:   the culprits; empty if all ranks are alike
+    seconds: mean cost per step for the other ranks
+    share:   the cost as a share of the measured step
     """
 
     cause: str  # of CAUSES
@@ -60,7 +59,7 @@ class Cause(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """What is looked at: some steps, the collectives in them, a mask over the steps, and each rank's own time."""
+    """The analysed steps and their collectives, a mask over the steps, each rank's own time."""
 
     w: Window
     c: Arrivals
@@ -69,18 +68,18 @@ class _Looked(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What each rank did with its own time, in seconds, of each step (n, p)."""
+    """How each rank spent its own time: seconds per step, (n, p)."""
 
     phases: dict[str, np.ndarray]
-    packed: np.ndarray  # all packing, that behind its compute too: on a lane it delays what the lane sends next
-    step: float  # the median of all; their mean where ranks do not meet in each
-    everyday: bool  # do they?
+    packed: np.ndarray  # all packing, also behind compute: on a lane it delays the next transfer
+    step: float  # the median step, or the mean if ranks do not meet in every step
+    everyday: bool  # whether ranks meet in every step
 
 
 def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
-    """Of the last `last` steps since the last change, the costliest first.
+    """Returns the causes in the last `last` steps since the last change, most expensive first.
 
-    None where nothing costs a twentieth of a step, or too few steps have ended.
+    Empty if no cause reaches its limit, or if fewer than `FEWEST` steps have ended.
     """
     w, over = _steps_of(tl, last)
     if over.sum() < FEWEST:
@@ -114,7 +113,7 @@ def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
 
 
 def _begins(tl: Timeline) -> int:
-    """The first step of all, in which much is made that later ones find there."""
+    """The first step of the run, which is slow because it allocates what later steps reuse."""
     steps = tl.spans.rows().step
     return int(steps.min()) if len(steps) else -1
 
@@ -125,13 +124,13 @@ def _ranked(found: list[Cause]) -> list[Cause]:
 
 
 def _own(w: Window, over: np.ndarray) -> _Own:
-    """A step counts from the end of the one before: what a rank does in between is its own, too."""
+    """Measures each rank's own time. A step counts from the end of the step before."""
     n, p = w.shape
     begin, end, forward = (np.full((n, p), np.nan) for _ in range(3))
     steps, passes = w.lane("step"), w.lane("compute", name="forward")
     begin[steps.step - w.first, w.column(steps.rank)] = steps.t0
     end[steps.step - w.first, w.column(steps.rank)] = steps.t1
-    passes = passes[np.argsort(-passes.t0, kind="stable")]  # the first comes last, and stays
+    passes = passes[np.argsort(-passes.t0, kind="stable")]  # so that the first pass of a step is assigned last
     forward[passes.step - w.first, w.column(passes.rank)] = passes.t0
     since = np.fmin(np.vstack([begin[:1], end[:-1]]), begin)
     total, lead = end - since, forward - begin
@@ -153,7 +152,7 @@ def _own(w: Window, over: np.ndarray) -> _Own:
 
 
 def _to_blame(looked: _Looked) -> Iterator[Cause]:
-    """What single ranks do longer than the others, of which these have to wait for something."""
+    """Yields what single ranks do longer than the other ranks, if other ranks wait for it."""
     w, c, over, own = looked
     late: dict[str, dict[int, float]] = {}
     seldom: dict[int, tuple[int, float, int, float]] = {}
@@ -174,7 +173,7 @@ def _to_blame(looked: _Looked) -> Iterator[Cause]:
             seldom[r] = int(long.sum()), float(excess[at, r]), int(steps[at]), float(excess[long, r].sum()) / len(long)
     everyone = sorted({r for found in late.values() for r in found})
     gained = relief(w, c, everyone)
-    every = max(1.0, len(steps) / max(len(gained), 1))  # steps from one meeting to the next
+    every = max(1.0, len(steps) / max(len(gained), 1))  # steps between meetings
     most = max(float(np.median(gained)), float(np.median(gained[-NEAR:]))) / every if len(gained) else 0.0
     if most >= FELT * own.step:
         for cause, those in late.items():
@@ -184,10 +183,10 @@ def _to_blame(looked: _Looked) -> Iterator[Cause]:
 
 
 def behind(values: np.ndarray, step: float) -> np.ndarray:
-    """(p,) seconds that each rank takes longer than the median of the others, of (n, p) seconds of one phase.
+    """Returns (p,) seconds by which each rank exceeds the other ranks in (n, p) `values`.
 
-    0 where that is less than a twentieth of a `step`, not so in most of the n steps, or within the noise: that of the
-    median of n values, which are less than n where neighbouring steps are alike (see `clear`).
+    0 if the excess is below `SHARE` of a `step`, absent in many of the n steps, or within its noise. The noise is that
+    of a median, with fewer than n independent values if neighbouring steps are alike (see `clear`).
     """
     n = len(values)
     if n < FEWEST:
@@ -225,9 +224,9 @@ def _frozen(looked: _Looked, seldom: dict[int, tuple[int, float, int, float]]) -
 
 
 def _of_stages(tl: Timeline, looked: _Looked, stages: int, slices: int) -> Iterator[Cause]:
-    """Where replicas lie in stages: a rank is held against those of its own stage, a stage against the mean one.
+    """Yields a pipeline's causes: compares ranks with their stage, stages with their mean.
 
-    What either costs is what it takes longer, as far as the critical path leads through it.
+    The cost is the excess, as far as the critical path leads through it.
     """
     w, _, over, own = looked
     path = [p for p in critical_path(tl, w.first, w.stop) if over[p.step - w.first]]
@@ -265,7 +264,7 @@ def _of_stages(tl: Timeline, looked: _Looked, stages: int, slices: int) -> Itera
 
 
 def _of_all(looked: _Looked, ours: list[Cause]) -> Iterator[Cause]:
-    """What all ranks have alike: the median rank's, less what ranks of their own are to blame for."""
+    """Yields what all ranks have in common: the median rank's time, less what culprits cause."""
     w, c, over, own = looked
     still = np.zeros(w.shape)
     np.add.at(still, c.step - w.first, np.nan_to_num(held(w, c)))
@@ -279,9 +278,9 @@ def _of_all(looked: _Looked, ours: list[Cause]) -> Iterator[Cause]:
 
 
 def _usual(values: np.ndarray, own: _Own, blamed: Collection[int] = ()) -> float:
-    """The median rank's mean over the steps, the outermost tenths left out where steps are alike.
+    """Returns the median rank's mean; if ranks meet in every step, trimmed by 10 % at each end.
 
-    blamed: columns of ranks to leave out, unless no other is left
+    blamed: columns of ranks to leave out, unless no other rank remains
     """
     rest = [column for column in range(values.shape[1]) if column not in blamed]
     values = np.sort(values[:, rest] if rest else values, axis=0)

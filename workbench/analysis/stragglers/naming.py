@@ -1,7 +1,7 @@
-"""What a slow rank is slow at, and the sentence about it.
+"""The phase in which a rank is slow, and the sentence about it.
 
-Where forward, backward and update are all longer by about the same factor it is compute as a whole: a slower processor,
-or one that something else uses. Naming only the longest of them would send people looking into that one.
+If forward, backward and update are longer by about the same factor, the processor is slower or shared. Then compute as
+a whole is reported, because the longest phase alone would mislead.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ import numpy as np
 
 COMPUTE = ("forward", "backward", "update")
 STEADY = (*COMPUTE, "outside its phases")  # in every step
-MEETING = ("codec", "link")  # only where ranks meet
+MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
-ALIKE = (0.4, 2.5)  # a phase's share of slowness over that of all compute, to be slow with the whole
-SMALL = 0.02  # of all compute: too short a phase to be asked
-BESIDE = 0.4  # of the longest excess: another phase is named with it
+ALIKE = (0.4, 2.5)  # a phase's slowdown over that of all compute: within these limits, all of compute is slow
+SMALL = 0.02  # share of all compute: a shorter phase is not compared
+BESIDE = 0.4  # share of the longest excess: a phase above it is reported too
 
 
 class Slowness(NamedTuple):
-    """By how much one rank exceeds the others, and in what."""
+    """The seconds by which one rank exceeds the other ranks, and the phases."""
 
-    phase: str  # the longest excess, or "compute" where all of it is slow
-    phases: tuple[str, ...]  # all that the seconds are spent in
+    phase: str  # the phase with the longest excess, or "compute"
+    phases: tuple[str, ...]  # the phases that `seconds` covers
     seconds: float  # per step
 
 
 def slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
-    """excess: (6,) seconds per step by which each of STEADY and MEETING exceeds the others'; usual: (3,) the others'
-    own seconds in each phase of compute.
+    """Finds the phases in which a rank is slow.
+
+    excess: (6,) seconds per step by which each of STEADY and MEETING exceeds the other ranks'
+    usual:  (3,) the other ranks' seconds in each phase of compute
     """
     k = int(np.argmax(excess))
     names = (*STEADY, *MEETING)
@@ -48,7 +50,7 @@ def slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
 
 
 def sentence(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
-    """Who is slow, at what, by how much and of what that is how much; and who waits for it.
+    """Describes the slow rank: in which phase, by how much and which ranks wait.
 
     >>> sentence(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
     "Rank 2 is the cause: its forward takes 40 ms longer than the others', 29 % of i"
@@ -77,7 +79,7 @@ def _longer(s: Slowness) -> str:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """Names as people write them.
+    """Joins names with commas and "and".
 
     >>> listed(("a", "b", "c")), listed(("a",))
     ('a, b and c', 'a')

@@ -1,13 +1,12 @@
-"""The critical path of a step across ranks: what it had to wait for, one thing after the other, from end to begin.
+"""The critical path of a step across ranks: the chain of work that the step waited for.
 
-It is walked backwards from the last rank's end. Where a rank's step stood still for a collective, that took from the
-last arrival on, and before that the path is on the rank that arrived last: in what its lane was at then (the collective
-before, packing), or in what it computed when it asked. A message leads to its sender in the same way. What is on the
-path would, if it were shorter, make the step shorter, until something else is as late; whatever lies beside it has
-slack. So a wait is never on it, but what was waited for.
+The walk begins at the last rank's end and goes backwards. A collective takes from the last arrival to its end. Before
+that, the path is on the rank that arrived last: in its lane's earlier work (a collective, packing) or in the compute
+before its request. A message leads to its sender in the same way. If work on the path were shorter, the step would be
+shorter, until other work is as late. All other work has slack. A wait is never on the path, only its reason.
 
-References: Kelley and Walker, "Critical-path planning and scheduling", 1959; as it is found from traces of several
-ranks: "Holistic Trace Analysis", facebookresearch/HolisticTraceAnalysis (there within one rank).
+References: Kelley and Walker, "Critical-path planning and scheduling", 1959. For traces of one rank: "Holistic Trace
+Analysis", facebookresearch/HolisticTraceAnalysis.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from workbench.analysis.steps.words import duration
 from workbench.analysis.stragglers.naming import listed
 from workbench.record.timeline import Rows, Timeline
 
-CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # phases by the names of causes
-EPS = 1e-7  # seconds that are no time
-MOST = 100_000  # pieces of one step's path
-RESUMED = 1e-3  # seconds after a collective's end in which the next one of the same child is asked for
-SLOW_PORT = 1.2  # times the median of the others', and a port is what a collective waited for
+CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # cause of each phase
+EPS = 1e-7  # seconds that count as zero
+MOST = 100_000  # the most pieces of one step's path
+RESUMED = 1e-3  # seconds after a collective's end within which the same child requests its next one
+SLOW_PORT = 1.2  # times the median of the other ports: a collective waited for a busier port
 
 
 class Piece(NamedTuple):
-    """A piece of one step's path: what it is, where, from when to when. rank: -1 for what all ranks had a part in."""
+    """A piece of one step's path, from `begin` to `end`. rank: -1 if all ranks took part."""
 
     step: int
     rank: int
-    cause: str  # of `causes.CAUSES`, but for "frozen"
+    cause: str  # one of `causes.CAUSES`, except "frozen"
     begin: float
     end: float
 
 
 def critical_path(tl: Timeline, first: int, stop: int) -> list[Piece]:
-    """Of each of the steps [first, stop) that ended on every rank, in order of time.
+    """Returns the path of each step in [first, stop) that ended on every rank, in order of time.
 
-    The pieces of a step follow each other without a gap, from where the rank that they begin on began the step to
-    where the last rank ended it.
+    A step's pieces have no gaps. They begin when the first piece's rank began the step, and end with the last rank's
+    step.
     """
     w = Window(tl, first, stop)
     if not len(w.ranks):
@@ -54,7 +53,7 @@ def critical_path(tl: Timeline, first: int, stop: int) -> list[Piece]:
 
 
 def said(found: list[Piece]) -> str:
-    """What bounds these steps, the longest first, in a sentence; "" where there are none.
+    """Describes in a sentence what bounds these steps, longest first. "" if no path was found.
 
     >>> said([Piece(3, 1, "backward", 0.0, 0.06), Piece(3, -1, "network", 0.06, 0.1)])
     "Step 3 was as long as rank 1's backward (60 ms, 60 % of the step) and the network (40 ms, 40 % of it)."
@@ -72,7 +71,7 @@ def said(found: list[Piece]) -> str:
 
 
 def shares(found: list[Piece]) -> dict[tuple[int, str], float]:
-    """Seconds of a mean step by (rank, cause), the longest first."""
+    """Returns the mean seconds per step by (rank, cause), longest first."""
     steps, out = len({s.step for s in found}), dict[tuple[int, str], float]()
     for s in found:
         out[s.rank, s.cause] = out.get((s.rank, s.cause), 0.0) + (s.end - s.begin) / steps
@@ -86,7 +85,7 @@ def _where(rank: int, cause: str) -> str:
 
 
 class _Spans:
-    """One rank's spans of a kind, in order of their begin; they do not overlap."""
+    """One rank's spans of a kind, ordered by begin. They do not overlap."""
 
     def __init__(self, rows: Rows, number: np.ndarray | None = None) -> None:
         order = np.argsort(rows.t0, kind="stable")
@@ -100,11 +99,11 @@ class _Spans:
         self.begins = rows.t0[order]
 
     def before(self, t: float) -> int:
-        """The last that began before `t`; -1 for none."""
+        """Returns the last span that began before `t`, or -1."""
         return int(np.searchsorted(self.begins, t - EPS, "left")) - 1
 
     def over(self, t: float, since: float, bucket: str | None = None, but: int = -1) -> int:
-        """The last that had ended by `t`, after `since`, of `bucket` if there is one such; -1 for none."""
+        """Returns the last span that ended in (since, t], or -1; prefers spans of `bucket`."""
         found = -1
         for at in range(int(np.searchsorted(self.ends, t + EPS, "right")) - 1, -1, -1):
             i = self.ended[at]
@@ -119,7 +118,7 @@ class _Spans:
 
 
 class _Walk:
-    """The way back through a window's spans."""
+    """Walks back through a window's spans."""
 
     def __init__(self, w: Window) -> None:
         self.w, self.c = w, lined_up(w)
@@ -157,10 +156,10 @@ class _Walk:
         return found[::-1]
 
     def _thread(self, r: int, t: float, begin: float) -> tuple[int, int, str, int, float]:
-        """What the rank's training thread was at before `t`: (rank, collective or -1, cause, of whom, since when)."""
+        """Returns the work before `t`: (next rank, collective or -1, cause, piece's rank, begin)."""
         waits, compute = self.waits[r], self.compute[r]
         i, j = waits.before(t), compute.before(t)
-        still = max(begin, waits.t1[i]) if i >= 0 else begin  # until when the rank stood still last
+        still = max(begin, waits.t1[i]) if i >= 0 else begin  # end of the rank's last stall
         if i >= 0 and waits.t1[i] >= t - EPS:
             return self._waited(r, i, t, begin)
         if j >= 0 and compute.t1[j] >= t - EPS:
@@ -183,7 +182,7 @@ class _Walk:
         k = self.comm[r].over(t, since, name)
         if k < 0:
             return r, -1, "outside", r, since
-        return r, k, "codec", r, self.comm[r].t1[k]  # unpacking, and waking up
+        return r, k, "codec", r, self.comm[r].t1[k]  # unpacking and waking up
 
     def _sent(self, s: int, name: str, t: float) -> int:
         sent = self.sent[s]
@@ -193,7 +192,7 @@ class _Walk:
         return -1
 
     def _collective(self, r: int, k: int, t: float) -> tuple[int, int, str, int, float]:
-        """A collective that ended on rank `r`: since the last arrival, then on with what that rank had been at."""
+        """A collective on rank `r` before `t`: the transfer, else the last rank's earlier work."""
         c = self.comm[r].number[k]
         last = float(self.c.last[c])
         q = int(np.nanargmax(self.c.t0[c]))
@@ -202,13 +201,13 @@ class _Walk:
         asked, name = float(self.c.asked[c, q]), parted(str(self.c.name[c]))[1]
         mine = int(np.flatnonzero(np.asarray(self.comm[q].number) == c)[0])
         p = self.comm[q].over(t, asked, but=mine)
-        if p < 0:  # a child's second collective is asked for when the first is over
+        if p < 0:  # a child requests its second collective when the first is over
             p = self.comm[q].over(t, asked - RESUMED, name, but=mine)
             p = p if p >= 0 and parted(self.comm[q].name[p])[1] == name else -1
         return (q, p, "codec", q, self.comm[q].t1[p]) if p >= 0 else (q, -1, "codec", q, asked)
 
     def _port(self, c: int) -> int:
-        """Whose port alone kept a collective busy; -1 where none did."""
+        """Returns the rank if its port alone kept the collective busy, else -1."""
         port = self.c.port[c]
         if np.isnan(port).sum() > len(port) - 2:
             return -1
@@ -217,7 +216,7 @@ class _Walk:
 
 
 def _numbers(rows: Rows, t0: np.ndarray, step: np.ndarray, name: np.ndarray, w: Window) -> np.ndarray:
-    """Which of the collectives each of `rows` is, -1 for those outside of steps; two of a rank never begin at once."""
+    """Returns the collective of each row, or -1. No 2 collectives of a rank begin together."""
     known = {(int(s), str(n), int(r), float(t0[c, r])): c for c, (s, n) in enumerate(zip(step, name, strict=True))
              for r in np.flatnonzero(~np.isnan(t0[c]))}  # fmt: skip
     keys = zip(rows.step, rows.name, w.column(rows.rank), rows.t0, strict=True)

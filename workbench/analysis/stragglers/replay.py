@@ -1,17 +1,16 @@
-"""The collectives of a step played again, each rank by a clock of its own.
+"""Replays the collectives of a step, with a clock per rank.
 
 Collective k begins when every rank is ready for it and collective k-1 is over,
 
     begin_k = max_r (max(asked_rk, end_{k-1}) + encode_rk),     end_k = begin_k + service_k
 
-A rank asks for it at a moment of its own clock, which stands still while the rank waits: with own_rk that moment, and
-own_rw that of a wait before it which the end of collective j(w) ended,
+A rank requests k at a moment own_rk of its own clock, which stops while the rank waits. Let own_rw be the moment of an
+earlier wait w that ended with collective j(w). Then
 
     asked_rk = own_rk + max(0, max_{w before k} (end_{j(w)} - own_rw))
 
-So parameters that are gathered once gradients have come are asked for earlier where those come earlier. What is asked
-once an earlier collective of the same bucket is over (values after indices, a second factor, a second hop) is counted
-from there.
+So a gather of parameters after gradients is earlier if the gradients are. Some collectives follow an earlier one of the
+same bucket: values after indices, a second factor, a second hop. Their own time counts from its end.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ import numpy as np
 from workbench.analysis.steps.collectives import Arrivals, of_others
 from workbench.analysis.steps.window import Window
 
-INSTANT = 1e-6  # seconds: what is asked when another ends is asked because of that
+INSTANT = 1e-6  # seconds: a request so soon after a collective's end was caused by it
 
-Stack = np.ndarray  # (meetings, collectives of one, ranks); NaN where a meeting has no further one
+Stack = np.ndarray  # (meetings, collectives per meeting, ranks); NaN if a meeting has fewer collectives
 
 
 class Replay(NamedTuple):
-    """What the collectives at some meetings of all ranks are played from, in order of their last arrival."""
+    """The inputs of a replay: the collectives at meetings of all ranks, ordered by last arrival."""
 
-    own: Stack  # when each rank asked, by its own clock; from the end of the one it is chained to, if there is any
-    waited: Stack  # seconds that each rank had stood still by then
-    fixed: Stack  # of these, those that no collective of the meeting ended
-    after: Stack  # int: the place of the collective whose end ended the last wait before; -1: there was none
-    woke: Stack  # by the own clock, when that wait was
+    own: Stack  # when each rank requests, by its own clock, or after the previous collective of a chain
+    waited: Stack  # seconds that each rank had been stalled by then
+    fixed: Stack  # of these, the waits that no collective of the meeting ended
+    after: Stack  # int: the collective that ended the last wait before; -1: none
+    woke: Stack  # when that wait was, by the rank's own clock
     encode: Stack
     service: np.ndarray  # (meetings, collectives)
-    slower: Stack  # seconds for which each rank's own port was busier than those of others
-    chained: np.ndarray  # (meetings, collectives) int: the place of the one of its bucket that each waited for, or -1
+    slower: Stack  # seconds by which each rank's own port was busier than the other ranks'
+    chained: np.ndarray  # (meetings, collectives) int: the collective of the same bucket before it, or -1
 
     def usual(self, rest: np.ndarray | None = None) -> Replay:
-        """As if each rank were ready and encoded no later than the median of all others, or of `rest` (columns)."""
+        """As if no rank came or encoded later than the other ranks' median, or that of `rest`."""
         def of(values: Stack) -> Stack:
             others = of_others(values) if rest is None else np.median(values[:, :, rest], axis=2, keepdims=True)
             return np.fmin(values, others)
@@ -50,7 +49,7 @@ class Replay(NamedTuple):
         return self._replace(own=of(self.own), woke=of(self.woke), encode=of(self.encode))
 
     def without(self, ranks: list[int], usual: Replay) -> Replay:
-        """As if some ranks (their columns) were ready and encoded as in `usual`, and their ports were no slower."""
+        """As if `ranks` (columns) came and encoded as in `usual`, and their ports were no slower."""
         own, woke, encode = self.own.copy(), self.woke.copy(), self.encode.copy()
         for quick, mine in ((usual.own, own), (usual.woke, woke), (usual.encode, encode)):
             mine[:, :, ranks] = quick[:, :, ranks]
@@ -58,7 +57,7 @@ class Replay(NamedTuple):
         return self._replace(own=own, woke=woke, encode=encode, service=np.clip(self.service - spared, 0, None))
 
     def end(self) -> np.ndarray:
-        """(meetings,) when the last collective of each ends."""
+        """Returns (meetings,) when the last collective of each ends."""
         end, shift = np.full(len(self.own), -np.inf), np.zeros((len(self.own), self.own.shape[2]))
         ends = np.full(self.own.shape[:2], -np.inf)
         for k in range(self.own.shape[1]):
@@ -73,7 +72,7 @@ class Replay(NamedTuple):
 
 
 def replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Replay | None]:
-    """(steps at which all ranks met, what their collectives are played from; None where they never met).
+    """Returns the steps at which all ranks met, and their replay (None without any).
 
     slower: (collectives, ranks) seconds
     """
@@ -95,14 +94,14 @@ def replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Repl
 
 
 def _waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[Stack, Stack, Stack, Stack]:
-    """`Replay`'s waited, fixed, after and woke."""
+    """Returns the fields waited, fixed, after and woke of a `Replay`."""
     _, k, p = asked.shape
     rows = w.lane("wait")
     rows = rows[~w.outside(rows) & np.isin(rows.step, meetings)]
     mine = np.searchsorted(meetings, rows.step) * p + w.column(rows.rank)
     order = np.lexsort((rows.t1, mine))
     mine, begins, stops = mine[order], rows.t0[order], rows.t1[order]
-    # of each wait: how long its rank had stood still in this step before it, and which collective ended it, if any did
+    # of each wait: its rank's earlier stalls in this step, and the collective that ended it, if any
     whose = np.broadcast_to(np.arange(len(meetings))[:, None, None] * p + np.arange(p), asked.shape).ravel()
     ended = _last_before(whose, t1.ravel(), mine, stops + INSTANT)
     known = (ended >= 0) & (t1.ravel()[ended] > begins)
@@ -111,12 +110,12 @@ def _waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[St
     stood, after = sums[:-1] - sums[first], sums[1:] - sums[first]
     alone = np.where(known, 0.0, after)
     at = np.flatnonzero(~known)
-    last = np.searchsorted(at, np.arange(len(mine)), side="right") - 1  # the last that no collective ended
+    last = np.searchsorted(at, np.arange(len(mine)), side="right") - 1  # the last wait that no collective ended
     if len(at):
         alone = np.where((last >= 0) & (at[last] >= first), after[at[last]], 0.0)
     woke = begins - stood - np.where(known, stops - t1.ravel()[ended], 0.0)
     place = np.where(known, ended // p % k, -1)
-    # of each rank's asking: the last wait before it
+    # the last wait before each request
     it = _last_before(mine, stops, whose, asked.ravel() + INSTANT)
 
     def of(values: np.ndarray, none: float) -> Stack:
@@ -126,7 +125,7 @@ def _waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[St
 
 
 def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """Of each question (`whose`, `until`) where the last event of that group up to that time stands, or -1.
+    """Returns the group's last event up to each question's time (`whose`, `until`), or -1.
 
     >>> _last_before(np.array([0, 0, 1]), np.array([1.0, 2.0, 1.0]), np.array([0, 0, 1]), np.array([1.5, 9.0, 0.5]))
     array([ 0,  1, -1])
@@ -143,7 +142,7 @@ def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: 
 
 
 def _chained(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """(meetings, most collectives) the place of the one of its bucket that each waited for; -1: of none."""
+    """(meetings, most collectives): returns the previous one in its bucket's chain, or -1."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1), -1)
     texts, code = np.unique(c.name[full].astype(str), return_inverse=True)
     bucket = np.unique([text.partition(" ")[2] for text in texts], return_inverse=True)[1][code]
@@ -156,7 +155,7 @@ def _chained(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -
 
 
 def _place(at: np.ndarray) -> np.ndarray:
-    """The number of each collective within its step; `at` says which meeting it belongs to."""
+    """Numbers the collectives within each step. `at` is the meeting of each."""
     order = np.argsort(at, kind="stable")
     counts = np.bincount(at)
     place = np.empty(len(at), np.int64)
@@ -165,7 +164,7 @@ def _place(at: np.ndarray) -> np.ndarray:
 
 
 def _stacked(values: np.ndarray, at: np.ndarray, place: np.ndarray) -> Stack:
-    """(collectives, p) as (meetings, most collectives, p), filled up with NaN."""
+    """Arranges (collectives, p) as (meetings, most collectives, p), padded with NaN."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1, values.shape[1]), np.nan)
     out[at, place] = values
     return out

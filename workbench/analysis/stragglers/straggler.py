@@ -1,8 +1,8 @@
-"""Who is slow, and is it the cause or a victim? Judged by arrival at the collectives.
+"""Finds the slow rank and separates cause from victim by arrival at the collectives.
 
-An all-reduce makes everybody's step equally long, so step times say nothing: the cause is ready last and waits
-least. How much it costs the others comes from `blame`; why it is late is read from its own phases and port,
-against the median of the others. Medians and a threshold over the noise keep it silent on hiccups.
+An all-reduce makes all ranks' steps equally long, so step times do not show the cause. The cause arrives last and waits
+least. `blame` measures its cost to other ranks. Its phases and port, compared with the median of the other ranks, show
+why it is late. Medians and a noise threshold keep single outliers from being reported.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from workbench.analysis.stragglers.bubble import spread_at
 from workbench.analysis.stragglers.naming import COMPUTE, STEADY, Slowness, sentence, slowness
 from workbench.record.timeline import Timeline
 
-SHARE = 0.05  # of a step: less harm than this is not worth a word
-FELT = 0.005  # of a step: enough where the rank itself is plainly slow
-SIGMAS = 4.5  # how far above its noise
-PERSISTENT = 0.7  # share of the steps or rounds in which it must be so
-FEWEST = 6  # steps before anything is said
-REACH = 4  # meetings of a periodic strategy are looked for this many times further back
-EXPLAINED = 0.4  # share of the harm that one phase must explain to be named
+SHARE = 0.05  # share of a step: less harm is not reported
+FELT = 0.005  # share of a step: harm that is enough if the rank itself is clearly slow
+SIGMAS = 4.5  # standard errors above zero
+PERSISTENT = 0.7  # share of the steps or rounds in which the rank must be slow
+FEWEST = 6  # steps before a verdict
+REACH = 4  # with a periodic strategy, looks this many times further back for meetings
+EXPLAINED = 0.4  # share of the harm that one phase must explain to be reported
 
 
 class Verdict(NamedTuple):
-    """A slow rank that others wait for."""
+    """A slow rank that other ranks wait for."""
 
     rank: int
     side: str  # "compute" or "link"
-    phase: str  # forward, backward, update, "compute" where all three are slow, codec, link, or "outside its phases"
-    phases: tuple[str, ...]  # all that the seconds below were spent in
-    seconds: float  # per step by which these phases are longer than the others'
-    share: float  # the same as a share of the rank's own step, as it is
-    harm: float  # seconds per step that the others stand still for it
+    phase: str  # forward, backward, update, "compute" (all three), codec, link, or "outside its phases"
+    phases: tuple[str, ...]  # the phases that `seconds` covers
+    seconds: float  # per step by which these phases exceed the other ranks'
+    share: float  # `seconds` as a share of the rank's own measured step
+    harm: float  # seconds per step that it stalls the other ranks
     victims: tuple[int, ...]
-    relative: float  # the others' compute over its own: 1 is as fast as they (NVRx's relative score)
-    individual: float  # its own compute in the steps before over that now; NaN without any before
+    relative: float  # the other ranks' compute over its own; 1: equally fast (NVRx's relative score)
+    individual: float  # its own earlier compute over its compute now; NaN without earlier steps
     text: str
     cause: bool = True
 
 
 class _Facts(NamedTuple):
-    """What a verdict is made from, in seconds per step."""
+    """The inputs of a verdict, in seconds per step."""
 
-    step: float  # a step: the median, or the mean of the median round
-    own: np.ndarray  # (p,) the same of each rank
-    usual: np.ndarray  # (phases of compute, p) what the others take for each
-    excess: np.ndarray  # (phases, p) by which each phase exceeds the others', STEADY then MEETING
-    noise: float  # of the sum of the steady ones
-    ahead: np.ndarray  # (p,) share of steps whose steady phases exceed the others'
-    met: bool  # did the ranks meet in every step?
+    step: float  # the median step, or the mean of the median round
+    own: np.ndarray  # (p,) the same for each rank
+    usual: np.ndarray  # (compute phases, p) the other ranks' seconds in each
+    excess: np.ndarray  # (phases, p) by which each phase exceeds the other ranks', STEADY then MEETING
+    noise: float  # of the sum of the steady phases
+    ahead: np.ndarray  # (p,) share of steps whose steady phases exceed the other ranks'
+    met: bool  # whether the ranks met in every step
     cost: np.ndarray  # (rounds, victim, culprit)
-    net: np.ndarray  # (rounds, p) what a rank costs the others less what the worst of them costs it
+    net: np.ndarray  # (rounds, p) a rank's cost to other ranks, less the worst cost to it
 
     @property
     def harm(self) -> np.ndarray:
-        """(p,) what each rank costs its median victim: the mean over rounds, less the outermost tenths."""
+        """(p,) cost of each rank to its median victim: mean over rounds, trimmed by 10 % per end."""
         rounds = np.sort(_of_others(self.cost), axis=0)
         cut = len(rounds) // 10
         return rounds[cut : len(rounds) - cut].mean(axis=0) if len(rounds) else np.zeros(self.cost.shape[-1])
@@ -71,9 +71,9 @@ class _Facts(NamedTuple):
 
 
 def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
-    """The rank that others wait for in the last `last` steps, or None. Never judges across a change.
+    """Returns the rank that other ranks wait for in the last steps since a change, or None.
 
-    Where ranks meet only every few steps, what each has fallen behind since they last met is judged.
+    With a periodic strategy, judges by how far each rank has fallen behind since the last meeting.
     """
     first, stop = last_steps(tl, last)
     floor = since_change(tl, 0, stop)
@@ -92,13 +92,18 @@ def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
 
 
 def why_silent(tl: Timeline) -> str:
-    """Why `straggler` says nothing: "alone" (one rank), "alike" (one that stands for all), "stages" (ranks compute
-    unlike things, see `bubble`), "early" (too few steps since the last change) or "nobody".
+    """Returns why `straggler` found no rank.
+
+    "alone":  one rank
+    "alike":  one rank stands for all
+    "stages": ranks compute different stages, see `bubble`
+    "early":  too few steps since the last change
+    "nobody": no rank is slow
     """
     first, stop = last_steps(tl)
     w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
     early = w.complete.sum() < FEWEST
-    if len(w.ranks) == 1 and not early:  # at first the rows of one rank may be there before those of others
+    if len(w.ranks) == 1 and not early:  # at first, one rank's rows may arrive before the other ranks' rows
         return "alone" if stands_for(tl) == 1 else "alike"
     if spread_at(tl, stop - 1)[0] > 1:
         return "stages"
@@ -106,7 +111,7 @@ def why_silent(tl: Timeline) -> str:
 
 
 def _periodic(w: Window, last: int) -> _Facts:
-    """The facts where ranks meet every few steps: the rounds that ended in the last steps, or the last one."""
+    """The facts for a periodic strategy, from the newest rounds, at least one."""
     met, cost = blame(w, lined_up(w))
     size = np.diff(np.concatenate([[w.first - 1], met]))
     recent = met >= w.stop - last
@@ -136,7 +141,7 @@ def _facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray, size:
 
 
 def _guilty(f: _Facts) -> int | None:
-    """The rank that does harm beyond doubt, if any."""
+    """Returns the rank that does harm beyond doubt, or None."""
     worth = SHARE * f.step
     behind, choked = f.excess[:4].sum(axis=0), f.excess[4:].sum(axis=0)
     slow = (behind > max(worth, SIGMAS * f.noise)) & (f.ahead >= PERSISTENT)
@@ -158,7 +163,7 @@ def _verdict(tl: Timeline, w: Window, f: _Facts, rank: int, last: int) -> Verdic
     if f.met and found.seconds < EXPLAINED * harm:
         found = Slowness(STEADY[-1], STEADY[-1:], harm)
     if not f.met:
-        harm = min(harm, found.seconds)  # a single round holds much else
+        harm = min(harm, found.seconds)  # one round contains other delays too
     share = min(found.seconds / max(float(f.own[rank]), 1e-9), 1.0)
     suffers = _median(f.cost)[:, rank]
     victims = tuple(int(w.ranks[v]) for v in others if suffers[v] > 0.25 * harm > 0)
@@ -169,7 +174,7 @@ def _verdict(tl: Timeline, w: Window, f: _Facts, rank: int, last: int) -> Verdic
 
 
 def _scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:
-    """(the others' compute over its own, its own compute before over that now)."""
+    """Returns the other ranks' compute, and its own earlier compute, over its compute now."""
     now = np.median(w.seconds("compute")[w.complete], axis=0)
     if not now[rank]:
         return 1.0, float("nan")
@@ -181,15 +186,15 @@ def _scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float
 
 
 def _of_others(cost: np.ndarray) -> np.ndarray:
-    """(rounds, culprit): the median over its victims of what each culprit costs."""
+    """(rounds, culprit): the cost of each culprit to its median victim."""
     return np.diagonal(of_others(cost.swapaxes(1, 2)), axis1=1, axis2=2)
 
 
 def _median(values: np.ndarray) -> np.ndarray:
-    """The median over the first axis; zero of nothing."""
+    """The median over the first axis; zeros if it is empty."""
     return np.median(values, axis=0) if len(values) else np.zeros(values.shape[1:])
 
 
 def _sigma(values: np.ndarray) -> float:
-    """The noise of single values, robustly: 1.4826 times the median distance from their column's median."""
+    """Robust noise of single values: 1.4826 times the median distance from the median."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values, axis=0)))) if len(values) else 0.0

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Frames(Run):
-    """A record that answers questions in frames."""
+    """A run that returns its analyses as frames."""
 
     def memory(self, last: int | None = None) -> list[RankMemory]:
-        """By rank, what its memory held at most in the last so many steps, or in all: bytes by category, and the peak.
+        """Returns each rank's peak memory in the last `last` steps (None: all), also by category.
 
         >>> Frames({"ranks": 2}).memory()
         []  # No step ended on every rank.
@@ -32,7 +32,7 @@ class Frames(Run):
         return found or Silence(why_no_step(self, last) or "The record says nothing of memory.")
 
     def lateness(self, last: int | None = None) -> pd.DataFrame:
-        """Seconds by which each rank came later than the median of the others (negative: before), to where all meet.
+        """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
 
         A row per rank, a column per step, of the last so many or of all; NaN where ranks did not meet. If they met in
         none of these steps, the frame shows why. See `workbench.analysis.communication.lateness`.
@@ -49,10 +49,11 @@ class Frames(Run):
         return explained(frame, "" if found.met.any() else why_no_meeting(self, last))
 
     def collectives(self, last: int | None = None) -> pd.DataFrame:
-        """A row per operation, group and bucket of the last so many steps, or of all: count, bytes, bandwidths.
+        """Returns collectives by operation, group and bucket: count, bytes, bandwidths.
 
-        Seconds from the last rank's arrival on, bandwidths in Mbit/s as nccl-tests has them, median and worst; what
-        ranks waited for the last is apart. `workbench.analysis.communication.bandwidth` explains each column.
+        Covers the last `last` steps (None: all). Seconds count from the last rank's arrival. Bandwidths are in Mbit/s
+        as in nccl-tests, median and worst. The wait for the last rank is separate.
+        `workbench.analysis.communication.bandwidth` explains each column.
 
         >>> Frames({"ranks": 2}).collectives().empty
         True
@@ -61,10 +62,10 @@ class Frames(Run):
         return self._frame_of(rows, analysis.ByCollective, "" if rows else why_no_meeting(self, last))
 
     def critical_path(self, last: int | None = None) -> pd.DataFrame:
-        """What each of the last so many steps, or of all, had to wait for: a row per piece, in order of time.
+        """Returns the critical path of each step: a row per piece, in order of time.
 
-        Columns step, rank (-1: all had a part in it), cause, begin and end in seconds since the run began. See
-        `workbench.analysis.stragglers.path`.
+        Covers the last `last` steps (None: all). Columns are step, rank (-1: all ranks took part), cause, begin and end
+        (in seconds since the run began). See `workbench.analysis.stragglers.path`.
 
         >>> Frames({"ranks": 2}).critical_path().columns.tolist()
         ['step', 'rank', 'cause', 'begin', 'end']
@@ -73,10 +74,10 @@ class Frames(Run):
         return self._frame_of(rows, analysis.Piece, "" if rows else why_no_step(self, last))
 
     def overlap(self, last: int | None = None) -> pd.DataFrame:
-        """Communication of each rank, hidden behind its compute or exposed, in seconds per step; unions of intervals.
+        """Returns each rank's communication, hidden behind compute or exposed, in seconds per step.
 
-        A row per rank: communication, hidden, of that behind forward, backward and update, and exposed; of the last so
-        many steps, or of all.
+        A row per rank: communication, its hidden part, this part by phase, and the exposed part. Covers the last `last`
+        steps (None: all). Overlapping spans count once.
 
         >>> Frames({"ranks": 2}).overlap().columns.tolist()
         ['communication', 'hidden', 'forward', 'backward', 'update', 'exposed']
@@ -91,9 +92,9 @@ class Frames(Run):
         return explained(frame, "" if found.communication.any() else why_no_meeting(self, last))
 
     def entered(self) -> pd.DataFrame:
-        """Of a live run the collectives that some ranks wait in: who has entered each, since when, and who has not.
+        """Returns the collectives that a live run's ranks wait in, and the missing ranks.
 
-        What ranks last said, a second ago at most; empty while all go on. See
+        Based on the ranks' last reports, at most a second old. Empty if no rank waits. See
         `workbench.analysis.communication.entered`.
 
         >>> Frames({"ranks": 2}).entered().columns.tolist()
@@ -103,7 +104,7 @@ class Frames(Run):
         return self._frame_of(analysis.entered(self.standing), analysis.Entered, why)
 
     def clocks(self) -> pd.DataFrame:
-        """By rank its host, by how much that one's clock was ahead of rank 0's, and the error of that, in seconds.
+        """Returns each rank's host, its clock minus rank 0's, and the error of that, in seconds.
 
         >>> Frames({"ranks": 2}).clocks().columns.tolist()
         ['rank', 'host', 'offset', 'error']
@@ -111,7 +112,7 @@ class Frames(Run):
         return self._frame_of(analysis.clocks(self), analysis.RankClock, "No rank has said which host it is on.")
 
     def recording(self) -> pd.DataFrame:
-        """By rank the CPU seconds of its process while it trained, and of them those that recording took.
+        """Returns each rank's CPU seconds while it trained, and the part that recording took.
 
         >>> Frames({"ranks": 2}).recording().columns.tolist()
         ['rank', 'process', 'recording']
@@ -120,9 +121,9 @@ class Frames(Run):
         return self._frame_of(analysis.recording(self.timeline), analysis.RankCost, why)
 
     def gpus(self, seconds: float = 10.0) -> pd.DataFrame:
-        """By rank how its GPU did in the record's last seconds: use (a share), power (W), bytes/s sent and received.
+        """Returns each rank's GPU use (a share), power (W), and bytes/s sent and received.
 
-        Empty where no GPU was read, for which nvidia-ml-py must be installed. Not run on a GPU.
+        Means over the record's last `seconds`. Empty if no GPU was read, which needs nvidia-ml-py. Not tested on a GPU.
 
         >>> Frames({"ranks": 2}).gpus().empty
         True

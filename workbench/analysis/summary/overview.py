@@ -1,4 +1,4 @@
-"""A run in a few plain values and in one line."""
+"""Summarises a run in a few plain values and in one line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ RECENT = 50  # steps
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
+    """Returns progress, speed (over the last 50 steps) and quality. Times are in seconds.
 
-    strategy, compressor: in force after the last change; ranks: at the start
-    steps:      that have ended on every rank that trains; who serves makes none
-    stands_for: for how many of the ranks each stands that is on the record; 1: all are
-    examples_per_second: of all ranks together; None where the record does not say how many a step has
-    missing, unwritten: rows that are lost, and rows that are here and not in the run directory
-    memory_peak: bytes, of the rank that held most at a time; None where the record does not say
+    strategy, compressor: in force after the last change
+    ranks:      at the start
+    steps:      that have ended on every training rank (servers make none)
+    stands_for: ranks that each recorded rank stands for; 1: all ranks are recorded
+    examples_per_second: of all ranks together; None if the record lacks the examples per step
+    missing, unwritten: lost rows and rows in memory that the run directory lacks
+    memory_peak: bytes of the rank with the highest peak; None if the record lacks it
     """
     tl, now = run.timeline, stretches(run)[-1].settings
     first, stop = _trained(tl)
     w = Window(tl, first, stop)
-    seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
+    seconds = w.step_seconds[w.usual | ~w.complete]  # if a rank skipped a step, the ranks that made it count
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
-    times = times[~np.isnan(times)]  # a rank may have passed over steps, but the median needs some that were made
+    times = times[~np.isnan(times)]  # the median needs steps that some rank made
     sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent(tl, RECENT))
     return {
         "name": run.name,
@@ -59,7 +60,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def _trained(tl: Timeline) -> tuple[int, int]:
-    """[first, stop) of the last steps that have ended on every rank, but for those that serve."""
+    """[first, stop) of the last steps that ended on every rank, except servers."""
     first, stop = last_steps(tl, RECENT)
     if not (servers := serving(tl)):
         return first, stop
@@ -73,7 +74,7 @@ def _trained(tl: Timeline) -> tuple[int, int]:
 
 
 def line(run: Run) -> str:
-    """The run in one line."""
+    """Returns the run in one line."""
     s = summary(run)
     there = s["ranks"] // s["stands_for"]
     few = f" (of which {there} stand{'s' * (there == 1)} for all)" if s["stands_for"] > 1 else ""
@@ -87,7 +88,7 @@ def line(run: Run) -> str:
 
 
 def _name(plain: Any) -> str:
-    """The name of a family member written as plain JSON; a wrapper shows what it wraps."""
+    """The name of a family member in plain JSON, with the member that it wraps."""
     if not isinstance(plain, dict) or len(plain) != 1:
         return str(plain or "?")
     ((name, rest),) = plain.items()
@@ -102,7 +103,7 @@ def _newest(run: Run, name: str) -> float | None:
 
 
 def _mean_of_last(run: Run, name: str, stop: int) -> float | None:
-    """The mean over ranks at the last step that ended everywhere."""
+    """The mean over ranks at the last step that ended on all ranks."""
     rows = run.timeline.samples.rows()
     hit = rows.equal("name", name) & (rows.step == stop - 1) if len(rows) else np.empty(0, bool)
     return float(rows.value[hit].mean()) if hit.any() else None
