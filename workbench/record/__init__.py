@@ -1,1 +1,1 @@
-"""What happened, as data: three append-only tables, the directory that holds them, and the run that they are of."""
+"""The record of a run: 3 append-only tables, the run directory, checkpoints and the Run."""

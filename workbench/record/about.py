@@ -1,6 +1,6 @@
-"""What run.json must say for a run to be opened, field by field; it may be hand-made, or made to do harm.
+"""Checks run.json field by field. The file may be hand-made or malicious.
 
-Needs no torch, so it knows the kinds of settings and not their ranges: those are checked where an Experiment is made.
+Needs no torch, so it knows the kinds of settings but not their ranges. An Experiment checks the ranges.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any, NamedTuple
 from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
-DEEPEST = 40  # levels of JSON: settings need 10
-LARGEST = 2**63  # what a number is below
-MOST_RANKS = 4096  # that a run may have
+DEEPEST = 40  # levels of JSON; settings need 10
+LARGEST = 2**63  # limit of the size of a number
+MOST_RANKS = 4096  # ranks in a run
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
           "saves")  # fmt: skip
 
 
 class RunError(ValueError):
-    """A run directory that cannot be read; says which, and what is wrong with it."""
+    """A run directory that cannot be read. The message names the path and the problem."""
 
 
 class Rule(NamedTuple):
-    """What a value must be: the test, and the same in words."""
+    """The test of a value and the same condition in words."""
 
     good: Callable[[Any], bool]
     words: str
 
 
 def number(value: Any) -> bool:
-    """Whether `value` is a finite number that a float can hold; true and false are none."""
+    """Whether `value` is a finite number that a float can hold. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)
 
 
 def count(value: Any) -> bool:
-    """Whether `value` is a whole number of at least 0, and one that a machine can hold."""
+    """Whether `value` is a whole number, at least 0 and below `LARGEST`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
 def shallow(value: Any) -> bool:
-    """Whether JSON nests at most `DEEPEST` levels deep, so that whatever walks through it comes back."""
+    """Whether JSON nests at most `DEEPEST` levels deep, so that recursive code can walk it."""
     level = [value]
     for _ in range(DEEPEST):
         holders = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -62,13 +62,13 @@ def member(value: Any) -> bool:
 
 
 def name_of_code(name: Any) -> bool:
-    """Whether `name` can be written into a program as a name and do nothing else there."""
+    """Whether `name` is safe to write into a program as a name."""
     plain = isinstance(name, str) and name.isascii() and name.isidentifier()
     return plain and not keyword.iskeyword(name) and not name.startswith("__")
 
 
 def name_of_class(name: Any) -> bool:
-    """Whether `name` can be that of a settings class; those of Python's own classes cannot."""
+    """Whether `name` can be a settings class. Python's built-in names cannot."""
     return name_of_code(name) and not hasattr(builtins, name)
 
 
@@ -87,7 +87,7 @@ RULES = {
 
 
 def wrong(about: Any) -> str | None:
-    """What is wrong with the content of a run.json, in words that name field and value; or None."""
+    """Returns the first fault of a run.json, with field and value, or None."""
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"
     if not shallow(about):

@@ -1,4 +1,4 @@
-"""What the marks "nan" and "diverged" say, in words: what a rank met, and in which layer. For notes and views alike."""
+"""Describes the marks "nan" and "diverged" in words: the bad value and its layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMES = ("nan", "diverged")  # of the marks
 
 
 def met(name: str, detail: Mapping[str, Any]) -> str:
-    """What a rank met.
+    """Describes the value that a rank found.
 
     >>> met("nan", {"loss": "nan", "layer": "blocks.1", "why": "the first whose output is not finite"})
     "the loss is nan, in layer 'blocks.1' (the first whose output is not finite)"
@@ -23,7 +23,7 @@ def met(name: str, detail: Mapping[str, Any]) -> str:
 
 
 def place(detail: Mapping[str, Any]) -> str:
-    """In which layer, and why it is that one; "" for a record that does not say."""
+    """Names the layer and the reason to suspect it. "" if the record lacks both."""
     layer, why = detail.get("layer"), detail.get("why")
     if layer:
         return f", in layer {str(layer)!r}" + (f" ({why})" if why else "")

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: one folder each, which is whole or not there; what its manifest may say; which are kept.
+"""Reads checkpoints on disk, checks their manifests and decides which checkpoints to keep.
 
-    step-00000010/        has this name once all of it is written: until then it is `.step-00000010.part`
-        manifest.json     step, settings, where the bytes of every tensor lie, what is each rank's own, files' SHA-256;
-                          it begins with the SHA-256 of the rest of itself
-        __3_0.distcp      what rank 3 wrote, as torch.distributed.checkpoint lays tensors out
-        .metadata         for torch.distributed.checkpoint alone: a pickle, and nothing here opens it
+    step-00000010/        gets this name when it is complete; until then it is `.step-00000010.part`
+        manifest.json     step, settings, the place of every tensor's bytes, each rank's own values, SHA-256 of files;
+                          begins with the SHA-256 of its own content
+        __3_0.distcp      written by rank 3, in the tensor layout of torch.distributed.checkpoint
+        .metadata         a pickle for torch.distributed.checkpoint alone; the workbench never opens it
 
-Read are the manifest, as JSON, and the raw bytes of tensors at the places that it names. Nothing of it becomes code: a
-file that is a pickle, or holds one, is so many bytes. Needs no torch.
+Readers use only the manifest's JSON and the raw bytes of tensors. Nothing is unpickled, so no content becomes code.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short
 
-SCHEMA = 2  # of what is written; 1 had no SHA-256 of the manifest and no boxes, and is read as it was
+SCHEMA = 2  # schema 1 has neither boxes nor a SHA-256 of the manifest, and is still readable
 FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 LARGEST = 2**28  # bytes of a manifest
 LONGEST = 2**48  # elements along a dimension
-CHUNK = 2**22  # bytes that are hashed at a time
+CHUNK = 2**22  # bytes to hash at a time
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -44,7 +44,7 @@ WIDTHS = {
 
 
 class Blob(NamedTuple):
-    """A dense tensor: `nbytes` raw bytes of `file` from byte `at` on."""
+    """A dense tensor: `nbytes` raw bytes of `file`, from byte `at`."""
 
     file: str
     at: int
@@ -54,17 +54,17 @@ class Blob(NamedTuple):
 
 
 def name(step: int) -> str:
-    """What the checkpoint before `step` is called."""
+    """Returns the folder name of the checkpoint before `step`."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that `name` has put into a folder's name."""
+    """Returns the step in a folder name made by `name`."""
     return int(path.name[5:])
 
 
 class _Told(NamedTuple):
-    """What decides whether a checkpoint stays."""
+    """The facts that decide whether to keep a checkpoint."""
 
     path: Path
     held_out: float | None
@@ -72,11 +72,12 @@ class _Told(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint as its manifest tells it. Opening reads that alone; `Bytes` reads tensors.
+    """A checkpoint as its manifest describes it. Opening reads no tensors; `Bytes` does.
 
-    step:  the step before which it was made
-    ranks: how many trained; each: by rank what it held, for `host/checkpoint/`. Of kind "whole" all held the same,
-           of kind "model" it is the model alone
+    step:  the step that follows the checkpoint
+    ranks: number of ranks that trained
+    kind:  "ranks": each rank had its own state; "whole": all ranks had the same state; "model": the model alone
+    each:  each rank's state, for `host/checkpoint/`
     """
 
     def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
@@ -87,13 +88,14 @@ class Checkpoint:
         self.asked = bool(said.get("asked"))
         self.run = str(said.get("run") or "")
         self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
-        self.made: list[dict[str, Any]] = list(said.get("made") or ())  # changes before it; of old ones each rank's own
+        # changes before `step`; in old files, each rank's own are in `each`
+        self.made: list[dict[str, Any]] = list(said.get("made") or ())
         self.each: list[dict[str, Any]] = list(said["each"])
         self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """The checkpoint in a folder, or the newest of a run's directory. Raises RunError, which says what is wrong."""
+        """Opens a checkpoint's folder, or a run directory's newest checkpoint. Raises RunError."""
         if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
             raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
                            f"'runs/first/checkpoints/step-00000100'")  # fmt: skip
@@ -112,14 +114,14 @@ class Checkpoint:
 
 
 class Bytes:
-    """The files of a checkpoint, open for reading; what is read of one was hashed before, through the same opening."""
+    """The open files of a checkpoint. Hashes a file, and reads it through the same descriptor."""
 
     def __init__(self, of: Checkpoint) -> None:
         self._of = of
         self._open: dict[str, int] = {}
 
     def read(self, blob: Blob) -> bytearray:
-        """The bytes of a tensor. Raises RunError where its file is not the one that was written."""
+        """Returns the bytes of a tensor. Raises RunError if its file is missing or changed."""
         if blob.file not in self._open:
             self._open[blob.file] = self._checked(blob.file)
         data, fd = bytearray(blob.nbytes), self._open[blob.file]
@@ -154,7 +156,7 @@ class Bytes:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of a plain file: no link is followed, and no pipe waited for. Raises OSError."""
+    """Opens a regular file. Follows no link and waits for no pipe. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -163,13 +165,13 @@ def _opened(path: Path) -> int:
 
 
 def sealed(said: Mapping[str, Any]) -> bytes:
-    """A manifest as it is written: JSON whose first field is the SHA-256 of the others."""
+    """Returns a manifest's bytes: JSON that begins with the SHA-256 of its other fields."""
     body = json.dumps({"schema": SCHEMA, **said}).encode()
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest in a folder says. Raises RunError if that is not what was written."""
+    """Reads the manifest in a folder. Raises RunError if it is damaged or invalid."""
     try:
         with os.fdopen(_opened(path / MANIFEST), "rb") as file:
             text = file.read(LARGEST + 1)
@@ -191,7 +193,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _older(path: Path) -> str:
-    """Which checkpoint to take instead of the damaged one at `path`, as the end of a sentence."""
+    """Suggests a checkpoint instead of the damaged one at `path`, as the end of a sentence."""
     for other in reversed(found(path.parent)):
         if _NAMED.fullmatch(path.name) and step_of(other) < step_of(path):
             with suppress(RunError):
@@ -200,11 +202,11 @@ def _older(path: Path) -> str:
     return "resume from another checkpoint"
 
 
-# -- which there are, and which are kept --
+# -- find and prune checkpoints --
 
 
 def found(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that are whole, the newest last."""
+    """Returns the complete checkpoints in a folder, newest last."""
     with suppress(OSError):
         named = [p for p in folder.iterdir() if _NAMED.fullmatch(p.name) and (p / MANIFEST).exists()]
         return sorted(named, key=step_of)
@@ -212,10 +214,10 @@ def found(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest, the one of the lowest held-out loss, and those that a person asked for.
+    """Removes all but the `keep` newest, the best (held-out loss) and the requested checkpoints.
 
-    What cannot be opened was not written here, and stays. So does everything behind a symbolic link, for it may be
-    another run's. Returns what was removed. Raises OSError.
+    Keeps checkpoints that cannot be opened, because the workbench did not write them. Keeps checkpoints behind a
+    symbolic link, because they may belong to another run. Returns the removed paths. Raises OSError.
     """
     every: list[_Told] = []
     for path in [] if folder.is_symlink() else found(folder):
@@ -223,7 +225,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
             continue
         with suppress(RunError):
             one = Checkpoint.open(path)
-            every.append(_Told(path, one.held_out, one.asked))  # of manifests one is held at a time
+            every.append(_Told(path, one.held_out, one.asked))  # holds one manifest at a time
     rated = [c for c in every if c.held_out is not None]
     stay = {c.path for c in every[-keep:]} | {c.path for c in every if c.asked}
     stay |= {min(rated, key=lambda c: float(c.held_out or 0.0)).path} if rated else set()
@@ -233,11 +235,11 @@ def prune(folder: Path, keep: int) -> list[Path]:
     return gone
 
 
-# -- what a manifest may say --
+# -- check a manifest --
 
 
 def wrong(said: Any) -> str | None:
-    """What is wrong with the content of a manifest, in words that name field and value; or None."""
+    """Returns the first fault of a manifest, with field and value, or None."""
     return next(_wrongs(said), None)
 
 
@@ -298,7 +300,7 @@ def _good_sizes(sizes: Any) -> bool:
 
 
 def _good_item(item: list[Any], blobs: int) -> bool:
-    """[its name, its blobs one after the other, its shape, and for each blob the box of that shape that it fills]
+    """Checks an item: [name, its blobs in order, its shape, the box that each blob fills].
 
     Schema 1 has no boxes.
     """
@@ -310,5 +312,5 @@ def _good_item(item: list[Any], blobs: int) -> bool:
 
 
 def _good_box(box: list[Any]) -> bool:
-    """[offsets, sizes]"""
+    """Checks a box: [offsets, sizes]."""
     return len(box) == 2 and all(map(_good_sizes, box)) and len(box[0]) == len(box[1])

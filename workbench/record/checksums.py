@@ -1,7 +1,7 @@
-"""Checksums of a record's batches: each covers the batch's values and, through the one before, the file so far.
+"""Checksums of a record's batches. Each also covers the file before its batch.
 
-A batch carries its checksum in the metadata of its Arrow message, so other Arrow libraries read the files as before.
-CRC-32 costs about 1 ns a byte and finds every damage of up to 32 bits in a row.
+The metadata of a batch's Arrow message hold the checksum, so other Arrow libraries can read the files. CRC-32 costs
+about 1 ns per byte and detects every burst error of up to 32 bits.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-NAME = b"crc32"  # of the metadata of a batch
-MARK = b"checksums"  # in the metadata of a schema: every batch of the file has one
+NAME = b"crc32"  # key in the metadata of a batch
+MARK = b"checksums"  # key in the metadata of a schema: every batch of the file has a checksum
 
 
 class Damaged(ValueError):
-    """A batch is not the one that was written."""
+    """A batch differs from the one that was written."""
 
 
 def begin(metadata: Mapping[bytes, bytes] | None) -> int:
-    """The checksum of a schema's metadata, which the first batch goes on from."""
+    """Returns the checksum of a schema's metadata, the start of the chain."""
     return crc32(repr(sorted((metadata or {}).items())).encode())
 
 
 def extend(before: int, batch: pa.RecordBatch) -> int:
-    """The checksum of a file up to this batch. before: that of the batch before it"""
+    """Returns the checksum of a file up to this batch. before: that of the previous batch"""
     found = crc32(batch.num_rows.to_bytes(8, "little"), before)
     for array in batch.columns:
         for buffer in _values(array):
@@ -36,14 +36,14 @@ def extend(before: int, batch: pa.RecordBatch) -> int:
 
 
 def written(checksum: int) -> dict[bytes, bytes]:
-    """The metadata that a batch carries."""
+    """Returns the metadata of a batch with its checksum."""
     return {NAME: b"%08x" % checksum}
 
 
 def check(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes] | None, before: int, required: bool) -> int:
-    """The checksum of the file up to this batch. Raises Damaged if the batch carries another, or lacks a required one.
+    """Returns the checksum up to this batch. Raises Damaged for a wrong or missing one.
 
-    Records of versions before had none, and are read without.
+    A missing one is an error only if `required`, because old records have none.
     """
     said = (metadata or {}).get(NAME)
     if said is None and not required:
@@ -55,7 +55,7 @@ def check(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes] | None, before:
 
 
 def _values(array: pa.Array) -> Iterator[Any]:
-    """The bytes of an array's values, without padding. It has no missing values and begins at offset 0."""
+    """Yields the values' bytes, without padding, of an array without nulls that begins at 0."""
     if isinstance(array, pa.DictionaryArray):
         yield from _values(array.indices)
         yield from _values(array.dictionary)

@@ -1,4 +1,4 @@
-"""The face that a notebook shows of a Lab or a Run: asked from whoever offers one, plain text without it."""
+"""Notebook representations of a Lab or a Run, from entry points of `workbench.display`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.settings import KnobError
 
 
 def face(name: str, thing: Any, include: Any = None, exclude: Any = None) -> Any:
-    """A mimebundle of `thing` from the entry point `name` of the group workbench.display."""
+    """Returns a mimebundle of `thing` from the entry point `name`, or plain text."""
     plain = {"text/plain": repr(thing)}
     for entry in entry_points(group="workbench.display", name=name):
         try:
@@ -23,7 +23,7 @@ def face(name: str, thing: Any, include: Any = None, exclude: Any = None) -> Any
 
 
 def show(name: str, thing: Any) -> None:
-    """Shows `thing` in a notebook as whoever offers a face does; where nobody does, the notebook does it itself."""
+    """Displays `thing` through its entry point. Raises NotImplementedError without one."""
     for entry in entry_points(group="workbench.display", name=name):
         try:
             shown = entry.load()(thing)
@@ -31,11 +31,11 @@ def show(name: str, thing: Any) -> None:
             break
         if hasattr(shown, "_ipython_display_"):
             return shown._ipython_display_()
-    raise NotImplementedError  # what IPython takes for "ask the next representation"
+    raise NotImplementedError  # makes IPython try the next representation
 
 
 def dashboard(name: str, thing: Any, read_only: bool) -> Any:
-    """The widget that shows `thing`, from the entry point `name`. Raises KnobError where nobody offers one."""
+    """Returns the widget for `thing` from the entry point `name`. Raises KnobError without one."""
     for entry in entry_points(group="workbench.display", name=name):
         try:
             return entry.load()(thing, read_only)

@@ -1,6 +1,6 @@
-"""A checkpoint while it is written: nobody sees it before it is whole, and then it is on the disk.
+"""Writes a checkpoint into a hidden folder and renames the folder when all of it is on disk.
 
-Each rank writes one file into a hidden folder; rank 0 adds the manifest and gives the folder its name.
+Each rank writes one file. Rank 0 adds the manifest and renames the folder.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from workbench.record.store import private
 
 
 class Draft:
-    """A checkpoint that is being written. Rank 0 begins and ends it; each rank writes one file of its own."""
+    """A checkpoint under construction. Rank 0 begins and ends it; each rank writes one file."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path, self._to = folder / f".{name(step)}.part", folder / name(step)
 
     def begin(self) -> None:
-        """Makes an empty folder, and removes what runs that were killed have left beside it. Raises OSError."""
+        """Creates the hidden folder and removes hidden folders of killed runs. Raises OSError."""
         make_private_folder(self.path.parent)
         for old in self.path.parent.glob(".step-*.part"):
             remove_folder(old)
@@ -34,7 +34,7 @@ class Draft:
         return Written(self.path / called)
 
     def commit(self, manifest: Mapping[str, Any]) -> Path:
-        """All files are there: the checkpoint is, too, from now on, and after a power cut. Raises OSError."""
+        """Seals and renames the complete checkpoint, safe against a power cut. Raises OSError."""
         with Written(self.path / MANIFEST) as file:
             file.write(sealed(manifest))
         _synced(self.path)
@@ -49,7 +49,7 @@ class Draft:
 
 
 class Written:
-    """A new file that counts and hashes what is written into it."""
+    """A new file that counts and hashes its content."""
 
     def __init__(self, path: Path) -> None:
         self.nbytes, self._hash = 0, hashlib.sha256()
@@ -65,7 +65,7 @@ class Written:
         return done
 
     def close(self) -> dict[str, Any]:
-        """What a manifest says of it, once it is on the disk."""
+        """Syncs and closes the file. Returns its entry for the manifest."""
         os.fsync(self._file.fileno())
         self._file.close()
         return {"sha256": self._hash.hexdigest(), "nbytes": self.nbytes}

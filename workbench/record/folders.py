@@ -1,4 +1,4 @@
-"""Private folders: made with mode 0700, refused if other users own them or can write to them, removed without links."""
+"""Private folders: mode 0700 at creation, no shared ones, no links followed at removal."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import shutil
 import stat
 from pathlib import Path
 
-ALLOW = "WORKBENCH_ALLOW_SHARED_FOLDERS"  # set to 1 by a user who trusts everybody who can write there
+ALLOW = "WORKBENCH_ALLOW_SHARED_FOLDERS"  # set to 1 by a user who trusts all users that can write there
 
 
 def make_private_folder(path: Path) -> None:
-    """Makes a folder, and every parent that is missing, with mode 0700. Raises OSError."""
+    """Creates a folder and its missing parents with mode 0700. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder with its content; of a symbolic link, the link alone. Raises OSError."""
+    """Removes a folder with its content, or a symbolic link without its target. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -27,14 +27,14 @@ def remove_folder(path: Path) -> None:
 
 
 def is_allowed() -> bool:
-    """Whether the user asks for folders of other users."""
+    """Whether the user allows folders of other users."""
     return os.environ.get(ALLOW, "") == "1"
 
 
 def others_can_write(about: os.stat_result) -> bool:
-    """Whether other users can write to a file or folder: everybody, or its group.
+    """Whether other users can write to a file or folder, because everyone or its group can.
 
-    A group whose name is the owner's and that has no other member is no other user.
+    A group with the owner's name and no other member is private.
     """
     if about.st_mode & stat.S_IWOTH:
         return True
@@ -42,9 +42,9 @@ def others_can_write(about: os.stat_result) -> bool:
 
 
 def reason_to_refuse(path: Path) -> str:
-    """Says why the folder `path` cannot hold private files: another owner, or other writers. "" if it can.
+    """Returns why `path` cannot hold private files (another owner, other writers), or "".
 
-    A folder that does not exist yet can: its maker will own it.
+    A missing folder is good, because its creator will own it.
     """
     if is_allowed() or not hasattr(os, "getuid"):
         return ""
@@ -61,7 +61,7 @@ def reason_to_refuse(path: Path) -> str:
 
 
 def _is_private_group(about: os.stat_result) -> bool:
-    with contextlib.suppress(ImportError, KeyError):  # no such group or user, or no such system
+    with contextlib.suppress(ImportError, KeyError):  # no such group or user, or another operating system
         import grp
         import pwd
 

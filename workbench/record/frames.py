@@ -1,6 +1,8 @@
-"""How far an Arrow IPC stream may be handed to Arrow: to the first message that is cut off, or claims what cannot be.
+"""Finds how much of an Arrow IPC stream is safe to give to Arrow.
 
-Arrow allocates what a message says that it unpacks to. Here these claims are added up first, from the bytes alone.
+A stream is safe up to the first message that is cut off or claims too much. Arrow allocates the size that a message
+claims to unpack to, so these claims are added up first, from the bytes alone.
+
 Reference: Apache Arrow's columnar format, "Serialization and Interprocess Communication", and its Message.fbs.
 """
 
@@ -10,18 +12,18 @@ import struct
 from collections.abc import Iterator
 
 ALWAYS = 64 << 20  # bytes to which any stream may unpack
-TIMES = 20  # and so many times its own size: rows of real runs take 2 to 5 times as much
-BUFFERS = 64  # in a batch, at most: there are 3 for each of at most 9 columns
+TIMES = 20  # and this many times its own size; rows of real runs take 2 to 5 times as much
+BUFFERS = 64  # in a batch, at most; 9 columns with 3 buffers each need 27
 CONTINUES = 0xFFFFFFFF
 DICTIONARY, BATCH = 2, 3  # kinds of a message's header; 1 is the schema
 
 
 class Refused(ValueError):
-    """What is wrong with a message, in words."""
+    """A bad message, with the reason in words."""
 
 
 def whole(data: bytes) -> tuple[int, str]:
-    """(how many bytes of `data` are good messages, what is wrong with the next one or "")."""
+    """Returns how many bytes of `data` are good messages, and the next message's fault, or ""."""
     left, end = ALWAYS + TIMES * len(data), 0
     try:
         for meta, body, after in _messages(data):
@@ -37,7 +39,7 @@ def whole(data: bytes) -> tuple[int, str]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(where its metadata begin, its body, the next message) of each message."""
+    """Yields the positions of each message's metadata, body and successor."""
     at = 0
     while at < len(data):
         if at + 8 > len(data):
@@ -60,7 +62,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _unpacked(data: bytes, meta: int, body: int, after: int) -> Iterator[int]:
-    """How many bytes each buffer of a message unpacks to, as it says itself."""
+    """Yields the bytes that each buffer of a message claims to unpack to."""
     message = _root(data, meta)
     kind, header = _number(data, _field(data, message, 1), "<B"), _table(data, message, 2)
     if kind == DICTIONARY and header:
@@ -90,7 +92,7 @@ def _root(data: bytes, at: int) -> int:
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Where a table has its field of this number; 0 where it has none."""
+    """The position of a table's field with this number; 0 if it is absent."""
     vtable = table - _number(data, table, "<i")
     if vtable < 0:
         raise Refused("is damaged")
@@ -101,11 +103,11 @@ def _field(data: bytes, table: int, number: int) -> int:
 
 
 def _table(data: bytes, table: int, number: int) -> int:
-    """Where the table, or vector, that a field refers to begins; 0 where there is none."""
+    """The position of the table or vector that a field refers to; 0 if it is absent."""
     at = _field(data, table, number)
     return at + _number(data, at, "<I") if at else 0
 
 
 def _number(data: bytes, at: int, form: str) -> int:
-    """A number of the metadata; 0 where a field is left out."""
+    """A number of the metadata; 0 if the field is absent."""
     return int(struct.unpack_from(form, data, at)[0]) if at else 0

@@ -1,4 +1,4 @@
-"""Where the state of a run is kept that its model is made of: asked for of a live one, looked for of an ended one."""
+"""Finds a run's checkpoint: asks a live run for one and searches an ended run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LOOK = 0.05  # seconds
 
 
 def kept(run: Run, step: int | None, timeout: float) -> Path:
-    """A checkpoint of `run`: the one before `step`, or of its next boundary while it is live, or of its end.
+    """Returns a checkpoint: before `step`, or at a live run's next boundary, or at the end.
 
-    Raises RunError where there is none, and TimeoutError where a live run makes none within `timeout` seconds.
+    Raises RunError if no such checkpoint exists, and TimeoutError if a live run makes none within `timeout` seconds.
     """
     there = found(run.path / FOLDER) if run.path else []
     if step is not None:
@@ -41,7 +41,7 @@ def _those(there: list[Path]) -> str:
 
 
 class PendingCheckpoint:
-    """A live run is asked for a checkpoint at one of its next step boundaries; `wait` until it is whole."""
+    """Requests a checkpoint at a live run's next step boundary. `wait` until it is complete."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._began = run, run.made
@@ -49,20 +49,20 @@ class PendingCheckpoint:
         run.keep()
 
     def wait(self, timeout: float = 60.0) -> Path:
-        """Its directory, once all of it is on disk.
+        """Returns the checkpoint's directory when all of it is on disk.
 
-        Raises RunError where it cannot be made, or the run ends before, and TimeoutError after `timeout` seconds.
+        Raises RunError if it cannot be made or the run ends first, and TimeoutError after `timeout` seconds.
         """
         if path := self.found(timeout):
             return path
         raise RunError(f"{self._run.name} is {self._run.state}: it ended before a checkpoint was made")
 
     def found(self, timeout: float) -> Path | None:
-        """As `wait`; None where the run ends before."""
+        """Like `wait`, but returns None if the run ends first."""
         run, until = self._run, time.monotonic() + timeout
         while True:
             over = not run.live
-            for number, (_, _, one) in enumerate(run.details("saved")):  # others may be removed any time
+            for number, (_, _, one) in enumerate(run.details("saved")):  # only requested ones are sure to stay
                 if one.get("asked") and (number >= self._before or one["step"] >= self._began):
                     return Path(one["path"])
             if len(told := run.details("not saved")) > self._refused:

@@ -1,7 +1,7 @@
-"""Trace files of torch.profiler (Kineto's Chrome traces, .json or .json.gz), read and looked through.
+"""Reads and checks traces of torch.profiler (Kineto's Chrome traces, .json or .json.gz).
 
-Nothing in them runs. A file may be of any job and made by anybody: what has no finite time, or a name that is no text,
-is left out and counted, and one that would not fit in memory is refused.
+Nothing in them is executed. A file may come from anyone. Events without a finite time or a name are skipped and
+counted. A file that would not fit in memory is refused.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 from workbench.record.about import RunError, count, number
 from workbench.settings import short
 
-LARGEST = 400 << 20  # bytes of JSON in one file: Python's objects take some eight times as much
-LONGEST = 200  # characters of a name that are kept
+LARGEST = 400 << 20  # bytes of JSON in one file; Python's objects take about 8 times as much
+LONGEST = 200  # characters to keep of a name
 LATEST = 1e10  # seconds
 RANKS = 32767
 _RANK = re.compile(r"rank[-_ ]?([0-9]{1,5})")
 
 
 class Event(NamedTuple):
-    """One event that lasted: seconds since 1970 (or since anything, where the file does not say), and what it says."""
+    """An event with a duration, in seconds since 1970 (since another time without a base)."""
 
     t0: float
     t1: float
@@ -35,17 +35,17 @@ class Event(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What one file holds: the events of a rank in order of their beginning; `odd` events were left out."""
+    """The content of one file: a rank's events, ordered by begin. odd: number of skipped events"""
 
     path: Path
-    rank: int | None  # as the file says, or its name
+    rank: int | None  # from the file or its name
     device: str
     events: list[Event]
     odd: int
 
 
 def read(path: Path | str) -> Trace:
-    """The events of one file. Raises RunError where it is none that torch.profiler wrote, or too large."""
+    """Reads a file's events. Raises RunError if it is too large or not from torch.profiler."""
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise RunError(f"trace={short(path)}: must be a file that torch.profiler wrote, such as 'rank-0.json.gz'")
     path = Path(path)
@@ -116,7 +116,7 @@ def _device(about: dict[str, Any]) -> str:
 
 
 def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
-    """Each trace by its rank; those that say none get the numbers that are left, in order. RunError for one twice."""
+    """Maps traces by rank. Others get free numbers, in order. Raises RunError for duplicates."""
     found: dict[int, Trace] = {}
     silent = []
     for trace in traces:

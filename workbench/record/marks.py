@@ -1,4 +1,4 @@
-"""What the details of marks must say where they are reckoned with and not only shown; a record may be hand-made."""
+"""Checks the details of marks that analyses compute with, because a record may be hand-made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from workbench.record.about import count, number, shallow
 
 Rules = Mapping[str, Callable[[Any], bool]]
-MOST = 32767  # ranks, and parts of what ranks hold
+MOST = 32767  # ranks, and pieces of a rank's state
 
 
 def _text(value: Any) -> bool:
@@ -17,7 +17,7 @@ def _text(value: Any) -> bool:
 
 
 def _place(value: Any) -> bool:
-    """A rank, or how many."""
+    """Checks a rank, or a number of ranks."""
     return count(value) and value <= MOST
 
 
@@ -38,7 +38,7 @@ def _or_none(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 ASKED: Rules = {"path": _text, "id": _text, "by": _text, "reason": _text, "requested_at": _or_none(number)}
-MUST: dict[str, tuple[str, ...]] = {  # fields without which a mark says nothing
+MUST: dict[str, tuple[str, ...]] = {  # required fields
     "change": ("path",), "refused": ("path", "reason"), "policy": ("text",), "state": ("state",), "end": ("state",),
     "error": ("rank", "step", "op", "type", "text"), "stood still": ("seconds",), "buckets": ("nbytes",),
     "roles": ("serve",), "mesh": ("dims", "ranks"), "pace": ("met",), "no effect": ("texts",),
@@ -69,7 +69,7 @@ FIELDS: dict[str, Rules] = {
 
 
 def once(details: Sequence[dict[str, Any]]) -> list[bool]:
-    """Which of some marks count: not what was said again, of a request of which it is there already."""
+    """Returns which marks count. A repeated mark does not count if its request is already known."""
     known = {d.get("id") for d in details if "again" not in d}
     count = []
     for d in details:
@@ -79,7 +79,7 @@ def once(details: Sequence[dict[str, Any]]) -> list[bool]:
 
 
 def well_formed(name: str, detail: str) -> bool:
-    """Whether a mark called `name` says in `detail` what one must; those of other names may say anything by field."""
+    """Whether `detail` is valid for a mark `name`. Marks of unknown names may have any fields."""
     try:
         found = json.loads(detail)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which process is meant, and whether it still runs: for whoever wrote down that something belongs to it."""
+"""Identifies a process and finds out whether it still runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 
 import psutil
 
-TOLERANCE = 5.0  # seconds by which two readings of a create time may differ when the clock is set in between
+TOLERANCE = 5.0  # seconds that 2 readings of a create time may differ if the system clock is set between them
 _known: dict[tuple[int, float], psutil.Process] = {}
 
 
 def this_process() -> list[float]:
-    """The present process as [pid, create time]: what tells it from a later one with the same pid."""
+    """Returns this process as [pid, create time], because pids are reused."""
     return [os.getpid(), psutil.Process().create_time()]
 
 
 def alive(process: list[float] | None) -> bool:
-    """Whether the process [pid, create time] still runs (a zombie does not).
+    """Whether the process [pid, create time] still runs. A zombie does not.
 
-    The time is compared once; after that psutil knows the process by a clock that nobody sets.
+    The time is compared only once. Then psutil identifies the process independently of clock changes.
     """
     if process is None:
         return False

@@ -1,7 +1,7 @@
-"""Run: an experiment, its timeline and its environment. Live, recorded and simulated runs are the same class.
+"""An experiment, its timeline and its environment, for live, recorded and simulated runs.
 
-Opens without torch; `experiment` alone needs it. Knows no processes: whoever trains hands rows to `append`. What people
-ask of a run besides its data (`workbench.run.Run`) is made of these.
+Only `experiment` needs torch. A Run knows no processes: the trainer passes rows to `append`. `workbench.run.Run` adds
+the analyses.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
 
 FINAL = ("done", "stopped", "preempted", "failed")
-hearers: list[Callable[[Any], Any]] = []  # each is given every run that a lab or `simulate` begins
+hearers: list[Callable[[Any], Any]] = []  # called with every run that a lab or `simulate` begins
 
 
 class Standing(NamedTuple):
-    """Where a rank of a live run is, since how many seconds, and whether only other ranks can end that."""
+    """The operation of a live run's rank, its duration, and whether only other ranks can end it."""
 
     rank: int
     step: int
@@ -42,9 +42,10 @@ class Standing(NamedTuple):
 
 
 class Control(Protocol):
-    """What a live run is steered by; a Lab provides it.
+    """Controls a live run. A Lab provides it.
 
-    holdup: which ranks hold the run up right now, in words; standing: where every rank is
+    holdup:   the ranks that delay the run now, in words
+    standing: the present operation of every rank
     """
 
     @property
@@ -65,11 +66,14 @@ class Control(Protocol):
 
 
 class Run:
-    """What happened when an experiment was run, as far as it got.
+    """The record of an experiment's run, as far as it got.
 
-    `spans`, `samples` and `marks` are pandas frames; `timeline` is the same, for reading while it grows.
-    `live` says whether rows still come; `missing` how many are known to be lost; `unwritten` how many of those that are
-    here its run directory lacks (`save` writes them elsewhere); `warnings` what else is wrong.
+    spans, samples, marks: pandas frames
+    timeline:  the same rows, readable while they grow
+    live:      whether rows still arrive
+    missing:   number of rows known to be lost
+    unwritten: number of rows in memory that the run directory lacks; `save` writes them elsewhere
+    warnings:  other problems
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: cut off
@@ -96,9 +100,9 @@ class Run:
         self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.epoch = epoch
         self.live = live
-        self.parent: dict[str, Any] = dict(parent or {})  # "checkpoint", "step" and "run" that it went on from
-        self.secret = ""  # in a riddle: what is said in place of verdicts and faults, until it is answered
-        self.beside: Run | None = None  # another run, which views set beside this one
+        self.parent: dict[str, Any] = dict(parent or {})  # "checkpoint", "step" and "run" that it resumed from
+        self.secret = ""  # in a riddle: shown instead of verdicts and faults until the riddle is solved
+        self.beside: Run | None = None  # another run, which views show next to this one
         self.missing = self.unwritten = self.duplicates = 0
         self.warnings: tuple[str, ...] = ()
         self._environment = dict(environment or {})
@@ -109,7 +113,7 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """The run recorded in a run directory; also one whose ranks were killed, or still write."""
+        """Opens the run in a run directory, even if its ranks were killed or still write."""
         if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
             raise RunError(f"path={short(path)}: must be a run directory, such as 'runs/first'")
         path = Path(path)
@@ -126,11 +130,10 @@ class Run:
         return run
 
     def save(self, path: Path | str | None = None) -> Path:
-        """Makes the run directory (`path`, or the run's own) with run.json and the rows that are there.
+        """Writes the run directory (`path`, or the run's own) with run.json and the present rows.
 
-        A live run has none yet: its ranks spool into the directory. Saved elsewhere while it is under way it stays
-        where it is, and what is there so far is copied; `lab.notes` say so. `Run.open` reads either. Raises RunError
-        where it cannot be kept.
+        A live run's ranks write into its directory. If it is saved elsewhere, `save` copies the rows so far, and the
+        run keeps its directory (see `lab.notes`). `Run.open` reads both. Raises RunError if writing fails.
         """
         where = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
@@ -143,12 +146,12 @@ class Run:
             self._control.saved(where, rows)
         return where
 
-    # -- rows come in
+    # -- append rows
 
     def append(self, kind: str, rank: int, seq: int, columns: Mapping[str, Any]) -> int:
-        """Adds rows of one rank; `seq` is the number of the first of them in that rank's table of that kind.
+        """Adds rows of one rank. seq: the first row's number in that rank's table of that kind
 
-        Rows seen before are dropped, rows that never came are counted in `missing`. Returns how many were new.
+        Drops rows seen before and counts lost rows in `missing`. Returns the number of new rows.
         """
         n = len(columns["rank"])
         with self._lock:
@@ -163,7 +166,7 @@ class Run:
                 self.timeline.table(kind).extend(columns)
         return n - known
 
-    # -- what it shows
+    # -- read
 
     @property
     def spans(self) -> pd.DataFrame:
@@ -185,21 +188,21 @@ class Run:
 
     @property
     def settings_today(self) -> dict[str, Any]:
-        """`settings` by the names that they have now, where they have others; what nobody here knows stays."""
+        """`settings` under their current names. Unknown settings stay as they are."""
         try:
             from workbench.experiment import Experiment
-        except ImportError:  # without torch no member can be asked
+        except ImportError:  # members can be read only with torch
             return dict(self.settings)
         now = dict(self.settings)
         for k in knobs(Experiment):
             if k.family and k.name in now:
-                with contextlib.suppress(KnobError, TypeError):  # a Task of one's own is not in the record
+                with contextlib.suppress(KnobError, TypeError):  # the record lacks the code of a user's own Task
                     now[k.name] = to_plain(from_plain(now[k.name], k.family, k.name))
         return now
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment that the run began with. Needs torch, as its tasks do."""
+        """The experiment at the run's start. Needs torch, because its tasks do."""
         if self._experiment is None:
             from workbench.experiment import Experiment
 
@@ -208,17 +211,17 @@ class Run:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The knobs that were set, as data, in order."""
+        """The changes of knobs, in order."""
         said = [(step, d) for step, _, d in self.details("change") if {"path", "value"} <= d.keys()]
         counts = once([d for _, d in said])
         return tuple(Change.read(d, step) for (step, d), count in zip(said, counts, strict=True) if count)
 
     def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
-        """(step, t, detail) of every mark called `name`, in order of time."""
+        """Returns (step, t, detail) of every mark `name`, in order of time."""
         return [(step, t, detail) for by, step, t, _, detail in self.said(name) if rank in (None, by)]
 
     def said(self, *names: str) -> list[tuple[int, int, float, str, dict[str, Any]]]:
-        """(rank, step, t, name, detail) of every mark that is called so, in order of time."""
+        """Returns (rank, step, t, name, detail) of every mark with these names, in order of time."""
         rows = self.timeline.marks.rows()
         rows = rows[np.logical_or.reduce([rows.equal("name", name) for name in names])]
         columns = rows.rank.tolist(), rows.step.tolist(), rows.t.tolist(), list(rows.name), list(rows.detail)
@@ -227,7 +230,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Where it ran: versions and machine, and under "ranks" what each rank said of itself."""
+        """Versions and machine; under "ranks", the report of each rank."""
         rows = self.timeline.marks.rows()
         rows = rows[rows.equal("name", "start")]
         said = {int(r): _read(d) for r, d in zip(rows.rank, rows.detail, strict=True)}
@@ -235,35 +238,35 @@ class Run:
 
     @property
     def state(self) -> str:
-        """starting, running, paused, stopping, or one of `FINAL`; or "cut off": recorded without an end."""
+        """starting, running, paused, stopping, one of `FINAL`, or "cut off" (without an end)."""
         said = self.details("state")
         last = str(said[-1][2].get("state")) if said else "starting"
         return last if self.live or last in FINAL else "cut off"
 
     @property
     def holdup(self) -> str:
-        """Which ranks of a live run are stalled while others wait for them, in words; "" if none does."""
+        """Which stalled ranks delay other ranks of a live run, in words, or ""."""
         return self._control.holdup if self.live and self._control else ""
 
     @property
     def standing(self) -> list[Standing]:
-        """Where every rank of a live run is, as it was known a second ago at most; of any other run nothing."""
+        """The operation of every rank of a live run, at most a second old. Empty for other runs."""
         return self._control.standing if self.live and self._control else []
 
-    # -- steering a live one
+    # -- control a live run
 
     def profile(self, rank: int = 0, steps: int = 5) -> Path:
-        """The next `steps` steps of `rank` are recorded operator by operator, by torch.profiler, while the run goes on.
+        """Records the next `steps` steps of `rank` by operator with torch.profiler. The run goes on.
 
-        Returns where the Chrome trace will be: beside the run, on the rank's host. A Mark "profile" says when it is
-        there. The other ranks do nothing for it. Raises KnobError, and RunError where the run is not live.
+        Returns the path of the future Chrome trace, next to the run on the rank's host. A Mark "profile" announces it.
+        Other ranks are not affected. Raises RunError if the run is not live, and KnobError for a bad argument.
         """
         if not self.live or self._control is None:
             raise RunError(f"{self!r}: it is not live, and torch.profiler records steps while they are made")
         return self._control.profile(rank, steps)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits until a live run ends; a recorded one has."""
+        """Waits until a live run ends. Returns at once for a recorded run."""
         return self._control.wait(timeout) if self._control else None
 
     def stop(self) -> Any:
@@ -276,9 +279,9 @@ class Run:
 
     @property
     def made(self) -> int:
-        """How many steps were made, as far as it shows: one more than the number of the last that has ended."""
+        """The number of completed steps: the last one's number plus 1."""
         rows = self.timeline.spans.rows()
-        ended = rows[rows.equal("lane", "step")] if len(rows) else rows  # an evaluation stands before a next step
+        ended = rows[rows.equal("lane", "step")] if len(rows) else rows  # an evaluation has the next step's number
         return int(ended.step.max()) + 1 if len(ended) else 0
 
     def __repr__(self) -> str:
@@ -286,7 +289,7 @@ class Run:
 
 
 def _read(detail: str) -> dict[str, Any]:
-    """A mark's detail; empty where a hand-made record holds something else."""
+    """Returns a mark's detail. Empty if a hand-made record holds another type."""
     try:
         found = json.loads(detail)
     except (ValueError, RecursionError):

@@ -1,12 +1,12 @@
-"""The run directory: `run.json` and, per rank and kind, an Arrow IPC stream that is only ever appended to.
+"""The run directory: `run.json`, and an append-only Arrow IPC stream per rank and kind.
 
-    run.json            schema, experiment, environment, when it began
-    spans-0.arrow       rank 0's spans; samples-0.arrow, marks-0.arrow beside it
-    spans-0.1.arrow     its next part, begun after writing had failed (a full disk)
+    run.json            schema, experiment, environment, start time
+    spans-0.arrow       rank 0's spans, next to samples-0.arrow and marks-0.arrow
+    spans-0.1.arrow     its next part, begun after a failed write (a full disk)
 
-A stream needs no footer, so whatever was flushed is readable after SIGKILL. A torn last batch is skipped, with a
-warning; so is everything from a batch on whose checksum does not match. Nothing here knows torch, threads or what
-the rows mean. Any Arrow library opens the streams.
+A stream needs no footer, so flushed rows are readable after SIGKILL. A torn last batch, and all rows from a wrong
+checksum on, are skipped with a warning. This module knows neither torch nor threads nor the meaning of rows. Any Arrow
+library opens the streams.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
-LARGEST = 16 << 20  # bytes that a run.json may have
+LARGEST = 16 << 20  # bytes of a run.json
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 
 
 class Part(NamedTuple):
-    """One stream file: part `number` of the rows of `kind` of one rank."""
+    """One stream file: part `number` of one rank's rows of `kind`."""
 
     kind: str
     rank: int
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a run directory held: its tables, the next row per (kind, rank), and what was wrong, in sentences."""
+    """The content of a run directory: tables, next row per (kind, rank), lost rows, warnings."""
 
     timeline: Timeline
     following: dict[tuple[str, int], int]
@@ -58,9 +58,9 @@ class Loaded(NamedTuple):
 
 
 def create(path: Path, about: Mapping[str, Any]) -> None:
-    """Makes the run directory `path` with its run.json.
+    """Creates the run directory `path` with its run.json.
 
-    Raises RunError for one that already holds a run, belongs to another user, or can be written to by other users.
+    Raises RunError if it already holds a run, belongs to another user, or is writable for other users.
 
     about: plain values: experiment, environment, started, epoch, name.
     """
@@ -79,7 +79,7 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a whole file or nothing: readers never see half of it."""
+    """Writes a file so that readers see all of it or nothing."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", opener=private) as file:
         file.write(text)
@@ -87,12 +87,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Opens a file that, if it is made here, only this user may read; an `opener` for `open`."""
+    """An `opener` for `open`: only this user can read a file that it creates."""
     return os.open(path, flags, 0o600)
 
 
 def about(path: Path) -> dict[str, Any]:
-    """The content of run.json. Raises RunError where there is no run that this version can read."""
+    """Returns the content of run.json. Raises RunError if this version cannot read a run there."""
     try:
         there, whole = path.exists(), (path / "run.json").is_file()
     except OSError as error:
@@ -123,16 +123,16 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def parts(path: Path) -> list[Part]:
-    """All stream files of a run directory, in the order in which they were written."""
+    """Returns all stream files of a run directory, in the order in which they were written."""
     found = [(m, file) for file in path.iterdir() if (m := _PART.fullmatch(file.name))]
     return sorted(Part(m[1], int(m[2]), int(m[3] or 0), file) for m, file in found)
 
 
 class Writer:
-    """Appends batches to a new part: one write per batch, so that a file holds whole batches only."""
+    """Appends batches to a new part, one write each, so that a file holds only whole batches."""
 
     def __init__(self, path: Path, kind: str, rank: int, first: int = 0, number: int | None = None) -> None:
-        if number is None:  # the one after those that are there
+        if number is None:  # the one after the existing parts
             taken = [p.number for p in parts(path) if (p.kind, p.rank) == (kind, rank)]
             number = max(taken) + 1 if taken else 0
         self.path = path / f"{kind}-{rank}{f'.{number}' if number else ''}.arrow"
@@ -145,10 +145,10 @@ class Writer:
         self._stream = ipc.new_stream(self._buffer, self._schema, options=ipc.IpcWriteOptions(**_OPTIONS))
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         made = os.fstat(self._fd)
-        self.identity = made.st_dev, made.st_ino  # by which it is told whether this file is still there
+        self.identity = made.st_dev, made.st_ino  # to notice later whether this file was replaced
 
     def append(self, columns: Mapping[str, Any]) -> None:
-        """Writes one batch. Raises OSError when it could not be written whole; then the file is cut back."""
+        """Writes one batch. If that fails, cuts the file back to whole batches and raises OSError."""
         batch = self._batch(columns)
         checksum = checksums.extend(self._checksum, batch)
         self._stream.write_batch(batch, custom_metadata=checksums.written(checksum))
@@ -164,7 +164,7 @@ class Writer:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the file as it is; the stream is readable all the same."""
+        """Closes the file without ending the stream, which stays readable."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -194,7 +194,10 @@ class Writer:
 
 
 def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
-    """Makes the run directory `path` with a whole record and returns its rows. Raises RunError, leaving nothing."""
+    """Writes a whole record into a new run directory and returns its rows.
+
+    Raises RunError, and leaves nothing, if it does not fit.
+    """
     create(path, about)
     before = set(parts(path))
     try:
@@ -207,7 +210,7 @@ def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
 
 
 def write(path: Path, timeline: Timeline) -> int:
-    """Puts a whole record into a run directory that holds no rows yet: a stream per rank and kind, as ranks spool."""
+    """Writes a record into an empty run directory, a stream per rank and kind. Returns its rows."""
     written = 0
     for kind in KINDS:
         table = timeline.table(kind)
@@ -226,7 +229,7 @@ def write(path: Path, timeline: Timeline) -> int:
 
 
 def counts(path: Path) -> dict[tuple[str, int], int]:
-    """How many rows of each (kind, rank) a run directory holds."""
+    """Returns how many rows of each (kind, rank) a run directory holds."""
     held: dict[tuple[str, int], int] = {}
     for part in parts(path):
         _, columns, _ = read_part(part.path)
@@ -237,7 +240,7 @@ def counts(path: Path) -> dict[tuple[str, int], int]:
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    """Values without missing ones, from their buffers: `pa.array` would import pandas into every engine."""
+    """Makes an Arrow array from buffers. `pa.array` would import pandas into every engine."""
     if kind != pa.string():
         data = np.ascontiguousarray(values, kind.to_pandas_dtype())
         return pa.Array.from_buffers(kind, len(data), [None, pa.py_buffer(data)])
@@ -247,7 +250,7 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def read(path: Path) -> Loaded:
-    """All rows of a run directory, in the order in which they ended."""
+    """Reads all rows of a run directory, ordered by their end."""
     timeline, warnings, missing = Timeline(), [], 0
     following: dict[tuple[str, int], int] = {}
     found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}

@@ -1,7 +1,7 @@
-"""One stream file of a run directory: the schema it must have, and what can be read of it.
+"""Reads one stream file of a run directory.
 
-It may be torn, damaged, hand-made, or made to do harm: what Arrow is given has been looked through, and what it gives
-back is checked whole before anybody counts on it.
+A file may be torn, damaged, hand-made or malicious. The bytes are checked before Arrow parses them, and the batches
+before anyone uses them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from workbench.record.about import RunError
 from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
 
-_READING = ipc.IpcReadOptions(use_threads=False)  # whole files are read side by side instead
-HOLES = 1 << 20  # bytes that a file may be longer than what the disk holds of it
-LATEST = 1e10  # seconds: no run lasts three hundred years
-MOST = 2**53  # rows and bytes: beyond it floats cannot tell them apart
+_READING = ipc.IpcReadOptions(use_threads=False)  # several files are read in parallel instead
+HOLES = 1 << 20  # bytes that a file may be longer than its blocks on disk
+LATEST = 1e10  # seconds: about 300 years
+MOST = 2**53  # rows and bytes: floats are exact up to here
 
-Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, its columns or None, what is wrong or "")
+Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, its columns or None, the problem or "")
 
 
 def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
-    """The Arrow schema of a kind; its metadata say which rank, and which row comes first."""
+    """Returns the Arrow schema of a kind, with the rank and the first row's number as metadata."""
     table = Table(kind)
     names = {"i2": pa.int16(), "i4": pa.int32(), "i8": pa.int64(), "f8": pa.float64(), "O": pa.string()}
     few = pa.dictionary(pa.int32(), pa.string())
@@ -40,7 +40,7 @@ def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
 
 
 def read_part(path: Path, rank: int | None = None) -> Part:
-    """What one file holds; where a `rank` is given, without rows that are not its own or that no rank can have written.
+    """Reads one file. With `rank`, drops rows that this rank cannot have written.
 
     Raises RunError for a file of a later version.
     """
@@ -83,7 +83,7 @@ def read_part(path: Path, rank: int | None = None) -> Part:
 
 
 def _bytes(path: Path) -> bytes:
-    """The whole of a plain file; of one that is mostly holes, the beginning. Raises OSError, or ValueError in words."""
+    """Reads a regular file; of a sparse file, the beginning. Raises OSError or ValueError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -106,14 +106,14 @@ def _metadata(stream: Any) -> dict[bytes, bytes]:
 
 
 def _whole(text: str) -> int:
-    """A number of rows, or of a schema. Raises ValueError."""
+    """Parses a number of rows or of a schema. Raises ValueError."""
     if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise ValueError(f"{text[:20]!r} is no number of rows")
     return int(text)
 
 
 def _check(batch: pa.RecordBatch) -> None:
-    """Raises ArrowException or ValueError for one whose offsets, words, numbers of words or text cannot be."""
+    """Raises ArrowException or ValueError for invalid offsets, codes or text, or for nulls."""
     batch.validate(full=True)
     for array in batch.columns:
         if array.null_count or (isinstance(array, pa.DictionaryArray) and array.dictionary.null_count):
@@ -121,10 +121,10 @@ def _check(batch: pa.RecordBatch) -> None:
 
 
 def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
-    """A mask: the rows that a rank may have written. Losses and the like may be anything, times may not."""
+    """A mask over rows that a rank may have written. Losses may have any value, times may not."""
     good = (columns["step"] >= 0) & (columns["rank"] == rank)
     for name in {"t", "asked", "t0", "t1"} & set(columns):
-        good &= np.abs(columns[name]) < LATEST  # nan is not
+        good &= np.abs(columns[name]) < LATEST  # False for NaN
     if kind == "spans":
         good &= (columns["nbytes"] >= 0) & (columns["nbytes"] < MOST) & (columns["t1"] >= columns["t0"])
     if kind == "marks":
@@ -134,7 +134,7 @@ def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
 
 
 def _column(chunked: pa.ChunkedArray) -> Any:
-    """One column as numpy: text with few distinct values as Coded."""
+    """Converts one column to numpy; text with few distinct values to Coded."""
     array = chunked.chunk(0)
     if not pa.types.is_dictionary(array.type):
         return array.to_numpy(zero_copy_only=False)

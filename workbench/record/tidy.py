@@ -1,4 +1,4 @@
-"""Gives the system back the memory that allocators keep of what was let go."""
+"""Gives memory back to the operating system that allocators keep after use."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import time
 
 import pyarrow as pa
 
-EVERY = 30.0  # seconds, of ranks
-OFTEN = 5.0  # of who reads the record: what a view needs for a moment grows with it
-TRIM, MMAP = -1, -3  # what mallopt calls its thresholds,
-MOST = 32 << 20  # bytes: and the most to which glibc itself raises the second one, the first to twice that
+EVERY = 30.0  # seconds, for ranks
+OFTEN = 5.0  # for readers of the record, because a view's temporary memory grows with the record
+TRIM, MMAP = -1, -3  # mallopt's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+MOST = 32 << 20  # bytes: glibc's own limit of the second; the limit of the first is twice that
 
 
 def give_back() -> None:
-    """Gives back all that is free: allocators keep it else, as much as a record itself and more."""
+    """Gives all free memory back. Allocators would keep as much as the record itself, or more."""
     pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError, OSError):  # glibc alone has it
+    with contextlib.suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back_own() -> None:
-    """Gives back what is free at the end of the stretch from which this thread has its memory.
+    """Gives back the free memory at the end of the arena of this thread.
 
-    malloc_trim leaves that where the thread is not the first (glibc 2.36): tens of MB for each that has needed them for
-    a moment. It goes when a block is freed while the threshold is low; then that is what glibc itself would come to.
+    Except in the first thread, malloc_trim keeps it (glibc 2.36): tens of MB per thread after one large use. A free
+    with a low threshold returns it. Afterwards the thresholds are glibc's own maxima.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         get, free = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", libc)), libc.free
         libc.mallopt(TRIM, 1 << 18)
-        free(ctypes.c_void_p(get(100_000)))  # of more than 64 kB, at which it looks
+        free(ctypes.c_void_p(get(100_000)))  # above 64 kB, so that free trims
         libc.mallopt(MMAP, MOST)
         libc.mallopt(TRIM, 2 * MOST)
 
 
 class Tidy:
-    """Does so again and again, where something goes on for hours: it takes a millisecond or two.
+    """Gives memory back from time to time, in a loop that runs for hours. Takes 1 to 2 ms.
 
-    own: also at the end of this thread's own stretch
+    own: also at the end of this thread's arena
     """
 
     def __init__(self, every: float = EVERY, *, own: bool = False) -> None:
@@ -47,7 +47,7 @@ class Tidy:
         self._at = time.monotonic()
 
     def due(self) -> None:
-        """Gives back, where that was not done for so long."""
+        """Gives memory back if the last time was more than `every` seconds ago."""
         if time.monotonic() - self._at > self.every:
             self._at = time.monotonic()
             give_back()

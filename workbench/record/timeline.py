@@ -1,7 +1,7 @@
-"""The record of a run: three append-only tables and nothing else.
+"""The record of a run: 3 append-only tables.
 
-A Span lasted, a Sample is a number at a time, a Mark happened. Only hosts write; everything else reads.
-Times are float seconds since the run began. Nothing here knows torch, files' places or pictures.
+A Span is an operation with a duration, a Sample is a number at a time, a Mark is an event. Times are float seconds
+since the run began. Only hosts write. Needs no torch and knows neither files nor charts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA = 1  # raised when a column changes its meaning
-MAPPED = 1 << 20  # bytes of a column from which on the system itself is asked for its memory
+SCHEMA = 1  # increases when a column changes its meaning
+MAPPED = 1 << 20  # bytes of a column from which it is mapped directly from the operating system
 
 
 class Span(NamedTuple):
-    """An operation that lasted. `asked` <= `t0` <= `t1`; `nbytes` is what this rank sent."""
+    """An operation with a duration. `asked` <= `t0` <= `t1`; `nbytes`: sent by this rank."""
 
     rank: int
     step: int
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened; `detail` is JSON text."""
+    """An event; `detail` is JSON text."""
 
     rank: int
     step: int
@@ -54,12 +54,12 @@ class Mark(NamedTuple):
 
 _TYPES: dict[Any, np.dtype[Any]] = {int: np.dtype("i8"), float: np.dtype("f8"), str: np.dtype("O")}
 _NARROW: dict[str, np.dtype[Any]] = {"rank": np.dtype("i2"), "step": np.dtype("i4")}
-_FEW = {"lane", "name"}  # text columns with few distinct values: kept as numbers and a word list
+_FEW = {"lane", "name"}  # text columns with few distinct values, stored as numbers and a word list
 KINDS: dict[str, type] = {"spans": Span, "samples": Sample, "marks": Mark}
 
 
 class Words:
-    """The distinct texts of a column, numbered in order of appearance; grows, never forgets."""
+    """The distinct texts of a column, numbered in order of appearance. It only grows."""
 
     def __init__(self) -> None:
         self._code: dict[str, int] = {}
@@ -79,11 +79,11 @@ class Words:
         return self._texts
 
     def code(self, text: str) -> int:
-        """The number of `text`, or -1 if it never appeared."""
+        """Returns the number of `text`, or -1 if it never appeared."""
         return self._code.get(text, -1)
 
     def encode(self, values: Coded | Iterable[str]) -> np.ndarray:
-        """`values` as numbers (int32); new words are numbered next."""
+        """Returns `values` as numbers (int32). New words get the next numbers."""
         if isinstance(values, Coded):
             known: np.ndarray = self.encode(values.words.texts)[values.codes] if len(values) else np.empty(0, "i4")
             return known
@@ -112,7 +112,7 @@ class Coded:
 
 
 class Rows:
-    """Some rows of a table, column by column: `rows.t0`, `rows.rank`; text columns are object arrays."""
+    """Some rows of a table by column: `rows.t0`, `rows.rank`. Text columns are object arrays."""
 
     def __init__(self, columns: Mapping[str, np.ndarray | Coded]) -> None:
         self._columns = columns
@@ -136,24 +136,24 @@ class Rows:
         return Rows({k: v[which] for k, v in self._columns.items()})
 
     def replaced(self, **columns: np.ndarray) -> Rows:
-        """The same rows with these columns in place of their own."""
+        """Returns the same rows with some columns replaced."""
         return Rows({**self._columns, **columns})
 
     def equal(self, name: str, text: str) -> np.ndarray:
-        """A mask: where column `name` holds `text`. Far quicker than comparing decoded text."""
+        """A mask of the rows with `text` in column `name`. Much faster than comparing decoded text."""
         column = self._columns[name]
         if isinstance(column, Coded):
             return np.asarray(column.codes == column.words.code(text))
         return np.array([v == text for v in column], bool)
 
     def phase(self, text: str) -> np.ndarray:
-        """A mask: the names that are `text` or go on after it: "backward", "backward 3.1" and "backward weights 3"."""
+        """A mask of names that begin with `text`: "backward", "backward 3.1", "backward weights 3"."""
         names = self.coded("name")
         alike = np.array([word == text or word.startswith(f"{text} ") for word in names.words.texts], bool)
         return alike[names.codes] if len(names) else np.zeros(0, bool)
 
     def coded(self, name: str) -> Coded:
-        """A text column as numbers into its word list, for grouping."""
+        """Returns a text column as numbers into its word list, for grouping."""
         column = self._columns[name]
         if isinstance(column, Coded):
             return column
@@ -162,9 +162,9 @@ class Rows:
 
 
 def _room(n: int, of: np.dtype[Any]) -> np.ndarray:
-    """Room for `n` values. What is not written takes no memory, and a large one that is given up goes to the system.
+    """Allocates `n` values. A large array is mapped, to occupy memory only while in use.
 
-    Else malloc keeps of columns that were outgrown as much as a tenth of the record.
+    Otherwise malloc keeps up to 10 % of the record from outgrown columns.
     """
     if of == np.dtype("O") or n * of.itemsize < MAPPED:
         return np.empty(n, of)
@@ -172,7 +172,7 @@ def _room(n: int, of: np.dtype[Any]) -> np.ndarray:
 
 
 class Table:
-    """An append-only table of one kind. Appending and reading may happen on different threads.
+    """An append-only table of one kind. One thread may append while another reads.
 
     >>> table = Table("samples")
     >>> table.add([Sample(0, 1, "loss", 0.5, 5.4), Sample(1, 1, "loss", 0.6, 5.6)])
@@ -193,7 +193,7 @@ class Table:
         return self._n
 
     def extend(self, columns: Mapping[str, Any]) -> None:
-        """Appends columns of equal length (arrays, or sequences of values; text also as Coded)."""
+        """Appends columns of equal length (arrays or sequences of values; text also as Coded)."""
         n = len(columns[next(iter(self.types))])
         for k, have in self._columns.items():
             if len(columns[k]) != n:
@@ -206,9 +206,9 @@ class Table:
         self._n += n
 
     def gather(self, pieces: Sequence[Mapping[str, Any]], by: str) -> None:
-        """Puts the rows of all `pieces` into the empty table, sorted by column `by`; each piece is columns of arrays.
+        """Fills the empty table with all `pieces` (arrays by column), sorted by column `by`.
 
-        Memory that is touched for the first time costs more than what is copied: columns pass through one stretch.
+        Touching new memory costs more than copying, so all columns pass through one buffer.
         """
         count = sum(len(piece[by]) for piece in pieces)
         stretch = np.empty(count, "i8")
@@ -220,7 +220,7 @@ class Table:
         self._n = count
 
     def _together(self, pieces: Sequence[Mapping[str, Any]], name: str, stretch: np.ndarray) -> np.ndarray:
-        """Column `name` of all `pieces`, one after the other: in `stretch`, but for objects."""
+        """Concatenates column `name` of all `pieces`, in the buffer `stretch` unless of objects."""
         kind, count = self._columns[name].dtype, len(stretch)
         out = np.empty(count, kind) if kind == "O" else stretch.view(kind)[:count]
         end = 0
@@ -241,13 +241,13 @@ class Table:
             self.extend(columns_of(self.kind, rows))
 
     def rows(self, start: int = 0, stop: int | None = None) -> Rows:
-        """Rows [start, stop) as views; `rows(cursor)` is what came since `len(table)` was `cursor`."""
+        """Returns rows [start, stop) as views; `rows(cursor)`: all since `len(table)` was `cursor`."""
         stop = self._n if stop is None else min(stop, self._n)
         cut = {k: v[start:stop] for k, v in self._columns.items()}
         return Rows({k: Coded(v, self.words[k]) if k in self.words else v for k, v in cut.items()})
 
     def frame(self) -> pd.DataFrame:
-        """The whole table as a pandas frame; text columns with few distinct values are categorical."""
+        """Returns the table as a pandas frame. Columns of few distinct texts are categorical."""
         import pandas as pd
 
         rows, columns = self.rows(), {}
@@ -261,13 +261,13 @@ class Table:
 
 
 def columns_of(kind: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """Tuples of one kind turned into columns."""
+    """Converts tuples of one kind to columns."""
     names = KINDS[kind]._fields  # type: ignore[attr-defined]
     return {k: list(column) for k, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 class Timeline:
-    """The three tables of a run."""
+    """The 3 tables of a run."""
 
     def __init__(self) -> None:
         self.spans = Table("spans")
