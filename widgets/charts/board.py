@@ -1,12 +1,12 @@
-"""Board: the one widget that shows all charts of a run, live or recorded, and is fed only what is new.
+"""The widget that shows all charts of a run, live or recorded. Only new rows are sent.
 
     board = Board(run)                 # or Board() and board.show(run) later
     refresh = Refresh(board); refresh.start()
 
-The page greets when it shows the board and acknowledges what it drew; nothing is sent while no page
-shows it, and at most one message is under way, so a slow browser never builds up a backlog. A page that greets
-(the first time, or after a reload) gets the run from its first step. plotly.js is no part of the widget's state:
-a page that lacks it asks once. Charts are found in `widgets/views`; nothing here knows what any of them shows.
+The page sends "hello" when it shows the board and acknowledges each message that it has drawn. The board sends only
+while a page shows it, and at most one message is unacknowledged, so a slow browser has no backlog. After "hello" (also
+after a reload), the page gets the run from its first step. plotly.js is not in the widget's state: a page without it
+requests it once. The board finds charts in `widgets/views` and knows none of them by name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from widgets.static import read_static
 from widgets.views._base import Setter, View
 from workbench.record.tidy import OFTEN, Tidy
 
-_ELSEWHERE = 600.0  # seconds that a person may look at something else and still be said to watch
-_SILENCE = 6.0  # seconds after which a page that said nothing counts as gone
-_PATIENCE = 3.0  # seconds after which an unacknowledged message no longer holds up the next
+_ELSEWHERE = 600.0  # seconds without a page during which a person still counts as watching
+_SILENCE = 6.0  # seconds of silence after which a page counts as gone
+_PATIENCE = 3.0  # seconds after which an unacknowledged message no longer delays the next
 PAGE_JS = read_static("hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
 PAGE_CSS = read_static("board.css")
 
@@ -41,17 +41,16 @@ def plotly_js() -> bytes:
 
 
 class Board(anywidget.AnyWidget):
-    """All charts of one run as a DOM widget: place it in any ipywidgets layout, it takes the whole width.
+    """All charts of one run as a DOM widget. It takes the whole width of any ipywidgets layout.
 
     run:    the Run to show (live or recorded), or None until `show` is called
-    views:  the View classes to show; None takes every view found in `widgets/views`
-    setter: sets a knob of the lab whose run it is (path, value), for views that offer it; None: nothing can be set
+    views:  the View classes to show; None: every view in `widgets/views`
+    setter: sets a knob of the run's lab (path, value), for views that offer it; None: no setting
+    looks:  choices on a page: `tables` (open ones), `rank` (with highlighted curves), `pin` (a box of the timeline),
+            `theme` ("light", "dark"; none: the page's own)
 
-    `looks` is what a person has opened and chosen on a page: `tables` (names of views), `rank` (whose curves are set
-    off), `pin` (a box of the timeline), `theme` ("light", "dark"; none: the page's own).
-
-    A live run needs a `Refresh`, which calls `tick`. Without one the board only answers its page's messages,
-    which is enough for a recorded run.
+    A live run needs a `Refresh`, which calls `tick`. Without one the board only answers its page's messages, which is
+    enough for a recorded run.
     """
 
     _esm = PAGE_JS
@@ -64,14 +63,14 @@ class Board(anywidget.AnyWidget):
         self._kinds = views
         self._setter = setter
         self._run = run
-        self.window: dict[str, Any] = {}  # which steps a person asked for: {"at": the first, "steps": how many}
-        self._feed: Feed | None = None  # None: the pages do not know this run's charts yet
-        self._pages: dict[str, float] = {}  # page -> when it was last heard of
+        self.window: dict[str, Any] = {}  # the steps that a person chose: {"at": the first, "steps": number of steps}
+        self._feed: Feed | None = None  # None: the pages lack this run's charts
+        self._pages: dict[str, float] = {}  # page -> time of its last message
         self._waiting: set[str] = set()  # pages that have not acknowledged the last message
-        self._heard = float("-inf")  # when a page was heard of last
+        self._heard = float("-inf")  # time of the last message of any page
         self._number, self._sent_at = 0, 0.0
-        self._tables: dict[str, float] = {}  # tables shown -> when last sent
-        self.woken = threading.Event()  # set when a page was heard: a Refresh may send earlier
+        self._tables: dict[str, float] = {}  # open tables -> when last sent
+        self.woken = threading.Event()  # set after a page's message, so that a Refresh may send earlier
         self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the thread that ticks
         self.refreshing = False
         super().__init__(**more)
@@ -79,11 +78,11 @@ class Board(anywidget.AnyWidget):
 
     @property
     def run(self) -> Any:
-        """The run that is shown, or None."""
+        """The shown run, or None."""
         return self._run
 
     def show(self, run: Any) -> None:
-        """Shows another run from its first step (None: what is shown stays); the same run again changes nothing."""
+        """Shows another run from its first step. With None, the pages keep the present charts."""
         with self._lock:
             if run is self._run:
                 return
@@ -91,18 +90,18 @@ class Board(anywidget.AnyWidget):
             self.window.pop("at", None)
             self._waiting.clear()
         if self.looks.get("pin"):
-            self.looks = {**self.looks, "pin": None}  # a box of the run before
+            self.looks = {**self.looks, "pin": None}  # a box of the previous run
         self._answer()
 
     def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
-        """Shows what `looks` and `window` say, from the first step on."""
+        """Applies `looks` and `window` and sends the run from its first step."""
         with self._lock:
             self.looks, self.window, self._feed = looks, window, None
             self._waiting.clear()
         self._answer()
 
     def renew(self) -> None:
-        """Draws the run anew, from its first step: what is set beside it is another."""
+        """Draws the run again from its first step, after the run next to it has changed."""
         with self._lock:
             self._feed = None
             self._waiting.clear()
@@ -110,7 +109,7 @@ class Board(anywidget.AnyWidget):
 
     @property
     def shown(self) -> bool:
-        """True while some page shows this board."""
+        """Whether a page shows this board."""
         limit = time.monotonic() - _SILENCE
         with self._lock:
             self._pages = {page: at for page, at in self._pages.items() if at > limit}
@@ -118,11 +117,11 @@ class Board(anywidget.AnyWidget):
 
     @property
     def watched(self) -> bool:
-        """True while a page shows this board, and for some minutes after: a person looks elsewhere now and then."""
+        """Whether a page shows this board, or did in the last 10 minutes."""
         return self.shown or time.monotonic() - self._heard < _ELSEWHERE
 
     def tick(self) -> bool:
-        """Sends what is new, if a page shows the board and has drawn what it was sent; True if it sent."""
+        """Sends new rows if a page is ready for them. Returns whether it sent."""
         self._tidy.due()
         with self._lock:
             if not self.shown or self._run is None or self._busy:
@@ -142,12 +141,12 @@ class Board(anywidget.AnyWidget):
         return True
 
     def complain(self, text: str) -> None:
-        """Tells the pages that a chart cannot be drawn; training is not touched by it."""
+        """Reports to the pages that a chart cannot be drawn. Training is not affected."""
         self.send({"kind": "trouble", "trouble": text})
 
     @property
     def _busy(self) -> bool:
-        """A page still draws what it was sent last."""
+        """Whether a page still draws the last message."""
         return bool(self._waiting & set(self._pages)) and time.monotonic() - self._sent_at < _PATIENCE
 
     def _due_tables(self) -> dict[str, Any]:
@@ -162,7 +161,7 @@ class Board(anywidget.AnyWidget):
         with self._lock:
             self._pages[page] = self._heard = time.monotonic()
             if said.get("kind") in ("hello", "here"):
-                self.send({"kind": "alive"})  # its silence would tell that the kernel is gone
+                self.send({"kind": "alive"})  # without an answer, the page would assume that the kernel is gone
             match said.get("kind"):
                 case "hello":
                     self._feed = None
@@ -192,7 +191,7 @@ class Board(anywidget.AnyWidget):
             self.send({"kind": "tables", "tables": {name: self._feed.table(name)}})
 
     def _answer(self) -> None:
-        """Lets the Refresh send at once; without one, sends here."""
+        """Lets the Refresh send at once. Without a Refresh, sends here."""
         self.woken.set()
         if not self.refreshing:
             self.tick()

@@ -1,7 +1,7 @@
-"""Spans as boxes on the timeline: which kind each is, which lane it lies in, how it looks.
+"""Converts spans to boxes on the timeline, each with a kind, a lane and a look.
 
-All boxes of a kind are one closed outline with gaps (one plotly trace), so a thousand cost little more than one.
-A collective becomes two boxes: waiting for the last rank to arrive, then transferring.
+All boxes of a kind form one closed outline with gaps (one plotly trace), so 1,000 boxes cost little more than one. A
+collective becomes 2 boxes: the wait for the last rank, then the transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BROWN = "#8A5A00"
 
 
 class Kind(NamedTuple):
-    """A kind of box: its place in a rank's row (rows are 1 apart, downwards) and its looks."""
+    """A kind of box: its place in a rank's row (rows are 1 apart, downwards) and its look."""
 
     key: str
     legend: str
@@ -30,12 +30,12 @@ class Kind(NamedTuple):
     bottom: float
     fill: str
     pattern: str = ""
-    text: str = ""  # colour of the names written into boxes; none are if empty
+    text: str = ""  # colour of names inside boxes; empty: no names
     listed: bool = True
-    edge: str = theme.PAPER  # of a solid box; darker than a light fill, so that it stands out on white
+    edge: str = theme.PAPER  # of a solid box; darker than a light fill, to be visible on white
 
     def trace(self) -> go.Scatter:
-        """An empty trace; the page makes outlines of its boxes (`meta.lane`)."""
+        """An empty trace. The page makes the outlines of its boxes (`meta.lane`)."""
         pattern = {"shape": self.pattern, "fgcolor": self.fill, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.45}
         return go.Scatter(
             x=[], y=[], mode="lines", fill="toself", fillcolor=self.fill, fillpattern=pattern if self.pattern else None,
@@ -63,17 +63,18 @@ KINDS = (
     Kind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
     Kind("path", "critical path", -0.06, 0.0, theme.INK, edge=theme.INK),
 )
-STAGES = " in stage "  # how a message between stages of a pipeline is called
-SENDING = ("transfer", "odd", "measuring", "port", "offload")  # the kinds of boxes that bytes belong to
+STAGES = " in stage "  # part of the name of a message between pipeline stages
+SENDING = ("transfer", "odd", "measuring", "port", "offload")  # kinds of boxes that have bytes
 _NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
 _LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
           "measuring": "measuring", "offload": "offload"}  # fmt: skip
 
 
 class Boxes(NamedTuple):
-    """Columns per trace and the names that `code` counts.
+    """The boxes as columns per trace and the names that `code` refers to.
 
-    x0, x1, rank, row, code, step, asked and, of what sends, nbytes and mbit (Mbit/s, as the table has it; 0: nothing)
+    Each trace has x0, x1, rank, row, code, step and asked. Kinds that send also have nbytes and mbit (Mbit/s as in the
+    table; 0: no data).
     """
 
     traces: dict[int, Columns]
@@ -83,10 +84,11 @@ class Boxes(NamedTuple):
 def boxes_of(
     rows: Rows, index: np.ndarray, last_arrival: np.ndarray, limit: int, dense: np.ndarray | None = None
 ) -> Boxes:
-    """The boxes of `rows`, at most `limit`; `index` is each row's number in the table of spans.
+    """Returns the boxes of `rows`, at most `limit` per kind.
 
-    last_arrival: (n,) when the last rank arrived at the collective a row belongs to; NaN for other rows
-    dense: (n,) mask, the rows of steps in which nothing is compressed; what a codec's lane does there is no compressing
+    index: (n,) each row's number in the table of spans
+    last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
+    dense: (n,) mask of rows in steps without compression; spans of lane "codec" are then no compression
     """
     kinds, names = _kinds(rows), _Names(rows)
     if dense is not None:
@@ -106,7 +108,7 @@ def boxes_of(
 
 
 def add_path(found: Boxes, path: list[Piece], rank: np.ndarray, row: int) -> None:
-    """Marks the critical path between the lanes; `rank` says in whose row each piece lies, `row` is one that is drawn.
+    """Adds the critical path. rank: the row for each piece; row: any drawn span
 
     >>> boxes = Boxes({}, ["forward"])
     >>> add_path(boxes, [Piece(3, -1, "network", 1.0, 2.0)], np.array([1]), 7)
@@ -144,7 +146,7 @@ def _kinds(rows: Rows) -> np.ndarray:
 
 
 def _between_stages(rows: Rows) -> np.ndarray:
-    """Which rows are called after a message from one stage of a pipeline to another."""
+    """A mask of rows named after a message between pipeline stages."""
     names = rows.coded("name")
     found = np.array([STAGES in text for text in names.words.texts], bool)
     return found[names.codes]
@@ -156,7 +158,7 @@ def _odd(name: str) -> bool:
 
 
 class _Names:
-    """The names on show, numbered in order of appearance."""
+    """The shown names, numbered in order of appearance."""
 
     def __init__(self, rows: Rows) -> None:
         self._coded = rows.coded("name")

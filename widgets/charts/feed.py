@@ -1,6 +1,6 @@
-"""Feed: a run as messages for the page that draws it: the charts' specs once, then only what is new.
+"""Converts a run to messages for the page: first the charts' specs, then only new rows.
 
-The live board and the self-contained report say the same words to the same page. Knows no widget and no clock.
+The live board and the self-contained report send the same messages. A Feed knows neither widgets nor clocks.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from widgets.views import all_views
 from widgets.views._base import Patch, Setter, View
 from workbench.settings.said import said
 
-Message = tuple[dict[str, Any], list[bytes]]  # what is said, and its binary buffers
+Message = tuple[dict[str, Any], list[bytes]]  # the content, and its binary buffers
 
 
 class Feed:
-    """One run as messages, from its first row on. Views keep their place in the record here."""
+    """One run as messages, from its first row. Views keep their positions in the record."""
 
     def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None, setter: Setter | None = None) -> None:
         self.run = run
-        self._plays = kinds is None  # a board of some charts only is part of something else
-        self.key = uuid.uuid4().hex  # a page that knows another key has to greet again
+        self._plays = kinds is None  # a board with selected charts is part of another widget and does not play
+        self.key = uuid.uuid4().hex  # a page with another key must send "hello" again
         self._setter = setter
         self.views = [self._made(kind) for kind in (all_views().values() if kinds is None else kinds)]
-        self.troubles: list[str] = []  # what went wrong, once each
+        self.troubles: list[str] = []  # each error once
         self._marks: list[ChangeMark] = []
-        self._hushed: dict[str, str] = {}  # views that are silent now, and what stands in their place
+        self._hushed: dict[str, str] = {}  # muted views, and the sentence shown instead
 
     def everything(self) -> Message:
-        """The charts' specs and the run so far."""
+        """Returns the charts' specs and the run so far."""
         specs = [_spec(view, self.run) for view in self.views]
         content, buffers = self.news() or ({"views": {}}, [])
         return {**content, "kind": "open", "run": self.key, "specs": specs, "film": self._film()}, buffers
 
     def _film(self) -> dict[str, Any] | None:
-        """What the page plays the run from; None while it is live, or a riddle, whose settings tell."""
+        """Returns the data to play the run. None for a live run, or to keep a riddle's secret."""
         try:
             return None if self.run.secret or not self._plays else film(self.run)
-        except Exception as error:  # a record that cannot be played is still to be seen
+        except Exception as error:  # a record that cannot be played can still be shown
             self.troubles.append(f"The run cannot be played: {said(error)}")
             return None
 
     def news(self) -> Message | None:
-        """What is new in each view since it was last asked; None if nothing is."""
+        """Returns the new rows of each view since the last call. None if there are none."""
         patches, trouble = self._patches()
         marks = all_marks(self.run)
         if not patches and not trouble and marks == self._marks:
@@ -61,7 +61,7 @@ class Feed:
         return content, buffers
 
     def _patches(self) -> tuple[dict[str, Patch], str]:
-        """What is new in each view, and what failed: one bad chart must not take the others with it."""
+        """Returns each view's patch and the failures. A failing chart does not affect other charts."""
         patches, trouble = {}, []
         for view in self.views:
             try:
@@ -80,13 +80,13 @@ class Feed:
         return view
 
     def _hush(self, view: View) -> Patch:
-        """In place of what a view would tell of a riddle: its sentence, once."""
+        """Returns the riddle's sentence in place of a view, once."""
         said = self._hushed.get(view.name)
         self._hushed[view.name] = self.run.secret
         return Patch() if said == self.run.secret else Patch(html=f'<p class="wb-empty">{escape(self.run.secret)}</p>')
 
     def _told(self, view: View) -> View:
-        """The view itself; one that was silent begins anew, so that it tells all."""
+        """Returns the view. A view that was muted is created again, so that it sends all its rows."""
         if self._hushed.pop(view.name, None) is None:
             return view
         at = self.views.index(view)
@@ -94,7 +94,7 @@ class Feed:
         return self.views[at]
 
     def message(self, patches: dict[str, Patch]) -> Message:
-        """Patches by view name as one message."""
+        """Packs patches by view name into one message."""
         packing = Packing()
         views = {name: packing.patch(patch) for name, patch in patches.items()}
         content = {"kind": "tick", "run": self.key, "views": views, "epoch": self.run.epoch}
@@ -104,7 +104,7 @@ class Feed:
         return next((view for view in self.views if view.name == name), None)
 
     def table(self, name: str) -> dict[str, Any]:
-        """A view's data table; empty if it has none, or would tell of a riddle."""
+        """Returns a view's data table. Empty if it has none, or if it would reveal a riddle."""
         view = self.view(name)
         if view and view.tells and self.run.secret:
             return {}
@@ -113,11 +113,11 @@ class Feed:
 
 
 def _spec(view: View, run: Any) -> dict[str, Any]:
-    """What the page must know of a view before any row of it."""
+    """Returns a view's spec, which the page needs before any row."""
     figure = view.figure(run)
     said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken", "quiet")
     return {
         **{k: getattr(view, k) for k in said},
         "figure": None if figure is None else json.loads(figure.to_json()),
-        "table": type(view).table is not View.table,  # not by making one: of a long run that takes as long as the chart
+        "table": type(view).table is not View.table,  # for a long run, a table takes as long as the chart
     }

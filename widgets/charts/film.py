@@ -1,6 +1,6 @@
-"""What the page must know to play a recorded run: when each step ended, and which settings were in force when.
+"""The data to play a recorded run: the end of each step and the settings in force.
 
-The page lets time pass by itself (player.js): curves grow, marks appear, the timeline shows the step of that moment.
+The page advances time itself (player.js): curves grow, marks appear and the timeline shows the current step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from workbench.analysis import stretches
 from workbench.analysis.steps.settings import with_value
 from workbench.settings import in_words
 
-POINTS = 600  # steps whose ends are told; others lie between
-ELSE = "something else"  # what no setting is
+POINTS = 600  # steps to send; the page interpolates between them
+ELSE = "something else"  # a value that no setting has
 ALWAYS = ("strategy", "compressor", "partition", "optimizer", "policy", "lr", "batch", "bucket_mb")
 
 
 def film(run: Any) -> dict[str, Any] | None:
-    """`steps`: [seconds, step] when steps ended everywhere; `settings`: [seconds, step, [[name, words, since], ...]].
+    """Returns `steps` ([seconds, step] of each end on all ranks) and `settings` (`history`).
 
-    `since` is the step from which a setting has been what it is, null where it was so from the beginning. None for a
-    run that is live, or has no two steps.
+    None for a live run, or one with fewer than 2 steps.
     """
     rows = run.timeline.spans.rows()
     rows = rows[rows.equal("lane", "step")] if len(rows) else rows
@@ -38,14 +37,18 @@ def film(run: Any) -> dict[str, Any] | None:
 
 
 def history(run: Any) -> list[list[Any]]:
-    """The settings that a person looks at first, and those that were ever changed, stretch by stretch."""
+    """Returns [seconds, step, [[name, words, since], ...]] for each stretch between changes.
+
+    Lists the most important settings and settings that ever changed. `since` is the step of a setting's last change, or
+    null.
+    """
     at = {step: t for step, t, _ in reversed(run.details("change"))}
     every = stretches(run)
     settings = [_opened(s.settings) for s in every]
     shown = [name for name in settings[0] if name in ALWAYS or any(
         s.get(name) != settings[0][name] for s in settings)]  # fmt: skip
     since: dict[str, int | None] = dict.fromkeys(shown)
-    inner: dict[str, list[Any]] = {}  # of members whose knobs are not in the record
+    inner: dict[str, list[Any]] = {}  # changes of knobs that the record's settings lack
     out: list[list[Any]] = []
     for number, stretch in enumerate(every):
         for name in shown if number else ():
@@ -61,7 +64,7 @@ def history(run: Any) -> list[list[Any]]:
 
 
 def _opened(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the fabric's knobs one by one, by the paths that they are set by: as a whole it fills a phone."""
+    """Lists the fabric's knobs one by one, because the whole fabric is too wide for a phone."""
     out = {name: value for name, value in settings.items() if name != "fabric"}
     for name, value in _knobs(settings.get("fabric")).items():
         link = {f"link.{inner}": v for inner, v in _knobs(value).items()} if name == "link" else {}
@@ -70,6 +73,6 @@ def _opened(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _knobs(plain: Any) -> dict[str, Any]:
-    """The knobs of a member that is written as {name: knobs}; none of what is written otherwise."""
+    """Returns the knobs of a member in the form {name: knobs}. Empty for any other value."""
     (knobs,) = plain.values() if isinstance(plain, dict) and len(plain) == 1 else ({},)
     return knobs if isinstance(knobs, dict) else {}

@@ -1,4 +1,4 @@
-"""The changes of a run as the vertical marks of its charts: number, label, step and time."""
+"""The changes of a run as vertical marks in its charts: number, label, step and time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from workbench.settings import AND, each
 
-EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marks of the record that are drawn beside changes
+EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marks to show in addition to changes
 SIGN = "!"  # in place of a number
 
 
 class ChangeMark(NamedTuple):
-    """One applied change: `step` is the first it acted on, `t` the time it was applied. Or what befell the ranks."""
+    """An applied change, or an event of ranks. step: the first affected step; t: when applied"""
 
     number: int | str
     label: str
@@ -20,19 +20,19 @@ class ChangeMark(NamedTuple):
 
 
 def change_marks(run: Any) -> list[ChangeMark]:
-    """The changes of a run in order of time, numbered from 1."""
+    """Returns the changes of a run in order of time, numbered from 1."""
     return [ChangeMark(n, label(detail), step, t) for n, (step, t, detail) in enumerate(run.details("change"), start=1)]
 
 
 def all_marks(run: Any) -> list[ChangeMark]:
-    """The changes of a run, and what befell its ranks, in order of time."""
+    """Returns the changes of a run and the events of its ranks, in order of time."""
     events = [ChangeMark(SIGN, befell(name, detail), step, t) for name in EVENTS
               for step, t, detail in run.details(name) if befell(name, detail)]  # fmt: skip
     return sorted([*change_marks(run), *events], key=lambda mark: mark.t)
 
 
 def befell(name: str, detail: dict[str, Any]) -> str:
-    """What befell ranks, in a few characters; "" for nothing that is to be drawn.
+    """Describes an event of ranks in a few characters. "" if charts do not show it.
 
     >>> befell("hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"})
     'rank 2 hangs'
@@ -63,7 +63,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def label(detail: dict[str, Any]) -> str:
-    """A change in a few characters: `LocalSGD(every=8)`, `density = 0.01`; and who decided it, where no person did.
+    """Describes a change in a few characters, with the policy that decided it, if any.
 
     >>> label({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
     'LocalSGD(every=8)'
@@ -93,18 +93,18 @@ def label(detail: dict[str, Any]) -> str:
 
 
 def _nested(value: dict[str, Any]) -> list[str]:
-    """The names of a partition and of what it spreads further, but for what computes a layer as it is."""
+    """Returns the names of a partition and its nested partitions, except Whole."""
     ((name, knobs),) = value.items()
     inner = _nested(knobs["of"]) if isinstance(knobs.get("of"), dict) else []
     return [name, *(one for one in inner if one != "Whole")]
 
 
 def short(value: Any) -> str:
-    """A settings value as JSON, the way a person would type it."""
+    """Writes a settings value as a person would type it."""
     if isinstance(value, dict) and len(value) == 1:
         ((name, knobs),) = value.items()
         if isinstance(knobs, dict):
-            if set(knobs) == {"of"}:  # a wrapper that every biased compressor has
+            if set(knobs) == {"of"}:  # every biased compressor has a wrapper
                 return short(knobs["of"])
             if "of" in knobs:
                 return f"{short(knobs['of'])} + {name}"

@@ -1,7 +1,7 @@
-"""Plotly figures painted by matplotlib, where no browser is: the few kinds of traces that our views have, and no more.
+"""Paints the figures of our views with matplotlib, for pictures without a browser.
 
-The live charts and the picture have one source, the figure of a view with its data in it (`views._base.drawn`), so
-colours, axes and units cannot differ. Nothing here knows a run or a view.
+The live charts and the picture have one source, the figure of a view with its data (`views._base.drawn`). So colours,
+axes and units are the same. This module knows neither runs nor views.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1, 2)),
 
 
 def colour(value: Any) -> str:
-    """A colour as matplotlib takes it; stand-ins become the colours of a light page."""
+    """Returns a colour for matplotlib. Stand-ins become the colours of a light page."""
     return STANDINS.get(str(value), str(value))
 
 
 def paint(axes: Axes, figure: Any, panel: str = "x") -> list[Any]:
-    """Paints the traces of one panel ("x", "x2", ...) of `figure`, and its axes; returns what a legend may list."""
+    """Paints one panel ("x", "x2", ...) of `figure`. Returns entries for a legend."""
     listed = []
     for trace in figure.data:
         if (trace.xaxis or "x") != panel or trace.x is None or not len(trace.x):
@@ -55,17 +55,17 @@ def _line(axes: Axes, trace: Any) -> Any:
 
 
 def _boxes(axes: Axes, trace: Any) -> Any:
-    """Closed outlines with gaps between them, as `views._base.drawn` makes them: six points per box."""
+    """Paints closed outlines with gaps from `views._base.drawn`, 6 points per box."""
     x, y = (np.asarray(v, float).reshape(-1, 6)[:, :4] for v in (trace.x, trace.y))
     look = _look(trace.fillpattern.shape if trace.fillpattern else "", trace.fillcolor)
     look |= {"linewidth": 0.5} if look.get("hatch") else {"linewidth": 0.5, "edgecolor": colour(trace.line.color)}
-    corners: Any = np.stack([x, y], axis=2)  # (boxes, 4, 2): drawn at once, though the stub asks for a list of boxes
+    corners: Any = np.stack([x, y], axis=2)  # (boxes, 4, 2) in one array, although the type stub wants a list of boxes
     axes.add_collection(PolyCollection(corners, **look), autolim=False)
     return Patch(label=trace.name, **look)
 
 
 def _bars(axes: Axes, trace: Any) -> Any:
-    """One part of each stacked bar; the parts below are what the axes hold already."""
+    """Paints one part of each stacked bar, on top of the parts in the axes."""
     left = np.zeros(len(trace.x))
     for other in axes.containers:
         left += [bar.get_width() for bar in other]
@@ -80,7 +80,7 @@ def _look(shape: str | None, fill: Any) -> dict[str, Any]:
 
 
 def _dress(axes: Axes, layout: Any, panel: str) -> None:
-    """Titles, ranges, ticks and grid of the panel, as the layout has them."""
+    """Sets titles, ranges, ticks and grid of the panel from the layout."""
     x, y = layout["xaxis" + panel[1:]], layout["yaxis" + panel[1:]]
     axes.set_xlabel(x.title.text or "")
     axes.set_ylabel(y.title.text or "")

@@ -1,7 +1,6 @@
-"""A run as one still picture (PNG): what stays in a saved notebook, on GitHub and under nbconvert.
+"""Draws a run as one still picture (PNG), for saved notebooks, GitHub and nbconvert.
 
-Drawn in the kernel from the same views that the live charts show; needs no browser. A reader without a kernel sees what
-the last steps looked like, how the loss went, and which changes were made when.
+The kernel draws the live charts' views, without a browser: the last steps, the loss and the changes.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from widgets.views.timeline import Timeline
 from workbench.analysis import last_steps, stands_for
 
 WIDTH = 10.0  # inches
-DPI = (100, 72, 50, 36)  # the first at which the file is small enough
+DPI = (100, 72, 50, 36)  # the first that gives a small enough file is used
 LARGEST = 300_000  # bytes
-LISTED = 12  # changes that are named below the charts
-MOST = 32  # ranks that the charts show: more would be too fine to read, and take a minute to draw
-ROOM = 0.06  # of an axis that a number takes
-_one = threading.Lock()  # matplotlib's text is not safe on two threads at once
+LISTED = 12  # changes to list below the charts
+MOST = 32  # ranks to show; more would be too fine to read, and take a minute to draw
+ROOM = 0.06  # share of an axis that a number takes
+_one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
 
 def png(run: Any) -> bytes:
-    """The picture of a run, under 300 kB; width 1000 px."""
-    with _one, matplotlib.style.context("default"):  # a dark style, or TeX, would be drawn onto our white page
+    """Returns the picture of a run, under 300 kB, up to 1000 px wide."""
+    with _one, matplotlib.style.context("default"):  # the user's dark style or TeX must not apply
         figure = painted(run)
         for dpi in DPI:
             file = io.BytesIO()
@@ -48,14 +47,14 @@ def png(run: Any) -> bytes:
 
 
 def about(run: Any) -> str:
-    """What the picture shows, for those who cannot see it."""
+    """Describes the picture in words, for readers who cannot see it."""
     changes = "; ".join(_named(mark) for mark in change_marks(run)[-LISTED:])
     shown = "its last steps on each rank, its loss, where its time goes, its bytes per step"
     return f"{_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
 
 
 def painted(run: Any) -> Figure:
-    """The picture, not yet of pixels: what `png` saves."""
+    """Returns the picture as a figure."""
     ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
     tall = 0.75 + min(0.4 * ranks, 6.0)
     below = [_named(mark) for mark in marks[-LISTED:]]
@@ -77,7 +76,7 @@ def painted(run: Any) -> Figure:
 
 
 def _row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, tuple[str, ...]]]) -> None:
-    """Views side by side, each with its title and legend; one with several panels shares its y axis."""
+    """Draws views side by side with titles and legends. A view's panels share the y axis."""
     parts = place.subfigures(1, len(views)) if len(views) > 1 else [place]
     for part, (view, panels) in zip(parts, views, strict=True):
         view.most = MOST
@@ -97,7 +96,7 @@ def _row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, 
 
 
 def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
-    """A dotted line with its number at each change; numbers that would lie on each other are one range."""
+    """Draws a numbered dotted line at each change. Overlapping numbers become a range."""
     if column is None:
         return
     low, high = sorted(axes.get_xlim())

@@ -1,4 +1,4 @@
-"""Refresh: the one timer of a dashboard. It sends; it never prints, displays or computes."""
+"""The timer of a dashboard. It only sends: it never prints, displays or computes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from workbench.settings.said import said
 
 
 class Refresh:
-    """Ticks a board at most `hz` times a second on a thread of its own, as long as a page shows it.
+    """Ticks a board at most `hz` times a second on its own thread, while a page shows it.
 
-    also: functions called on the same thread, as often (they may set widget traits, nothing else).
-    A page that is away costs nothing: the thread sleeps until the page is heard of again.
+    also: functions to call on the same thread, as often; they may only set widget traits
+
+    Without a page the thread sleeps until a page sends a message.
     """
 
     def __init__(self, board: Board, *also: Callable[[], None], hz: float = 6.0) -> None:
         self.board = board
         self.also = also
         self.period = 1.0 / hz
-        self.errors: list[str] = []  # what went wrong, once each; also shown on the page
+        self.errors: list[str] = []  # each error once; also shown on the page
         self._also_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the timer; does nothing if it runs."""
+        """Starts the timer unless it runs."""
         if self._thread is None or not self._thread.is_alive():
             self._stop.clear()
             self.board.refreshing = True
@@ -35,7 +36,7 @@ class Refresh:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stops the timer; the board then only answers its page."""
+        """Stops the timer. The board then only answers its page."""
         self._stop.set()
         self.board.woken.set()
         self.board.refreshing = False
@@ -50,7 +51,7 @@ class Refresh:
             self.board.woken.clear()
             if self._tick():
                 due = max(due + self.period, time.monotonic() + 0.5 * self.period)
-            else:  # nothing is new, or the page still draws: look again soon, or when it is heard of
+            else:  # no news, or the page still draws: looks again soon, or after a page's message
                 self.board.woken.wait(0.5 * self.period if self.board.shown else 1.0)
 
     def _tick(self) -> bool:

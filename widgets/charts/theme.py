@@ -1,8 +1,8 @@
-"""Colours, hatches and plain layouts shared by all charts; knows no run and no browser.
+"""Colours, hatches and plain layouts of all charts.
 
-Colours that must follow the page (light or dark) are written as the stand-ins INK, MUTED, FAINT, GRID and PAPER:
-valid near-black and near-white colours which the page replaces by its own when it draws.
-The rest is Okabe and Ito's palette, and never the only thing that tells two categories apart.
+Colours that follow the page (light or dark) are the stand-ins INK, MUTED, FAINT, GRID and PAPER: valid near-black and
+near-white colours, which the page replaces. All other colours are Okabe and Ito's palette. Colour is never the only
+difference between 2 categories.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", 
 
 
 def rank_line(rank: int, width: float = 1.5) -> dict[str, Any]:
-    """A line for a rank: colour and dash together are its own up to 64 ranks."""
+    """A line for a rank. Colour and dash together are unique up to 64 ranks."""
     n = len(_RANK_COLOURS)
     return {"color": _RANK_COLOURS[rank % n], "dash": _DASHES[(rank + rank // n) % n], "width": width}
 
@@ -33,7 +33,7 @@ def rank_symbol(rank: int) -> str:
 
 
 def layout(height: int, **more: Any) -> go.Layout:
-    """A plain, theme-neutral layout: no template, no title or legend (the page writes them), 14 px text."""
+    """A plain layout with 14 px text, without template, title or legend (the page writes them)."""
     base: dict[str, Any] = {
         "template": go.layout.Template(),
         "height": height,
@@ -43,14 +43,14 @@ def layout(height: int, **more: Any) -> go.Layout:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hoverlabel": {"font": {"size": TEXT}},
         "hovermode": "closest",
-        "showlegend": False,  # the page writes it, in its own font and wrapping
+        "showlegend": False,  # the page writes the legend in its own font, with line breaks
         "uirevision": "keep",
     }
     return go.Layout(**{**base, **more})
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis with a title that names its unit."""
+    """An axis whose title has its unit."""
     base: dict[str, Any] = {
         "title": {"text": title, "standoff": 8, "font": {"size": TEXT}},
         "tickfont": {"size": TEXT},

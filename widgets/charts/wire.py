@@ -1,7 +1,7 @@
-"""Patches as one JSON header and one binary buffer; the page unpacks them (`unpack` in board.js).
+"""Packs patches into a JSON header and one binary buffer, for `unpack` in chart.js.
 
-Numbers travel as float32 or small unsigned integers counted from a base, so a time late in a long run keeps
-its microseconds: [where, how many, type, base]. Text travels as JSON. Nothing here knows views or widgets.
+Numbers are float32 or small unsigned integers relative to a base, so that late times in a long run keep their
+microseconds: [offset, count, type, base]. Text is JSON. This module knows neither views nor widgets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from widgets.views._base import Columns, Patch
 
 
 class Packing:
-    """One message being put together."""
+    """One message under construction."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -25,7 +25,7 @@ class Packing:
         return b"".join(self._parts)
 
     def patch(self, patch: Patch) -> dict[str, Any]:
-        """The header of a patch; its numbers are added to the buffer."""
+        """Returns the header of a patch and adds its numbers to the buffer."""
         header: dict[str, Any] = {}
         if patch.append:
             header["append"] = {i: self._columns(c) for i, c in patch.append.items()}
