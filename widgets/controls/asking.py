@@ -1,4 +1,4 @@
-"""What the What-if panel asks and shows: settings off its inputs, answers in words, the curve over ranks."""
+"""Input and output of the What-if panel: settings, answers and the curve over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from widgets.charts import theme
 from workbench.analysis.steps.words import duration
 from workbench.settings import KnobError
 
-UNLIMITED = 5.0  # the slider's upper end, log10 of Mbit/s: as fast as the machine goes
+UNLIMITED = 5.0  # the slider's upper end, log10 of Mbit/s: no limit
 WIDE, HIGH, LEFT, LOW = 520, 190, 64, 34  # of the curve, and its margins
 
 
 def words(found: Any, settings: dict[str, Any], network: str = "") -> str:
-    """What came out, for the page."""
+    """Returns the result as HTML."""
     more = "more" if found.error > 0 else "less"
     off = "the same" if abs(found.error) < 0.005 else f"{abs(found.error):.0%} {more} than measured"
     ratio = found.other / found.same
@@ -36,27 +36,27 @@ def words(found: Any, settings: dict[str, Any], network: str = "") -> str:
 
 
 def assumed(sentences: tuple[str, ...]) -> str:
-    """What is assumed, as a list."""
+    """Returns the assumptions as an HTML list."""
     return "<b>Assumed</b><ul>" + "".join(f"<li>{escape(s)}</li>" for s in sentences) + "</ul>" if sentences else ""
 
 
 def mbits(position: float) -> float:
-    """Mbit/s at a position of the slider; 0 (unlimited) at its upper end."""
+    """Returns Mbit/s at a position of the slider; 0 (unlimited) at its upper end."""
     return 0.0 if position >= UNLIMITED else float(f"{10**position:.3g}")
 
 
 def slide(bandwidth: float) -> float:
-    """The slider's position for so many Mbit/s."""
+    """Returns the slider's position for a bandwidth in Mbit/s."""
     return min(max(math.log10(bandwidth), 0.0), UNLIMITED) if bandwidth else UNLIMITED
 
 
 def speed(bandwidth: float) -> str:
-    """A bandwidth in words."""
+    """Returns a bandwidth in words."""
     return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: as fast as this machine goes"
 
 
 def told(text: str) -> dict[str, Any]:
-    """Settings as a person types them: `strategy.every=16, partition.stages=4`. Raises KnobError.
+    """Parses typed settings: `strategy.every=16, partition.stages=4`. Raises KnobError.
 
     >>> told("strategy.every=16, order=fifo")
     {'strategy.every': 16, 'order': 'fifo'}
@@ -74,7 +74,7 @@ def told(text: str) -> dict[str, Any]:
 
 
 def curve(rows: list[Any]) -> str:
-    """Seconds per step over numbers of ranks, both logarithmic, and the share of computing as text at each point."""
+    """Draws seconds per step over ranks (both logarithmic), with the share of compute."""
     told = [row for row in rows if not row.refused]
     refused = "".join(f"<p>{row.ranks:,} ranks: {escape(row.refused)}</p>" for row in rows if row.refused)[:1200]
     if not told:

@@ -1,12 +1,12 @@
-"""Controls: the knobs of a lab's experiment as inputs on the page.
+"""Shows the knobs of a lab's experiment as inputs on the page.
 
-What is drawn comes from `rows`; what a person asks for goes to `lab.set`, and a refusal is shown beside
-the control that asked. No strategy, compressor or fault is known here by name.
+`rows` makes the inputs. Requests go to `lab.set`, and a refusal is shown next to its control. This module knows no
+strategy, compressor or fault by name.
 
-[Note: When a model is asked] What a model refuses (a partition that cannot cut it) is told by its sizes, for which the
-task's own function is called once. It may draw random numbers, which go on afterwards as if it had not; so it is called
-on the kernel's main thread, when a page says something and at the end of a cell, where nobody else draws, and after the
-first rows are there, for the simulator that asks takes a second to import.
+[Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. To check
+this, the task's own function is called once, for the model's sizes. It may draw random numbers, and the generators'
+state is restored. So the call is made on the kernel's main thread when no other code draws: in answer to a page, or at
+the end of a cell. It also waits for the first rows, because the simulator takes a second to import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workbench.settings import KnobError, each, fold, from_plain, resolve, with_
 
 
 class Controls(anywidget.AnyWidget):
-    """The inputs for `lab.experiment`; `refresh()` brings them up to date and sends only what changed."""
+    """The inputs for `lab.experiment`. `refresh()` updates them and sends only changes."""
 
     _esm = read_static("hearing.js", "controls.js")
     _css = read_static("look.css")
@@ -49,7 +49,7 @@ class Controls(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        """Draws the experiment as it will be once every requested change is applied."""
+        """Shows the experiment as it will be after all requested changes."""
         with self._lock:
             waiting = [t for t in self.lab.changes if t.applied_at is None and t.refused is None]
             experiment = told(self.lab)
@@ -68,7 +68,7 @@ class Controls(anywidget.AnyWidget):
             self._seen = seen
 
     def asked(self, message: dict[str, Any]) -> None:
-        """A person set a knob (`change`, `value`) or pressed a button (`press`) on the page."""
+        """Handles a knob that a person set (`change`, `value`) or a button (`press`) on the page."""
         path = message.get("change") or message["press"]
         try:
             if "press" in message:
@@ -77,13 +77,13 @@ class Controls(anywidget.AnyWidget):
                 self._draft(path, typed(message))
             else:
                 self._set(path, typed(message))
-            self.errors.clear()  # what was refused before may be right now
+            self.errors.clear()  # an earlier refusal may be outdated
         except (KnobError, RuntimeError) as error:
             self.errors[path] = str(error)
         self.refresh()
 
     def _set(self, path: str, value: Any) -> None:
-        """What a model refuses is refused here, before the ranks do."""
+        """Sets a knob. Raises KnobError if the model refuses it, before the ranks would."""
         experiment = wanted(self.lab.experiment, self.lab.changes)
         settings = at_once(experiment, path, value)
         if why := refused_anew(experiment, settings, self._asks(experiment.task)):
@@ -91,12 +91,12 @@ class Controls(anywidget.AnyWidget):
         self.lab.set(settings) if len(settings) > 1 else self.lab.set(path, value)
 
     def _asks(self, task: Any) -> Callable[[Any], str] | None:
-        """What tells why the task's model refuses an experiment; None: not now. See [Note: When a model is asked]."""
+        """Returns the model's check; None: not now. See [Note: When a model is asked]."""
         now = self._seen and threading.current_thread() is threading.main_thread()
         return refused_by_model if now or outlined(task) else None
 
     def _draft(self, path: str, value: Any) -> None:
-        """The next fault is being filled in: it is nobody's setting until it is injected."""
+        """Edits the next fault, which is no setting until it is injected."""
         home, _, name = path.partition(".new")
         if name:
             self.drafts[home] = with_value(self.drafts[home], name.removeprefix("."), value)
@@ -119,7 +119,7 @@ class Controls(anywidget.AnyWidget):
 
 
 def cell_ended(controls: Any) -> Callable[..., None]:
-    """What is called when a cell has ended; it keeps nobody alive."""
+    """Returns a hook for the end of a cell. It holds the controls weakly."""
 
     def ended(*_: Any) -> None:
         if (kept := controls()) is not None:
@@ -129,19 +129,19 @@ def cell_ended(controls: Any) -> Callable[..., None]:
 
 
 def told(lab: Any) -> Any:
-    """The lab's experiment as it may be shown: without its faults while its run is a riddle."""
+    """Returns the lab's experiment to show: without faults during a riddle."""
     run, experiment = lab.run_now, lab.experiment
     return experiment.set("fabric.faults", []) if run is not None and run.secret else experiment
 
 
 def wanted(experiment: Any, asked: Any) -> Any:
-    """`experiment` with the changes in `asked` that wait for an answer; one that will be refused changes nothing."""
+    """Returns `experiment` with the pending changes in `asked` that will not be refused."""
     waiting = [t.change for t in asked if t.applied_at is None and t.refused is None]
     return fold(experiment, waiting, type(experiment).set, skips=True)[-1][1]
 
 
 def typed(message: dict[str, Any]) -> Any:
-    """The value a person asked for; where a number is due, text becomes one if it is one, else the knob refuses it."""
+    """Returns the requested value. Converts text to a number for numeric knobs if possible."""
     value = message["value"]
     if not message.get("number"):
         return value

@@ -1,6 +1,6 @@
-"""Members: what can be done to single ranks of a lab's run from the page: put one out, or teach with a fault.
+"""Actions on single ranks of a lab's run: evict one, or inject a real fault for teaching.
 
-The faults are real ones, done to processes that this lab started. What became of each is a mark on the charts.
+The faults act on processes that this lab started. The charts mark the effects.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ WHY = {
 
 
 class Members(anywidget.AnyWidget):
-    """The ranks that train now, and what may be asked of one; `refresh()` sends only what changed.
+    """The training ranks and the actions on them. `refresh()` sends only changes.
 
-    ranks: those that train; most: as many as could; error: what the last request met
+    ranks: the training ranks
+    most:  the possible number of ranks
+    error: of the last request
     """
 
     _esm = read_static("hearing.js", "members.js")
@@ -52,11 +54,11 @@ class Members(anywidget.AnyWidget):
             self.ranks, self.most = list(self.lab.members), self.lab.ranks
 
     def begin(self, message: dict[str, Any]) -> None:
-        """A person pressed a button. It may take seconds, and the kernel is not to wait."""
+        """Handles a button on a thread, because it may take seconds and must not block the kernel."""
         threading.Thread(target=self.asked, args=(message,), name="dashboard request", daemon=True).start()
 
     def asked(self, message: dict[str, Any]) -> None:
-        """Does what was asked: {"do": one of WHY, "rank": a rank, "ranks": how many}."""
+        """Carries out a request: {"do": a key of WHY, "rank": a rank, "ranks": a number of ranks}."""
         self.error = ""
         verbs = {"evict": self.lab.evict, "freeze": self.lab.freeze, "thaw": self.lab.thaw, "kill": self.lab.kill,
                  "preempt": self.lab.preempt, "profile": lambda rank: self.lab.run_now.profile(rank)}  # fmt: skip
@@ -65,6 +67,6 @@ class Members(anywidget.AnyWidget):
                 self.lab.resize(int(message["ranks"]))
             else:
                 verbs[message["do"]](int(message["rank"]))
-        except Exception as error:  # whatever it is, the person who pressed the button must read it
+        except Exception as error:  # the person who pressed the button must see any error
             self.error = str(error) if isinstance(error, (KnobError, RuntimeError)) else said(error)
         self.refresh()

@@ -1,8 +1,8 @@
-"""What a dropdown offers for a knob that takes a member of a family (a strategy, a compressor, a task).
+"""The options of a dropdown for a knob with a family (a strategy, a compressor, a task).
 
-A member is offered as its bare name means it: `TopK` comes wrapped in error feedback, so it is called
-"TopK + ErrorFeedback", and the unwrapped one is offered too. Where a family has `kinds`, its members are listed by
-them, after the few that call themselves a `starter`. Nothing here names any member.
+An option means what its bare name means. `TopK` implies error feedback, so its text is "TopK + ErrorFeedback", and
+`TopK` alone is a second option. If a family has `kinds`, members are grouped by kind, after the starters. This module
+knows no member by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START, OTHERS = "to start with", "others"
 
 
 class Option(NamedTuple):
-    """One line of a dropdown: what it says, the value it sends, its doc, the shape it stands for, and its group."""
+    """One line of a dropdown: its text, the value to send, its doc, its shape and its group."""
 
     text: str
     value: Any
@@ -27,16 +27,16 @@ class Option(NamedTuple):
 
 
 def shape(value: Any) -> Shape:
-    """The names of a member and of the members it holds: ErrorFeedback(of=TopK()) -> ("ErrorFeedback", ("TopK",))."""
+    """Returns nested names: ErrorFeedback(of=TopK()) -> ("ErrorFeedback", ("TopK",))."""
     inner = tuple(shape(k.default) for k in knobs(value) if k.family and not k.element)
     return (type(value).__name__, *inner)
 
 
 def options(base: type, *, bare: bool = False, present: Any = None) -> list[Option]:
-    """Every member of the family `base` that can be made without arguments, and the one that is there.
+    """Returns an option for every member of the family `base` that needs no arguments.
 
-    bare:     leave out what wraps others
-    present:  the present value; listed also where it took arguments to make it (a task of the user's own)
+    bare:     leaves out wrappers
+    present:  the present value, listed even if it needs arguments (a user's own task)
     """
     found = []
     member: Any
@@ -59,9 +59,9 @@ def options(base: type, *, bare: bool = False, present: Any = None) -> list[Opti
 
 
 def group(base: type, member: type, *, usual: bool = True) -> str:
-    """Where `member` is listed: among those to start with, under its kind, or under OTHERS; "" in a family without.
+    """Returns the group of `member`: START, its kind, or OTHERS. "" in a family without kinds.
 
-    usual: as its bare name means it; else it is no starter
+    usual: whether the bare name is meant; otherwise the member is no starter
     """
     kinds: tuple[str, ...] = getattr(base, "kinds", ())
     if not kinds:
@@ -83,7 +83,7 @@ def _ready(member: type) -> bool:
 
 
 def chosen(found: list[Option], value: Any) -> int:
-    """Which option `value` is: the one of the same shape, else the one of the same type; -1 if none is."""
+    """Returns the index of the option with the shape of `value`, else with its type, else -1."""
     shapes = [o.shape for o in found]
     here = shape(value)
     if here in shapes:
@@ -93,13 +93,13 @@ def chosen(found: list[Option], value: Any) -> int:
 
 
 def covered(found: list[Option], value: Any) -> bool:
-    """Whether the chosen option's text names the inner member too, so that no second dropdown is needed."""
+    """Whether the chosen option includes the inner member, which needs no dropdown then."""
     index = chosen(found, value)
     return index >= 0 and isinstance(found[index].value, str) and found[index].shape == shape(value)
 
 
 def sentence(value: Any) -> str:
-    """A member in a few words: `Slow: rank 2, factor 3, phase backward`."""
+    """Describes a member in a few words: `Slow: rank 2, factor 3, phase backward`."""
     said = [(k.name, f"{k.default:g}" if isinstance(k.default, float) else k.default) for k in knobs(value)]
     parts = [f"{name} {text}" for name, text in said]
     return f"{type(value).__name__}: {', '.join(parts)}" if parts else type(value).__name__

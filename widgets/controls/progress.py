@@ -1,4 +1,4 @@
-"""What a run is doing, in one line: read from its record and its lab, said in plain words."""
+"""Describes in one line what a run does, from its record and its lab."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from workbench.analysis.steps.window import MEASURING, Window, newest
 from workbench.record.alarms import NAMES, met, place
 from workbench.settings.doing import SOON, left, under_way
 
-PATIENCE = 2.0  # seconds without a step after which a person wonders
-WINDOW = 20  # steps that the speed is taken over
+PATIENCE = 2.0  # seconds without a step after which the line explains the delay
+WINDOW = 20  # steps for the speed
 
 
 class Progress:
-    """Follows the first of the ranks that train through a run's record: the step it is at, how fast steps go by."""
+    """Follows the first training rank through a run's record: its step and its speed."""
 
     def __init__(self) -> None:
         self.run: Any = None
         self.cursor = 0
         self.first = 0  # the rank
         self.step = -1
-        self.seen = time.monotonic()  # when a step ended last
+        self.seen = time.monotonic()  # when the last step ended
         self.lengths: deque[float] = deque(maxlen=WINDOW)
-        self.measures = False  # was any step of this run measured?
+        self.measures = False  # whether any step of this run was measured
 
     def follow(self, run: Any) -> Progress:
-        """Reads what is new; another run is read from its first row."""
+        """Reads new rows. Starts again at the first row for another run."""
         if run is not self.run:
             self.__init__()  # type: ignore[misc]
             self.run = run
@@ -55,18 +55,18 @@ class Progress:
 
     @property
     def stuck(self) -> bool:
-        """Whether no step has ended for a while."""
+        """Whether no step has ended for `PATIENCE` seconds."""
         return time.monotonic() - self.seen > PATIENCE
 
     @property
     def rate(self) -> float | None:
-        """Steps per second over the last steps; evaluation and pauses are not part of a step, nor is measuring."""
+        """Steps per second over the last steps, without evaluations, pauses and measurements."""
         total = sum(self.lengths)
         return len(self.lengths) / total if total else None
 
     @property
     def last(self) -> int:
-        """How many steps the run is to make, with every change of that; 0 where nobody knows."""
+        """The planned number of steps, including changes of it; 0 if unknown."""
         if self.run is None:
             return 0
         changed = [change.value for change in self.run.changes if change.path == "steps"]
@@ -74,14 +74,14 @@ class Progress:
 
     @property
     def to_go(self) -> float | None:
-        """Seconds until the last step has ended, if it goes on like this; None where nobody knows."""
+        """Estimated seconds until the last step ends. None if unknown."""
         if not self.last or self.step < 0 or not self.rate:
             return None
         return max(self.last - self.step - 1, 0) / self.rate
 
 
 def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
-    """One line: `running · step 123 of 400 · 8.2 steps/s · 34 s to go · 4 ranks`."""
+    """Returns one line: `running · step 123 of 400 · 8.2 steps/s · 34 s to go · 4 ranks`."""
     many = f"{ranks} rank{'s' * (ranks != 1)}"
     at = f"step {progress.step}" if progress.step >= 0 else ""
     of = f" of {progress.last}" if at and progress.last else ""
@@ -102,7 +102,7 @@ def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
 
 
 def works(run: Any, state: str, progress: Progress) -> list[dict[str, Any]]:
-    """What takes longer than a moment, for the page: what, its share (below 0: nobody knows), and both in words."""
+    """Returns long activities for the page: name, share (negative: unknown) and both in words."""
     found = [{"what": d.what, "share": _share(d.share), "said": repr(d)} for d in under_way()]
     if run is not None and run.live and (kept := saving(run.timeline)) is not None:
         lasted = time.time() - run.epoch - kept.since
@@ -127,7 +127,7 @@ def _ended(run: Any) -> str:
 
 
 def trouble(run: Any) -> dict[str, str]:
-    """The error that ended a run, or the NaN that paused it, as a title, a sentence and a traceback; or {}."""
+    """Returns a run's error, or the NaN that paused it, as title, text and traceback; or {}."""
     if run is None:
         return {}
     if errors := run.details("error"):
@@ -136,7 +136,7 @@ def trouble(run: Any) -> dict[str, str]:
 
 
 def _paused(run: Any) -> dict[str, str]:
-    """The first loss since the run went on that was no number, or had run away, if that paused it; or {}."""
+    """Returns the first NaN or divergence since the last resume, if it paused the run; or {}."""
     went_on = max((t for _, t, d in run.details("state") if d.get("state") == "running"), default=-math.inf)
     marks, found = run.timeline.marks.rows(), []
     for name in NAMES:
@@ -153,7 +153,7 @@ def _paused(run: Any) -> dict[str, str]:
 
 
 def _error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
-    """The first error; ranks that failed the same way are named together."""
+    """Describes the first error, with all ranks that failed in the same way."""
     step, _, first = errors[0]
     same = sorted({int(d.get("rank", 0)) for _, _, d in errors if d.get("text") == first.get("text")})
     who = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"

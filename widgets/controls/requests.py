@@ -1,4 +1,4 @@
-"""Requests: every change that was asked of a lab, and what became of it."""
+"""The list of changes requested from a lab, with their results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from widgets.charts.marks import label
 from widgets.static import read_static
 from workbench.settings import to_plain
 
-BEFORE = "before the run"  # the id of a change for which there was no run yet
-KEPT = 40  # the newest so many are listed; the record holds all
+BEFORE = "before the run"  # the id of a change made before any run
+KEPT = 40  # the newest changes to list; the record has all of them
 
 
 class Requests(anywidget.AnyWidget):
-    """The list of changes, newest first; `refresh()` sends it only if something became of one."""
+    """The list of changes, newest first. `refresh()` sends it only if it changed."""
 
     _esm = read_static("hearing.js", "requests.js")
     _css = read_static("look.css")
@@ -34,7 +34,7 @@ class Requests(anywidget.AnyWidget):
 
 
 def items(changes: Iterable[Any]) -> list[dict[str, str]]:
-    """Changes as lines for the page, newest first."""
+    """Returns changes as lines for the page, newest first."""
     return [_item(t) for t in list(changes)[: -KEPT - 1 : -1]]
 
 

@@ -1,6 +1,6 @@
-"""The controls of an experiment as plain rows, read off its knobs: what the page draws, and nothing hand-written.
+"""Generates the controls of an experiment as plain rows from its knobs.
 
-A row is a dict that crosses to the page as JSON. No widget, thread or lab is known here.
+A row is a dict, sent to the page as JSON. This module knows neither widgets nor threads nor labs.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from widgets.controls.stops import nearest, shown, stops
 from workbench.settings import Knob, KnobError, knobs
 
 FIRST = ("strategy", "partition", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
-PAIR = ("strategy", "partition")  # not each goes with each
+PAIR = ("strategy", "partition")  # the one may refuse a value of the other
 LATER = "can be set only before Start; stop this run first"
 
 Row = dict[str, Any]
-Asks = Callable[[Any], str]  # why the task's model refuses an experiment, in a sentence, or ""
+Asks = Callable[[Any], str]  # returns why the task's model refuses an experiment, in a sentence, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
-    """What the controls show besides the experiment itself."""
+    """The state that the controls show in addition to the experiment."""
 
-    live: bool = False  # a run is under way
-    ranks: int = 4096  # as many engines there are
+    live: bool = False  # whether a run is under way
+    ranks: int = 4096  # number of engines
     waiting: frozenset[str] = frozenset()  # paths of changes that are requested and not yet applied
-    errors: tuple[tuple[str, str], ...] = ()  # (path, the sentence that refused what was asked there)
-    drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the member about to be added to it)
+    errors: tuple[tuple[str, str], ...] = ()  # (path, why the request was refused)
+    drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the member to be added to it)
     asks: Asks | None = None  # None: not now
 
 
 def rows(experiment: Any, now: Now) -> list[Row]:
-    """Every control of `experiment`: the ones most used first, the others grouped."""
+    """Returns every control of `experiment`: the most used first, then the groups."""
     every = _under(experiment, experiment, "", 0, True, now)
     first = [r for head in FIRST for r in every if r["path"] == head or r["path"].startswith(head + ".")]
     for row in first:
@@ -44,7 +44,7 @@ def rows(experiment: Any, now: Now) -> list[Row]:
 
 
 GROUPS = ["faults", "network", "memory", "learning", "before the run"]
-MEMORY = ("memory_mb", "fabric.host", "fabric.disk")  # what there is of it, and the ways to what lies elsewhere
+MEMORY = ("memory_mb", "fabric.host", "fabric.disk")  # the amount of memory and the links to offloaded state
 
 
 def _group(path: str, live: bool) -> str:
@@ -74,7 +74,7 @@ def _under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, now: 
 
 
 def _member(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: Now) -> list[Row]:
-    """A dropdown of the family's members and, below it, the knobs of the chosen one."""
+    """Returns a dropdown of the family's members and, below it, the knobs of the chosen one."""
     nested = level > 0
     found = options(cast(type, k.family), bare=nested, present=k.default)
     row = _row(path, k, level, turnable, now)
@@ -89,7 +89,7 @@ def _member(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: Now
 
 
 def _offer(whole: Any, path: str, option: Option, present: bool, now: Now) -> Row:
-    """One line of a dropdown; one that would be refused now says why."""
+    """Returns one line of a dropdown. Its doc is the reason if the option would be refused now."""
     why, text = "", option.text
     if not present and path:
         try:
@@ -103,9 +103,9 @@ def _offer(whole: Any, path: str, option: Option, present: bool, now: Now) -> Ro
 
 
 def at_once(whole: Any, path: str, value: Any) -> dict[str, Any]:
-    """By path what sets a knob: it alone; with the other of `PAIR` as it is by default, where that lets it be.
+    """Returns the settings that set a knob: it alone, or with the other `PAIR` knob's default.
 
-    Raises KnobError where nothing does.
+    Raises KnobError if neither is possible.
     """
     try:
         whole.set(path, value)
@@ -122,9 +122,9 @@ def at_once(whole: Any, path: str, value: Any) -> dict[str, Any]:
 
 
 def refused_anew(whole: Any, settings: dict[str, Any], asks: Asks | None) -> str:
-    """Why the model refuses new values of knobs, where it does not say the same of the present ones; else "".
+    """Returns the model's reason to refuse new values, if it is new, or "".
 
-    Raises KnobError where the experiment itself refuses them.
+    Raises KnobError if the experiment itself refuses them.
     """
     wanted = whole.set(settings)
     if asks is None or wanted.task != whole.task or not (why := asks(wanted)):
@@ -158,7 +158,7 @@ def _allowed(k: Knob) -> str:
 
 
 def _kind(k: Knob) -> Row:
-    """How one knob is shown: a checkbox, a dropdown, a slider with an entry box, or the box alone."""
+    """Chooses the form of a knob: checkbox, dropdown, slider with entry box, or the box alone."""
     if k.kind is bool:
         return {"kind": "check", "value": k.default}
     if k.choices:
@@ -173,7 +173,7 @@ def _kind(k: Knob) -> Row:
 
 
 def _faults(whole: Any, path: str, k: Knob, now: Now) -> list[Row]:
-    """What is injected now, each with a button that clears it, and a draft of the next with a button that injects."""
+    """Returns present faults with buttons to clear them, and a draft with a button to inject."""
 
     def line(name: str, kind: str, doc: str, **more: Any) -> Row:
         return _plain(f"{path}.{name}", kind, _group(path + ".", True), doc) | more
@@ -194,14 +194,14 @@ def _faults(whole: Any, path: str, k: Knob, now: Now) -> list[Row]:
 
 
 def _plain(path: str, kind: str, group: str, doc: str) -> Row:
-    """A row that is no knob: a button, or the choice of the next fault."""
+    """Returns a row that is no knob: a button, or the choice of the next fault."""
     empty = {"label": "", "unit": "", "allowed": "", "why": "", "error": "", "level": 0}
     no = {"disabled": False, "waiting": False, "family": False}
     return {"path": path, "kind": kind, "group": group, "doc": doc} | empty | no
 
 
 def _bounded(k: Knob, whole: Any) -> Knob:
-    """A knob that names a rank ends at the last rank there is."""
+    """Limits a knob for a rank to the last rank."""
     return replace(k, high=whole.ranks - 1) if k.name == "rank" else k
 
 
@@ -210,6 +210,6 @@ def _waits(path: str, now: Now) -> bool:
 
 
 def _label(k: Knob) -> str:
-    """`bucket_mb` in MB is called "bucket": the unit is written beside it."""
+    """Removes the unit from a name: `bucket_mb` in MB is labelled "bucket"."""
     words = k.name.split("_")
     return " ".join(words[:-1] if len(words) > 1 and words[-1].lower() == k.unit.lower() else words)

@@ -1,6 +1,6 @@
-"""Where a slider may stop: a short list of good values for one knob. The entry box beside it takes any value.
+"""Stops of a slider: a short list of good values for a knob. The entry box takes any value.
 
-Pure numbers; no widget and no experiment is known here.
+Pure numbers: this module knows neither widgets nor experiments.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import math
 
 from workbench.settings import Knob
 
-MOST = 100  # a linear slider has at most so many stops
-DECADES = {True: 7, False: 5}  # how far below its upper end a scale that begins at 0 reaches, by knob.log
-HUGE = 1e8  # integers beyond this are names (a seed), not sizes: no slider
+MOST = 100  # stops of a linear slider, at most
+DECADES = {True: 7, False: 5}  # decades below its upper end that a scale from 0 covers, by knob.log
+HUGE = 1e8  # larger integers are names (a seed), not sizes, and have no slider
 
 
 def stops(knob: Knob) -> list[float]:
-    """The values a slider for `knob` stops at, rising; empty where only typing makes sense.
+    """Returns the slider stops for `knob` in rising order. Empty if only typing makes sense.
 
     >>> stops(Knob("every", int, 8, 1, 256, log=True))
     [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -60,7 +60,7 @@ def _round(x: float) -> float:
 
 
 def nearest(values: list[float], value: float) -> int:
-    """The index of the stop nearest to `value`, by ratio where both are positive."""
+    """The index of the stop nearest to `value`, by ratio if both are positive."""
 
     def away(v: float) -> float:
         if v > 0 and value > 0:
@@ -71,7 +71,7 @@ def nearest(values: list[float], value: float) -> int:
 
 
 def shown(value: float) -> str:
-    """A number as a person would type it.
+    """Formats a number as a person would type it.
 
     >>> shown(1e6), shown(0.01), shown(8)
     ('1000000', '0.01', '8')

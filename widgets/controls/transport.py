@@ -1,4 +1,4 @@
-"""Transport: Start, Pause, Resume, Step, Stop and Checkpoint of a lab, and what its run is doing, in words."""
+"""The transport bar of a lab: the buttons from Start to Checkpoint and the status line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WHY = {
     "stop": "end this run at the next step, its record stays; pressed again: end it at once",
     "checkpoint": "write down all that the ranks hold, beside the training; a run can go on from there",
 }
-SHOW_ALL = ("copy", "start")  # these show the experiment with its faults: as code, or in a run that hides nothing
+SHOW_ALL = ("copy", "start")  # these reveal the experiment's faults: as code, or in a run that hides nothing
 FRESH = """from workbench import Lab
 
 lab = Lab(ranks={ranks})
@@ -43,9 +43,10 @@ lab
 
 
 class Transport(anywidget.AnyWidget):
-    """The bar on top of the dashboard; `refresh()` brings it up to date and sends only what changed.
+    """The bar at the top of the dashboard. `refresh()` updates it and sends only changes.
 
-    read_only: a person may look: nothing is asked of the lab. dock: shows the dashboard beside the notebook, or None
+    read_only: whether the bar ignores all buttons except docking
+    dock:      shows the dashboard next to the notebook, or None
     """
 
     _esm = read_static("hearing.js", "transport.js")
@@ -71,7 +72,7 @@ class Transport(anywidget.AnyWidget):
         """Reads the lab's state and the new rows of its run."""
         run, state = self.lab.run_now, self.lab.state
         self.progress.follow(run)
-        early = state == "starting" and not self.lab.live  # engines come up; a run may be asked for already
+        early = state == "starting" and not self.lab.live  # engines are still starting, but a run may be requested
         with self.hold_trait_notifications():
             self.state = state
             self.may = {} if self.read_only else dict.fromkeys(("start",) if early else MAY[state], True)
@@ -80,7 +81,7 @@ class Transport(anywidget.AnyWidget):
             self.error = self._error(run)
 
     def _detail(self, state: str) -> str:
-        """How far the engines are; or, if no step has ended for a while, which ranks the others wait for."""
+        """Returns the engines' progress; if the run is stuck, the ranks that delay it."""
         if state == "starting":
             return str(self.lab.progress)
         if state != "running" or not self.progress.stuck:
@@ -98,7 +99,7 @@ class Transport(anywidget.AnyWidget):
         return {"title": title, "text": notes[-1], "more": "", **held} if notes else {}
 
     def asked(self, what: str) -> None:
-        """A person pressed a button on the page."""
+        """Handles a button on the page."""
         self._refused = ""
         if what == "dock":
             return self._docked()
@@ -110,14 +111,14 @@ class Transport(anywidget.AnyWidget):
         if what == "copy":
             self.send({"python": python(self.lab)})
             return self.refresh()
-        if what == "stacks":  # a rank that hangs may take seconds, and the kernel is not to wait
+        if what == "stacks":  # a hanging rank may take seconds, which must not block the kernel
             threading.Thread(target=self._show_stacks, name="dashboard request", daemon=True).start()
             return self.refresh()
         verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step,
                  "checkpoint": self.lab.checkpoint}  # fmt: skip
         try:
             verbs.get(what, self.lab.stop)()
-        except Exception as error:  # whatever it is, the person who pressed the button must read it
+        except Exception as error:  # the person who pressed the button must see any error
             self._refused = said(error)
         self.refresh()
 
@@ -138,6 +139,6 @@ class Transport(anywidget.AnyWidget):
 
 
 def python(lab: Any) -> str:
-    """The lab's run as code; before the first run, the experiment that Start would run."""
+    """Returns the lab's run as code; before the first run, the experiment's code."""
     run = lab.run_now
     return as_python(run) if run is not None else FRESH.format(ranks=lab.experiment.ranks)

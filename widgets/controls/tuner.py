@@ -1,6 +1,6 @@
-"""Tuner: settings tried while the ranks train, a row and a bar each, as they happen; each can be used.
+"""The tuner panel: settings that are tried during training, with a row and a bar each.
 
-What is drawn comes from `lab.tuning`; what a person asks for goes to it. No strategy is known here by name.
+It shows `lab.tuning` and passes requests to it. It knows no strategy by name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ HINT = (
     "<b>Tune</b> tries bucket, compressor and its ratio, strategy and period while the ranks train: the simulator says "
     "what first. What harms the loss is not used. <code>lab.tune({...})</code> tries what you say."
 )
-BAR = 240  # pixels of the longest
+BAR = 240  # pixels of the longest bar
 
 
 class Tuner(ipywidgets.VBox):
-    """Buttons, the trials of a lab's last search, and "use this" beside each; `refresh()` redraws what has changed."""
+    """Buttons and the trials of a lab's last search. `refresh()` redraws changes."""
 
     def __init__(self, lab: Any) -> None:
         self.lab = lab
@@ -46,7 +46,7 @@ class Tuner(ipywidgets.VBox):
         return getattr(self.lab, "tuning", None)
 
     def _do(self, asked: Any, *args: Any) -> None:
-        """May wait for ranks, and the kernel is not to wait with it."""
+        """Runs a request on a thread, because it may wait for ranks and must not block the kernel."""
 
         def work() -> None:
             self._failed = ""
@@ -64,7 +64,7 @@ class Tuner(ipywidgets.VBox):
         self.pause.description = "Pause" if self.pause.description == "Go on" else "Go on"
 
     def refresh(self) -> None:
-        """Reads what the search has come to."""
+        """Reads the search's results so far."""
         tuning, live = self._tuning, bool(self.lab.live)
         searching = tuning is not None and tuning.live
         trials = list(tuning.trials) if tuning is not None else []
@@ -100,7 +100,7 @@ class Tuner(ipywidgets.VBox):
 
 
 def drawn(number: int, trial: Any, trials: list[Any], best: bool) -> str:
-    """A trial as a bar of its seconds with their interval, and in words."""
+    """Returns a trial as a bar of its seconds with their interval and in words."""
     longest = max((max(t.seconds or 0.0, t.predicted or 0.0) for t in trials), default=0.0) or 1.0
     setting, took, predicted, steps, loss, verdict = trial.cells
     wide = BAR * (trial.seconds or 0.0) / longest

@@ -1,7 +1,7 @@
-"""What if: other ranks and another wire on the simulator, beside the run that it was calibrated from.
+"""The What-if panel: simulates other ranks and links, calibrated by the present run.
 
-The sliders ask, a thread of its own simulates, a line says what came out, and the simulated timeline is drawn by
-the same view as the live one. Simulating costs nothing until the panel is opened.
+The sliders start a simulation on its own thread. Then a line and the live view's chart show the result. Until the panel
+is opened it costs nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WIDE = {"description_width": "130px"}
 
 
 class WhatIf(ipywidgets.VBox):
-    """Sliders for ranks and link, the answer in words, and the timeline that the simulator expects.
+    """Sliders for ranks and link, the answer in words and the predicted timeline.
 
-    present: gives the run that is asked about, or None
+    present: returns the run to start from, or None
     """
 
     def __init__(self, present: Callable[[], Any]) -> None:
         self.present = present
-        row = ipywidgets.Layout(width="min(100% - 4px, 560px)")  # what its margins leave
+        row = ipywidgets.Layout(width="min(100% - 4px, 560px)")  # leaves room for margins
         plain = {"style": WIDE, "layout": row}
         same = {"continuous_update": False, **plain}
         self.ranks = ipywidgets.SelectionSlider(options=RANKS, value=4, description="ranks", **same)
@@ -49,7 +49,8 @@ class WhatIf(ipywidgets.VBox):
         self.more = ipywidgets.Text(
             "", placeholder="strategy.every=16, partition.stages=4", description="other knobs", **same
         )
-        beside = ipywidgets.Layout(flex="1 1 300px", width="auto", max_width="560px")  # its speed in words, or below
+        # the speed in words is to the right of the slider, or below it
+        beside = ipywidgets.Layout(flex="1 1 300px", width="auto", max_width="560px")
         self.bandwidth = ipywidgets.FloatSlider(UNLIMITED, min=0.0, max=UNLIMITED, step=0.05, readout=False,
                                                 description="bandwidth", **{**same, "layout": beside})  # fmt: skip
         self.speed = ipywidgets.Label(layout=ipywidgets.Layout(margin="2px 2px 2px 12px"))
@@ -62,13 +63,13 @@ class WhatIf(ipywidgets.VBox):
         self.board: Board | None = None
         self.working: threading.Thread | None = None
         self._again = self._over = False
-        self._following = True  # the sliders stand where the run does, until one is moved
+        self._following = True  # whether the sliders still follow the run
         self._setting = False
         wrap = ipywidgets.Layout(flex_flow="row wrap")
         below = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
         for part, width in ((self.curve, "1 1 320px"), (self.assumed, "1 1 300px")):
             part.layout = ipywidgets.Layout(flex=width, width="auto", min_width="0")
-        self._above = [  # the board, which comes and goes below
+        self._above = [  # the board is added and removed below these
             ipywidgets.HBox([self.ranks, self.button, self.over], layout=wrap), self.network,
             ipywidgets.HBox([self.bandwidth, self.speed], layout=wrap), self.latency, *self.kinds.values(),
             self.bucket, self.site, self.more, self.said, below,
@@ -83,7 +84,7 @@ class WhatIf(ipywidgets.VBox):
         self._name_speed()
 
     def follow(self) -> None:
-        """Sets the sliders to where the run stands; called when the panel opens."""
+        """Sets the sliders to the run's values. Called when the panel opens."""
         run = self.present()
         if run is None or not self._following:
             return
@@ -91,7 +92,7 @@ class WhatIf(ipywidgets.VBox):
         self._put(int(run.settings.get("ranks", 4)), slide(link["bandwidth"]), float(link["latency"]))
 
     def stand(self, ranks: float, bandwidth: float, latency: float) -> None:
-        """Sets the sliders to these values, where they stay; nothing is simulated."""
+        """Sets the sliders to fixed values, without a simulation."""
         self._following = False
         self._put(ranks, bandwidth, latency)
 
@@ -115,7 +116,7 @@ class WhatIf(ipywidgets.VBox):
         self.speed.value = speed(mbits(self.bandwidth.value))
 
     def settings(self) -> dict[str, Any]:
-        """What is asked, as knobs and their values. Raises KnobError for what cannot be read."""
+        """Returns the chosen knobs and values. Raises KnobError for unreadable input."""
         found: dict[str, Any] = {"ranks": self.ranks.value}
         if self.network.value == OWN:
             found |= {"link.bandwidth": mbits(self.bandwidth.value), "link.latency": self.latency.value}
@@ -125,9 +126,9 @@ class WhatIf(ipywidgets.VBox):
         return found | told(self.more.value)
 
     def ask(self, over: bool = False) -> None:
-        """Simulates on a thread of its own; asked again meanwhile, once more with what the sliders then say.
+        """Simulates on its own thread. Further requests cause one more, with the last values.
 
-        over: the curve over ranks, too
+        over: also simulates the curve over ranks
         """
         self._over = self._over or over
         if self.working is not None and self.working.is_alive():
@@ -182,13 +183,13 @@ class WhatIf(ipywidgets.VBox):
 
 
 def _members(name: str) -> dict[str, Any]:
-    """The members of a family, by name."""
+    """Returns the members of a family, by name."""
     found: dict[str, Any] = members(resolve(Experiment(), name)[1].kind)
     return found
 
 
 def _link(run: Any) -> dict[str, float]:
-    """The link as it is now: as the run began, with every change since."""
+    """Returns the present link: the initial one with every change since."""
     fabric = run.settings.get("fabric", {}).get("Fabric", {})
     link = {"bandwidth": 0.0, "latency": 0.0, **fabric.get("link", {}).get("Link", {})}
     for path, value in [one for change in run.changes for one in change.settings.items()]:
