@@ -1,6 +1,6 @@
-"""Files: write the run for another tool, or set another recorded run beside it, from the dashboard.
+"""Exports the run to files, or compares it with another recorded run, from the dashboard.
 
-Both are done on a thread of its own, so that neither a long run nor a slow disk holds the kernel up.
+Both use their own thread, so that a long run or a slow disk does not block the kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ WIDE = {"description_width": "130px"}
 
 
 class Files(ipywidgets.VBox):
-    """Two lines: export the run, and compare it.
+    """Two lines: export the run and compare it.
 
-    present: gives the run that is shown, or None; renew: draws the board anew once another run is beside this one
+    present: returns the shown run, or None
+    renew:   draws the board again with another run next to it
     """
 
     def __init__(self, present: Callable[[], Any], renew: Callable[[], None]) -> None:
@@ -61,7 +62,7 @@ class Files(ipywidgets.VBox):
         self.said.value = "<p>at work…</p>"
         try:
             self.said.value = f"<p>{escape(what(run))}</p>"
-        except Exception as error:  # whatever it is, the person who pressed the button must read it
+        except Exception as error:  # the person who pressed the button must see any error
             self.said.value = f"<p>{escape(said(error))}</p>"
         finally:
             self.export.disabled = self.compare.disabled = False
@@ -70,7 +71,7 @@ class Files(ipywidgets.VBox):
         return f"Wrote {run.export(self.form.value, self.out.value or None)}."
 
     def _compare(self, run: Any) -> str:
-        """An empty name takes the other run away again."""
+        """Shows another run next to this one; an empty name removes it."""
         run.beside = Run.open(self.other.value) if self.other.value else None
         self._renew()
         return f"{run.beside.name} is beside this run, above." if run.beside else "No run is beside this one."

@@ -1,8 +1,8 @@
-"""Keep: the picture that stays in a notebook beside a dashboard, once its run has ended.
+"""Keeps a picture of the charts in the notebook after the run has ended.
 
-[Note: Two outputs] A cell that shows a dashboard has two outputs: the widget, and after it this picture. Where the
-widget lives, look.css hides what follows it; where it does not (GitHub, nbconvert, a notebook opened without its
-kernel) the picture is there. In one output both could not be: a page prefers the widget even if its kernel is gone.
+[Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and then this picture. If the widget works,
+look.css hides the output after it. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible.
+One output cannot hold both, because a page prefers the widget even if its kernel is gone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from IPython.display import display, update_display
 from workbench.settings.said import said
 
 SOON = "A picture of the run's charts stays here once the run has ended."
-WIDTH = 1000  # px that a page gives the picture, however dense it is
+WIDTH = 1000  # px of the picture on a page, at any resolution
 
 
 class Keep:
-    """One picture per dashboard, in every cell that shows it; drawn once for each run, when it has ended.
+    """One picture per dashboard, in every cell that shows it. Drawn once per run, at the end.
 
-    run: what tells the run that is shown, or None
-    once: it is always the same run, so that nothing is waited for once its picture is there
+    run:  returns the shown run, or None
+    once: whether the run never changes, so that the hook is removed after the picture
     """
 
     def __init__(self, run: Callable[[], Any], once: bool = False) -> None:
         self._run, self._once = run, once
-        self._leave: Callable[[], Any] = lambda: None  # waits for no cell's end any more
+        self._leave: Callable[[], Any] = lambda: None  # removes the hook at a cell's end
         self._id = uuid.uuid4().hex
-        self._drawn: Any = None  # the run whose picture is there
+        self._drawn: Any = None  # the run in the picture
         self._bundle: tuple[dict[str, Any], dict[str, Any]] = {"text/plain": SOON}, {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -42,39 +42,39 @@ class Keep:
         self.trouble = ""
 
     def show(self) -> None:
-        """Gives the cell its second output; does nothing where there is no kernel (IPython in a terminal)."""
+        """Adds the second output to the cell. Does nothing without a kernel (IPython in a terminal)."""
         shell = get_ipython()
         if shell is None or not hasattr(shell, "kernel"):
             return
         if not self.shown:
             self.shown = True
-            # nbclient takes an output only from a cell that still runs: what ends within a cell is drawn before its end
+            # nbclient accepts an output only while its cell runs, so the hook draws before the cell's end
             hook = _cell_ended(ref(self))
             shell.events.register("post_run_cell", hook)
             self._leave = finalize(self, shell.events.unregister, "post_run_cell", hook)
         display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
 
     def refresh(self) -> None:
-        """Begins to draw if a run has ended whose picture is not there; returns at once."""
+        """Starts to draw if a run has ended and has no picture. Returns at once."""
         if self.due and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.draw, name="picture of a run", daemon=True)
             self._thread.start()
 
     @property
     def due(self) -> bool:
-        """A run has ended, and a page waits for its picture."""
+        """Whether a run has ended and still needs its picture."""
         run = self._run()
         return self.shown and run is not None and not run.live and run is not self._drawn
 
     def draw(self) -> None:
-        """Draws what is due and puts it into every cell that shows the dashboard."""
+        """Draws the picture if it is due and updates every cell that shows the dashboard."""
         with self._lock:
             if not self.due:
                 return
             self._drawn = run = self._run()
             try:
                 self._bundle = bundle(run)
-            except Exception as error:  # a picture that fails must not take the dashboard or the cell with it
+            except Exception as error:  # a failed picture must not break the dashboard or the cell
                 self.trouble = f"The picture could not be drawn: {said(error)}"
                 self._bundle = {"text/plain": self.trouble}, {}
             update_display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
@@ -82,13 +82,13 @@ class Keep:
                 self._leave()
 
     def close(self) -> None:
-        """No cell's end is waited for any more; the picture stays."""
+        """Removes the hook. The picture stays."""
         self.shown = False
         self._leave()
 
 
 def _cell_ended(kept: ref[Keep]) -> Callable[..., None]:
-    """What the kernel calls at the end of a cell. The kernel holds it, so it must not hold the run."""
+    """Returns a hook for the end of a cell. The kernel holds it, so it must not hold the run."""
 
     def ended(_: Any = None) -> None:
         if (keep := kept()) is not None:
@@ -98,8 +98,8 @@ def _cell_ended(kept: ref[Keep]) -> Callable[..., None]:
 
 
 def bundle(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The picture of a run as a page takes it: its data and their metadata."""
-    from widgets.charts.picture import (  # matplotlib takes a second to load: only once there is something to draw
+    """Returns the picture of a run as a mimebundle with metadata."""
+    from widgets.charts.picture import (  # matplotlib takes a second to load, so it is imported only to draw
         about,
         png,
     )

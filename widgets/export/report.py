@@ -1,8 +1,8 @@
-"""A run as one plain page that opens from disk without a network: the dashboard's charts, cards and settings.
+"""Writes a run as one page that works without a network: charts, cards and settings.
 
-The page is the live board's own page half (chart.js, panel.js, board.js), fed from inside the file instead of from
-a kernel (replay.js); a live view and a recorded view cannot differ. Steps to hold still are chosen here: nobody
-computes later. The site's lessons show their runs by the same two halves, `kept` and `REPLAY_JS`.
+The page uses the live board's JavaScript (chart.js, panel.js, board.js), with data from the file instead of a kernel
+(replay.js), so live and recorded views are the same. The page cannot compute, so this module chooses the windows of
+steps that a reader can select. The site's lessons also use `kept` and `REPLAY_JS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from widgets.charts.feed import Feed, Message
 from widgets.static import read_static
 from workbench.analysis import last_steps
 
-WINDOWS = 40  # stretches of steps that can be held still
+WINDOWS = 40  # windows of steps that a reader can select
 REPLAY_JS = PAGE_JS.replace("export default", "const board =") + read_static("replay.js")
 
 PAGE = """<!DOCTYPE html>
@@ -52,7 +52,7 @@ replay(document.getElementById("board"), text("run"), () => bytes(text("plotly")
 """
 
 def write_report(run: Any, path: str | Path) -> Path:
-    """Writes the run as a self-contained page (about 2 MB, plotly.js among it) and returns where."""
+    """Writes the run as a self-contained page (about 2 MB with plotly.js) and returns its path."""
     path = Path(path)
     state = f"{run.state}, {run.started}"
     page = PAGE.format(
@@ -70,15 +70,16 @@ def write_report(run: Any, path: str | Path) -> Path:
 
 
 def kept(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
-    """What a page needs of the run, as base64 text: its charts, its tables, and stretches of steps to hold still.
+    """Returns the run's charts, tables and windows of steps as base64 text for a page.
 
-    windows: so many are spread evenly, as many as there are steps if that is fewer. steps: in each; None: as suits.
+    windows: number of windows, spread evenly over the steps (at most one per step)
+    steps:   steps per window; None: chosen by the view
     """
     feed = Feed(run)
     content, buffers = feed.everything()
     for spec in content["specs"]:
-        spec["tools"] = spec["tools"] and "at"  # the reader chooses among the windows below
-        spec["quiet"] |= bool(len(run.timeline.spans))  # what is not there will not come
+        spec["tools"] = spec["tools"] and "at"  # the reader selects one of the windows below
+        spec["quiet"] |= bool(len(run.timeline.spans))  # no more rows will arrive
     held: dict[str, Any] = {"open": _plain((content, buffers))}
     held["tables"] = {view.name: table for view in feed.views if (table := feed.table(view.name))}
     held["windows"] = _windows(feed, windows, steps)
@@ -86,7 +87,7 @@ def kept(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
 
 
 def _windows(feed: Feed, windows: int, steps: int | None) -> list[dict[str, Any]]:
-    """Some stretches of steps that the reader may hold still: evenly spread, and around each change."""
+    """Returns windows of steps that the reader can select: evenly spread and around each change."""
     view, (first, stop) = feed.view("timeline"), last_steps(feed.run.timeline)
     if view is None or stop <= first:
         return []

@@ -1,4 +1,4 @@
-"""A run as a small table of plain HTML: what a saved notebook keeps, and what shows where widgets cannot."""
+"""Writes a run as a small HTML table, for saved notebooks and pages without widgets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.analysis import summary
 
 
 def table(run: Any) -> str:
-    """The summary of a run as an HTML table of two columns."""
+    """Returns the summary of a run as an HTML table with 2 columns."""
     rows = "".join(f"<tr>{_cell('th', str(k))}{_cell('td', _text(v))}</tr>" for k, v in summary(run).items())
     return f"<table>{rows}</table>"
 
