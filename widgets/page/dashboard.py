@@ -1,10 +1,10 @@
-"""Dashboard: the charts of a run and, for a lab, the handles beside them.
+"""The dashboard: the charts of a run, with controls if it shows a lab.
 
     Dashboard(lab)     # controls, Start and Stop, the list of changes, and the charts of the lab's run
     Dashboard(run)     # the same charts of a recorded run
-    Dashboard(lab, read_only=True)  # for those who watch: what steers is left out, and asked of it does nothing
+    Dashboard(lab, read_only=True)  # for viewers: without controls, and requests have no effect
 
-One timer brings everything up to date, and only while a page shows it. It sets traits and nothing else.
+One timer updates everything while a page shows the dashboard. It only sets traits.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from workbench.record.run import Run
 
 
 class Dashboard(ipywidgets.Box):
-    """All there is to see and set, as one widget. Showing it twice gives two views of the same run.
+    """All charts and controls as one widget. A second display is a second view of the same run.
 
-    shown: the Lab or the Run that it shows; read_only: whether one may only look
+    shown:     the Lab or the Run that it shows
+    read_only: whether it has no controls
     """
 
     def __init__(self, shown: Any, read_only: bool = False) -> None:
@@ -63,7 +64,7 @@ class Dashboard(ipywidgets.Box):
             shown.watchers.append(lambda: self.board.watched)
 
     def _made(self, lab: Any) -> tuple[Any, ...]:
-        """The handles: all of them, or for those who watch what the run is doing and what was changed."""
+        """Returns the handles: all of them, or only status and changes for viewers."""
         bar = Transport(lab, read_only=self.read_only, dock=self.dock if there() else None)
         if self.read_only:
             return bar, Requests(lab)
@@ -77,23 +78,24 @@ class Dashboard(ipywidgets.Box):
         return f"Run {self.shown.name}" if isinstance(self.shown, Run) else f"Lab {self.shown.name}"
 
     def dock(self, anchor: str = "split-right") -> None:
-        """Shows it in a panel of JupyterLab beside the notebook, where it stays in sight; asked again, anew.
+        """Shows the dashboard in a panel of JupyterLab. A second call opens it again.
 
         anchor: "split-right", "split-left", "split-top", "split-bottom", "tab-after", or "right", the side bar
+
         Raises KnobError without the package sidecar.
         """
         self.side.show(self._title, anchor)
 
     def state(self) -> dict[str, Any]:
-        """What is open, chosen, pinned and held still, as plain JSON; `restore` takes it. See widgets/page/looks.py."""
+        """Returns the open, chosen and pinned items as JSON for `restore`. See page/looks.py."""
         return looks.state(self)
 
     def restore(self, state: dict[str, Any] | str) -> None:
-        """Shows what `state()` gave, as a dict or as JSON text. Raises KnobError for what is none."""
+        """Applies a result of `state()`, as a dict or JSON text. Raises KnobError if it is invalid."""
         looks.restore(self, state)
 
     def refresh(self) -> None:
-        """Brings the handles up to date and shows the lab's present run."""
+        """Updates the handles and shows the lab's present run."""
         for handle in self.handles:
             handle.refresh()
         if self.handles:
@@ -101,7 +103,7 @@ class Dashboard(ipywidgets.Box):
         self.keep.refresh()
 
     def close(self) -> None:
-        """Ends the timer and the widgets; the run goes on."""
+        """Ends the timer and the widgets. The run goes on."""
         self.timer.stop()
         self.keep.close()
         self.side.close()
@@ -110,14 +112,14 @@ class Dashboard(ipywidgets.Box):
         super().close()
 
     def _ipython_display_(self) -> None:
-        """Shows the widget and, after it, what stays of the run; see [Note: Two outputs] in keep.py."""
+        """Shows the widget and then the permanent picture; see [Note: Two outputs] in keep.py."""
         shown = self._repr_mimebundle_()
         data, about = shown if isinstance(shown, tuple) else (shown, {})
         display(data, metadata=about, raw=True)
         self.keep.show()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live widget, and beside it a line and a small table for where widgets cannot be shown."""
+        """Returns the live widget, with a line of text and a small table for pages without widgets."""
         shown = super()._repr_mimebundle_(**kwargs)
         bundle = shown[0] if isinstance(shown, tuple) else shown
         run = self.shown if isinstance(self.shown, Run) else self.shown.run_now
@@ -131,7 +133,7 @@ class Dashboard(ipywidgets.Box):
 
 
 def _folded(panel: Any, title: str) -> Any:
-    """The panel under a title that opens it."""
+    """Returns the panel under a title that opens it."""
     fold = ipywidgets.Accordion([panel], titles=[title], selected_index=None)
     if isinstance(panel, WhatIf):
         fold.observe(lambda change: panel.follow() if change["new"] == 0 else None, "selected_index")

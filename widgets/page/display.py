@@ -1,4 +1,4 @@
-"""What a Lab or a Run looks like at the end of a cell: the entry points of the group `workbench.display`."""
+"""The entry points of the group `workbench.display`: a Lab or a Run at the end of a cell."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from widgets.page.dashboard import Dashboard
 
 
 def lab(shown: Any, read_only: bool = False) -> Dashboard:
-    """The dashboard of a lab: the same one each time, so that showing it again is another view of it."""
+    """Returns the dashboard of a lab, always the same one."""
     return _kept(shown, read_only)
 
 
 def run(shown: Any, read_only: bool = False) -> Dashboard:
-    """The dashboard of a run."""
+    """Returns the dashboard of a run."""
     return _kept(shown, read_only)
 
 
 def _kept(shown: Any, read_only: bool) -> Dashboard:
-    """Kept with its owner, so that it ends with it; one to steer by, and one to look at."""
+    """Keeps 2 dashboards with their owner, which end with it: one with controls, one read-only."""
     name = "_watched" if read_only else "_dashboard"
     found: Dashboard | None = vars(shown).get(name)
     if found is None:

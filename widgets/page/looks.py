@@ -1,12 +1,12 @@
-"""A dashboard's state as plain JSON: what is open, chosen, pinned and held still. It says nothing of the run itself.
+"""A dashboard's state as plain JSON: open, chosen and pinned items, without the run itself.
 
 {"version": 1,
-"tables": ["loss"],            views whose data table is open
-"rank": 2,                     the rank whose curves are set off, or null
-"pin": {...},                  the box of the timeline that is pinned, or null
+"tables": ["loss"],            views with an open data table
+"rank": 2,                     the rank with highlighted curves, or null
+"pin": {...},                  the pinned box of the timeline, or null
 "theme": "dark",               "light", "dark", or "" for the page's own
-"at": 120, "steps": 4,         the first step shown (null follows), and how many (null: as suits)
-"groups": ["link"],            groups of controls that are unfolded; with "ranks" for single ranks
+"at": 120, "steps": 4,         the first step (null: follows the run), number of steps (null: automatic)
+"groups": ["link"],            unfolded groups of controls; "ranks": single ranks
 "what_if": {"open": true, "ranks": 8, "bandwidth": 100.0, "latency": 0.5}}    Mbit/s (0: unlimited), ms
 """
 
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def state(dashboard: Any) -> dict[str, Any]:
-    """Of a Dashboard; see the head of this file."""
+    """Returns the state of a Dashboard, as described at the top of this file."""
     looks, window, panel = dashboard.board.looks, dashboard.board.window, dashboard.what_if
     groups = [name for part in dashboard.handles for name in _groups(part)]
     asked = {"ranks": panel.ranks.value, "bandwidth": mbits(panel.bandwidth.value), "latency": panel.latency.value}
@@ -40,7 +40,7 @@ def state(dashboard: Any) -> dict[str, Any]:
 
 
 def restore(dashboard: Any, state: dict[str, Any] | str) -> None:
-    """Shows what `state` says; what it does not say stays. Raises KnobError."""
+    """Applies `state`. Parts that it lacks stay as they are. Raises KnobError."""
     said = _checked(state)
     looks = {k: said[k] for k in ("tables", "rank", "pin", "theme") if k in said}
     window = {k: said[k] for k in ("at", "steps") if k in said}

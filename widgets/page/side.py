@@ -1,4 +1,4 @@
-"""Side: a dashboard in a panel of JupyterLab beside the notebook, by jupyter-widgets' sidecar."""
+"""Shows a dashboard in a panel of JupyterLab with jupyter-widgets' sidecar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ANCHORS = ("split-right", "split-left", "split-top", "split-bottom", "tab-after"
 
 
 def there() -> bool:
-    """Is sidecar installed?"""
+    """Whether sidecar is installed."""
     return importlib.util.find_spec("sidecar") is not None
 
 
@@ -23,7 +23,7 @@ class Side:
         self._panel: Any = None
 
     def show(self, title: str, anchor: str) -> None:
-        """Opens it; one that is open, or was closed by hand, is opened anew. Raises KnobError."""
+        """Opens the panel, again if it is open or was closed by hand. Raises KnobError."""
         if anchor not in ANCHORS:
             raise KnobError(f"anchor={short(anchor)}: must be one of {', '.join(ANCHORS)}")
         if not there():
@@ -38,7 +38,7 @@ class Side:
         self._panel.outputs = ({"output_type": "display_data", "data": data, "metadata": about},)
 
     def close(self) -> None:
-        """Takes the panel away."""
+        """Closes the panel."""
         if self._panel is not None:
             self._panel.close()
             self._panel = None
