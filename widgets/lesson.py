@@ -1,7 +1,7 @@
-"""All that lessons are made of, for a notebook's first cell.
+"""The parts of lessons. A notebook's first cell imports them.
 
-Predictions are written down before the run and held against the record; exercises check themselves; a worksheet at the
-end says what was done. `lesson(X)` teaches one member of a family.
+You write predictions down before a run and compare them with its record. Exercises check themselves. A worksheet at the
+end lists your results. `lesson(X)` teaches one member of a family.
 """
 
 from __future__ import annotations

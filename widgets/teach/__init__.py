@@ -1,1 +1,1 @@
-"""What lessons are made of."""
+"""The parts of lessons."""

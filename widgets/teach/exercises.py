@@ -1,4 +1,4 @@
-"""Exercises that check themselves, against what was run and never against a typed answer; hints come one at a time."""
+"""Exercises that are checked by runs instead of typed answers. They give one hint at a time."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from workbench.run import Run, simulate
 from workbench.settings import in_words, resolve, short
 
 PHASES = ("forward", "backward")
-FACTOR = 2.5  # how many times longer the riddle's phase lasts: easy to see, once one knows where to look
-ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # besides the rank
+FACTOR = 2.5  # how much longer the riddle's phase takes: easy to see on the timeline
+ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # in addition to the rank
 HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
 NO_MORE = "That was the last hint."
-SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the wire: much, hardly any; in how many ways
-LEAST, SETTLE = 8, 2  # steps that say something, after those that a change disturbs
+SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the network (much, hardly any); number of ways
+LEAST, SETTLE = 8, 2  # steps that are enough, after the steps that a change disturbs
 SAME, MAY = ("fabric", "pace"), ("strategy", "compressor", "bucket_mb", "partition")
 
-Verdict = tuple[bool, str]  # is it solved, and what is said to it
+Verdict = tuple[bool, str]  # whether it is solved, and the reply
 
 
 class Exercise:
-    """A question; `judge(...)` gets what `check` gets, and says whether that is right and why. `hint()` tells more.
+    """A question. `judge` gets the answer of `check` and returns whether it is right and why.
 
-    hints: sentences, the vaguest first; or the number of the lesson whose hints they are
+    hints: sentences, vaguest first; or the number of the lesson that has the hints
 
     >>> half = Exercise("Half of four?", lambda n: (n == 2, "Right." if n == 2 else "Not that."), ["It is even."])
     >>> half.check(3)
@@ -53,7 +53,9 @@ class Exercise:
         note("exercise", question)
 
     def check(self, *answer: Any, **named: Any) -> str:
-        """Judges an answer; you may try as often as you like. An answer with a None in it is none, and does not count.
+        """Judges an answer.
+
+        You may try as often as you like. An answer with a None is incomplete and does not count.
 
         >>> Exercise("Half of four?", lambda n: (n == 2, "Right.")).check(n=None)
         'Write down your answer first: n is None.'
@@ -63,11 +65,11 @@ class Exercise:
             return Said(f"Write down your answer first: {which} {'are' if len(missing) > 1 else 'is'} None.")
         right, said = self._judge(*answer, **named)
         answers = ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())])
-        tried(self.question, answers, bool(right))  # a judge may say it by numpy's
+        tried(self.question, answers, bool(right))  # a judge may return a numpy bool
         return Said(said)
 
     def hint(self) -> str:
-        """The next hint, the vaguest first."""
+        """Returns the next hint, vaguest first."""
         if self._told == len(self._hints):
             return Said(NO_MORE if self._hints else "There are no hints here.")
         self._told += 1
@@ -79,12 +81,11 @@ class Exercise:
 
 
 class Riddle(Exercise):
-    """A run in which one rank is slow, and nobody says which: find it on the timeline.
+    """A run in which one hidden rank is slow. You find it on the timeline.
 
-    The same seed gives the same riddle. Until it is answered or given up no dashboard names the culprit, nor shows the
-    fault among the controls; `show()` draws the timeline alone.
+    The same seed gives the same riddle. Until you answer it or give up, dashboards hide the culprit and the fault.
 
-    asks: what is asked besides the rank: "longest_waiting" or "phase"
+    asks: the second question, after the rank: "longest_waiting" or "phase"
     """
 
     def __init__(self, lab: Any, experiment: Any, seed: int, asks: str = "longest_waiting") -> None:
@@ -100,17 +101,17 @@ class Riddle(Exercise):
         self._rank, self._phase = generator.randrange(lab.ranks), generator.choice(PHASES)
         fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
         self.run = lab.run(experiment.set("ranks", lab.ranks).set("fabric.faults", [fault]), secret=HUSH)
-        self.run.secret = HUSH  # also where the cell is run again, and the run was there
+        self.run.secret = HUSH  # also if the cell runs again and the run existed
 
     def show(self) -> Board:
-        """The timeline alone."""
+        """Shows only the timeline."""
         views = tuple(v for v in all_views().values() if v.name == "timeline")
         board = Board(self.run, views=views)
         Refresh(board).start()
         return board
 
     def check(self, rank: int | None, longest_waiting: str | None = None, phase: str | None = None) -> str:
-        """Holds your answers against the record: the slow rank, and its phase or what the longest waiting one is."""
+        """Compares your answers with the record: the slow rank, and `longest_waiting` or `phase`."""
         answer = phase if self.asks == "phase" else longest_waiting
         if rank is None or answer is None or (self.asks == "phase" and phase not in PHASES):
             return Said(f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}.")
@@ -130,16 +131,17 @@ class Riddle(Exercise):
         return True, f"Right, on both counts. {found.text}"
 
     def give_up(self) -> str:
-        """The answer; dashboards say again what they see."""
+        """Returns the answer. Dashboards no longer hide it."""
         self.run.secret = ""
         slow = f"its {self._phase} took {FACTOR:g} times as long"
         return Said(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
 
 
 class Challenge(Exercise):
-    """Settings to be found with which a step is short enough; the simulator, calibrated from `run`, is the judge.
+    """Find settings that make a step short enough. The simulator judges, calibrated from `run`.
 
-    given: settings that every answer starts from. at_most: seconds per step.
+    given:   settings that every answer starts from
+    at_most: seconds per step
     """
 
     def __init__(self, run: Any, given: dict[str, Any], at_most: float, hints: Sequence[str] | str = ()) -> None:
@@ -147,7 +149,7 @@ class Challenge(Exercise):
         self.run, self.given, self.at_most = run, given, at_most
 
     def _look(self, settings: dict[str, Any]) -> Verdict:
-        """Simulates your settings; those that are given cannot be changed, but for the strategy."""
+        """Simulates your settings. The given settings, except the strategy, cannot be changed."""
         if fixed := [path for path in settings if path in self.given and path != "strategy"]:
             return False, f"{', '.join(fixed)} cannot be changed here: it is what makes the riddle."
         try:
@@ -161,13 +163,14 @@ class Challenge(Exercise):
 
 
 class Goal(Exercise):
-    """Settings to be found that train as well for less. The judge trains with them: real tensors, a virtual clock.
+    """Find settings that train as well for less, by real training on a virtual clock.
 
-    cost: what is to be less, a quantity of `run.summary()` such as "seconds"; "bytes_per_step" is of all steps
-    at_most: the share of the start's cost that an answer may have; loss: of its held-out loss, 1.02 for 2 % more
-    may: what an answer may set, with all that belongs to it
+    cost: the quantity to reduce, from `run.summary()`, such as "seconds"; "bytes_per_step" is the mean over all steps
+    at_most: the allowed share of the start's cost
+    loss: the allowed ratio of the held-out losses, 1.02 for 2 % more
+    may: settings that an answer may change, with their inner settings
 
-    The start is trained once, by the first check. Raises nothing: what cannot be is said in words.
+    The first check trains the start, once. Errors are reported in words, not raised.
     """
 
     def __init__(self, start: Experiment, cost: str, at_most: float, loss: float = 1.02,
@@ -201,7 +204,7 @@ class Goal(Exercise):
         return good, f"{'Found' if good else 'Not yet'}: {said}"
 
     def beside(self, run: Run) -> tuple[float, float]:
-        """(its cost, its held-out loss), both over the start's."""
+        """Returns its cost and its held-out loss, both relative to the start's."""
         loss = run.summary()["held_out"] / self.base.summary()["held_out"]
         return round(self._cost(run) / self._cost(self.base), 4), round(loss, 4)
 
@@ -212,9 +215,9 @@ class Goal(Exercise):
 
 
 def beyond(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
-    """Which of `settings` an answer may not set, in a sentence; "" for none.
+    """Returns which of `settings` an answer may not set, in a sentence, or "".
 
-    may: with all that belongs to it; each is named with its path or without, as it is to a lab
+    may: allowed settings, with or without their paths, and with their inner settings
 
     >>> settings = {"strategy": "LocalSGD", "every": 8, "partition.checkpoint": "units"}
     >>> beyond(settings, ("strategy", "checkpoint"), Experiment())
@@ -223,17 +226,19 @@ def beyond(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -
     try:
         made = given.turned(start, settings.items())
         whole = {path: resolve(made, path)[0] for path in settings}
-    except ValueError:  # which the judge says
+    except ValueError:  # the judge reports the error
         return ""
     fixed = [path for path, full in whole.items() if not {full.partition(".")[0], full.rpartition(".")[2]} & {*may}]
     return f"{', '.join(fixed)} cannot be changed here; what may be is {', '.join(may)}." if fixed else ""
 
 
 class Hidden(Exercise):
-    """Exposed communication to be made to vanish in two ways, while the wire and the computation stay as they are.
+    """Make exposed communication vanish in 2 ways, without changing the network or the compute.
 
-    run: live or not; its record is the judge. A way is what was set: a strategy, a compressor, the size of buckets. Of
-    a live run it counts from where the exercise was first made: what a lesson has shown before is nobody's answer.
+    run: live or not; its record is the judge
+
+    A way is a set of changed settings: a strategy, a compressor, the size of buckets. Of a live run, ways count since
+    the exercise was first made, so that the lesson's own demonstration is no answer.
     """
 
     _begun: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
@@ -247,8 +252,8 @@ class Hidden(Exercise):
         self.since = self._begun.setdefault(run, analysis.last_steps(run.timeline)[1] if run.live else 0)
 
     def _look(self) -> Verdict:
-        shown: dict[str, dict[str, str]] = {}  # by wire and pace, the settings under which the step was stalled
-        ways: dict[frozenset[str], str] = {}  # by what was set, the last setting that hid it
+        shown: dict[str, dict[str, str]] = {}  # by network and pace, the settings under which the step was stalled
+        ways: dict[frozenset[str], str] = {}  # by changed settings, the last values that hid the communication
         for same, may, share, first in self._shares():
             if share > SHOWS:
                 shown.setdefault(same, may)
@@ -265,10 +270,10 @@ class Hidden(Exercise):
         return True, f"Found: {said}."
 
     def _shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
-        """Of each stretch between changes: wire and pace, what may be set, what share of a step waits for the wire, and
-        its first step.
+        """Yields (network and pace, changeable settings, share, first step) of each stretch.
 
-        Not for a rank that came late, nor for what is packed: on a busy machine both last, whatever is sent.
+        The share is the part of a step that waits for the network. Waits for late ranks and packing do not count,
+        because a busy machine causes them under any settings.
         """
         tl = self.run.timeline
         until = analysis.last_steps(tl)[1]
@@ -277,13 +282,13 @@ class Hidden(Exercise):
             if stop - first >= LEAST:
                 found = analysis.breakdown(tl, first, stop)
                 said = {name: in_words(stretch.settings.get(name)) for name in (*SAME, *MAY)}
-                may = {name: said[name].partition("(")[0] for name in MAY}  # another density is no other way
+                may = {name: said[name].partition("(")[0] for name in MAY}  # another density is not another way
                 wire = float((found.exposed - found.held - found.packing).mean() / found.seconds.mean())
                 yield " ".join(said[name] for name in SAME), may, wire, stretch.first
 
 
 def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
-    """Waits until `n` more steps are over on every rank."""
+    """Waits until `n` more steps have ended on every rank."""
     goal, end = analysis.last_steps(run.timeline)[1] + n, time.monotonic() + timeout
     while analysis.last_steps(run.timeline)[1] < goal:
         if not run.live:
@@ -294,7 +299,7 @@ def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
 
 
 def where_time_goes(run: Any, last: int = 10) -> dict[str, int]:
-    """Milliseconds per step, the mean over the last steps and all ranks: the step, its compute, what stood still."""
+    """Returns mean ms per step over the last steps and all ranks: step, compute, exposed."""
     found = analysis.breakdown(run.timeline, *analysis.last_steps(run.timeline, last))
     parts = {"step": found.seconds, "compute": found.compute, "exposed": found.exposed}
     return {name: round(float(seconds.mean()) * 1e3) for name, seconds in parts.items()}

@@ -1,4 +1,4 @@
-"""An exercise whose answer has to be as fast as the best of what its judge tries; and what a step takes, in numbers."""
+"""The exercise to make a step nearly as fast as the judge's best. Also a step's cost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from workbench.run import plan, require_memory
 
 
 class Fastest(Exercise):
-    """Settings to be found with which a step is nearly as short as with the best of `tried`. The simulator is judge.
+    """Find settings that make a step nearly as short as the best of `tried`, by the simulator.
 
-    start: an experiment with a pace, which says how long compute lasts; its `memory_mb` is heeded
-    where: ends the question, where a lesson asks it more than once
-    tried: settings that the judge tries itself, once, by the first check
-    within: by how much longer than under the best of these a step may be, 1.05 for 5 %
-    may: what an answer may set, with all that belongs to it
+    start: an experiment with a pace, which sets the compute time; its `memory_mb` is respected
+    where: an ending of the question, if a lesson asks it more than once
+    tried: settings that the judge tries, once, in the first check
+    within: the allowed ratio to the shortest step, 1.05 for 5 % more
+    may: settings that an answer may change, with their inner settings
 
-    Raises nothing: what cannot be is said in words.
+    Errors are reported in words, not raised.
     """
 
     def __init__(self, start: Experiment, tried: Iterable[Mapping[str, Any]], within: float = 1.05, *,
@@ -31,18 +31,18 @@ class Fastest(Exercise):
         self.start, self.tried, self.within, self.may = start, [dict(one) for one in tried], within, tuple(may)
 
     def took(self, settings: Mapping[str, Any]) -> float:
-        """Seconds per step. Raises KnobError where it is refused, or does not fit."""
+        """Returns seconds per step. Raises KnobError if the settings are refused or do not fit."""
         e = given.turned(self.start, settings.items())
         require_memory(e)
         return plan(e, strategies=[e.strategy], partitions=[e.partition])[0].step_s
 
     @cached_property
     def best(self) -> float:
-        """Seconds per step under the best of `tried`. Raises ValueError where none of them can be."""
+        """Seconds per step under the best of `tried`. Raises ValueError if none is possible."""
         return min(seconds for seconds in map(self._took, self.tried) if seconds)
 
     def _took(self, settings: Mapping[str, Any]) -> float:
-        """0 where it cannot be."""
+        """Like `took`, but returns 0 for impossible settings."""
         try:
             return self.took(settings)
         except ValueError:
@@ -62,9 +62,9 @@ class Fastest(Exercise):
 
 
 def what_it_takes(run: Any, last: int = 5) -> dict[str, float]:
-    """Rank 0 in the last so many steps: by category the most MB that it held, MB sent in a step, and ms per step.
+    """Measures rank 0 in the last steps: most MB held by category, MB sent and ms per step.
 
-    An evaluation is no part of a step, and left out.
+    Leaves evaluations out, because they are not part of a step.
     """
     first, stop = analysis.last_steps(run.timeline, last)
     held = analysis.memory(run.timeline, first, stop)[0]

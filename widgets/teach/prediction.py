@@ -1,4 +1,4 @@
-"""A prediction written down before the run: once there is something to see, it can no longer be changed."""
+"""A prediction that you make before the run. It is locked when its result becomes visible."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ FIRST = "Predict first: choose an answer above, then run this cell again. Until 
 
 @dataclass
 class Guess:
-    """What was said to a question, and what locks it."""
+    """The answer to a question and its lock."""
 
-    before: Any  # a weak reference to the run that was over when the question was asked, or None
+    before: Any  # a weak reference to the run that had ended before the question, or None
     said: str | None = None
-    late: bool = False  # was it made when a run was to be seen?
-    shown: str = ""  # the answer, once it is shown
+    late: bool = False  # whether a run was visible before the answer
+    shown: str = ""  # the true answer, once it is shown
 
 
-# A cell that is run again makes a new widget; the guess is the lab's, so that nobody guesses twice.
+# A cell that runs again makes a new widget. The lab keeps the guess, so that no one guesses twice.
 _guesses: WeakKeyDictionary[Any, dict[tuple[str, ...], Guess]] = WeakKeyDictionary()
 
 
 class Prediction(ipywidgets.VBox):
-    """A question with answers to choose from, by mouse or keys; `against(...)` shows later how the guess compares.
+    """A question with answers to choose from. `against(...)` compares the guess later.
 
-    A guess is locked once the answer is shown, and once a run of `lab` has begun that had not when the question was
-    asked. Where there is no guess nothing is shown, so that running all cells gives nothing away. Asked again of the
-    same lab, the question has the guess and its lock already.
+    A guess is locked when the answer is shown, and when a run of `lab` has begun since the question. Without a guess
+    nothing is shown, so running all cells gives nothing away. A question to the same lab keeps its guess and lock.
 
-    during: the question is what a change does to the run that goes on: only the answer locks the guess
+    during: the question is about a change to the present run, so only the answer locks the guess
 
     >>> guess = Prediction("How long is a step?", ["100 ms", "200 ms"])
     >>> guess.against("200 ms")
@@ -68,7 +67,7 @@ class Prediction(ipywidgets.VBox):
             self._tell(f"Your prediction: {self.said}.")
 
     def _made(self) -> Guess:
-        """The guess that the lab has of this question; a new, open one if it was not asked yet."""
+        """Returns the lab's guess for this question, or a new one."""
         over = None if self.lab is None or self.lab.live else self.lab.run_now
         new = Guess(None if over is None else ref(over))
         if self.lab is None:
@@ -82,7 +81,7 @@ class Prediction(ipywidgets.VBox):
 
     @property
     def locked(self) -> str:
-        """Why the guess cannot be changed any more, in words; "" while it can."""
+        """Why the guess is locked, in words. "" if it is not."""
         if self._guess.shown:
             return "the answer has been shown"
         return "the run has begun" if self.said is not None and self._begun and not self._guess.late else ""
@@ -93,7 +92,7 @@ class Prediction(ipywidgets.VBox):
         return run is not None and (self._guess.before is None or run is not self._guess.before())
 
     def choose(self, answer: str) -> None:
-        """Answers by Python instead of by mouse; raises ValueError where it is locked, or no such answer."""
+        """Answers from Python. Raises ValueError if the guess is locked or the answer unknown."""
         if answer not in self.answers:
             raise ValueError(f"answer={answer!r}: must be one of {', '.join(map(repr, self.answers))}")
         if (why := self.locked) and answer != self.said:
@@ -101,7 +100,7 @@ class Prediction(ipywidgets.VBox):
         self.radio.value = answer
 
     def against(self, truth: str) -> str:
-        """What the record says, beside what was predicted; locks the guess. Without one it says only to make one."""
+        """Compares the guess with the record and locks it. Without a guess, asks for one."""
         if self.said is None:
             return Said(FIRST)
         self._guess.shown = f"The record says: {truth}."
@@ -112,7 +111,7 @@ class Prediction(ipywidgets.VBox):
         return Said(f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}")
 
     def after(self, shown: Any) -> Any:
-        """`shown`, where a guess was made, which then stands; else only the request to make one."""
+        """Returns `shown` and locks the guess. Without a guess, asks for one."""
         if self.said is None:
             return Said(FIRST)
         self._guess.shown = self._guess.shown or "what was asked for has been shown"
@@ -120,12 +119,12 @@ class Prediction(ipywidgets.VBox):
         return shown
 
     def _stands(self) -> None:
-        """No other answer from here on; how it compares is said by the cell that asks."""
+        """Locks the guess. The cell shows the comparison."""
         self.radio.disabled = True
         self._tell(f"Your prediction stands: {self.said}.")
 
     def _chosen(self, answer: str | None) -> None:
-        """The page, or `choose`, has set another answer; a locked one is set back."""
+        """Stores an answer from the page or `choose`. Resets a locked one."""
         if answer == self.said:
             return
         if why := self.locked:

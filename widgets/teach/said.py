@@ -1,4 +1,4 @@
-"""A sentence that a notebook shows as a sentence: without quotes, broken between words, in as many lines as it has."""
+"""Text that a notebook shows without quotes, with line breaks between words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Said(str):
-    """A text; only where it is all that a cell shows it is shown without quotes."""
+    """A text that is shown without quotes if it is a cell's only output."""
 
     __slots__ = ()
 
@@ -15,5 +15,5 @@ class Said(str):
         printer.text(str(self) if len(printer.stack) == 1 else repr(str(self)))
 
     def _repr_html_(self) -> str:
-        """In the page's own type: JupyterLab breaks plain text in the middle of words."""
+        """Returns HTML, because JupyterLab breaks plain text in the middle of words."""
         return "<br>".join(escape(str(self), quote=False).split("\n"))

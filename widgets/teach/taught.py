@@ -1,8 +1,8 @@
-"""One member of a family as a lesson of its own: what it does, its algorithm beside its source, its timeline.
+"""A lesson about one member of a family: description, algorithm, source and timeline.
 
     lesson(LocalSGD)       # or lesson("LocalSGD")
 
-Nothing is typed here: the words are the docstring's, the source is the one that runs, the runs are simulated now.
+The text comes from the docstring, the source is the running code, and the runs are simulated on demand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workbench.settings import KnobError, knobs, to_plain
 from workbench.settings.plain import in_words
 from workbench.settings.told import Told, is_code, source, told
 
-LAST = 8  # steps that a step's time is the mean of
+LAST = 8  # steps in the mean of a step's time
 STYLE = """<style>
 .twb-taught { --jp-widgets-font-size: 14px; max-width: 1400px; }
 .twb-taught .widget-html-content { line-height: 1.5; white-space: normal; overflow: visible; }
@@ -41,9 +41,9 @@ STYLE = """<style>
 
 
 def lesson(member: type[Any] | str) -> ipywidgets.VBox:
-    """A strategy, compressor, partition, schedule, optimizer, fault, policy or algorithm, taught by what it is made of.
+    """Shows a strategy, compressor, partition, schedule, optimizer, fault, policy or algorithm.
 
-    Four ranks are simulated with it and with what it is held against. Raises KnobError where there is no such member.
+    Simulates 4 ranks with it and 4 with its usual alternative. Raises KnobError if no such member exists.
     """
     kind = named(member)
     said = told(kind)
@@ -59,7 +59,7 @@ def lesson(member: type[Any] | str) -> ipywidgets.VBox:
 
 
 def _head(kind: type[Any], said: Told) -> str:
-    """Its name, what it is, when to use it; its algorithm beside its source."""
+    """Its name, purpose and use; its algorithm next to its source."""
     formula = textwrap.dedent(said.formula).strip("\n")
     columns = [("The algorithm", formula)] if formula else []
     columns += [("The source", code)] if (code := source(kind)) else []
@@ -70,7 +70,7 @@ def _head(kind: type[Any], said: Told) -> str:
 
 
 def _runs(pair: Beside) -> list[ipywidgets.Widget]:
-    """Both simulated runs, each with the one view that tells, and what a step takes in words."""
+    """Both simulated runs, each with the view that differs, and a step's time in words."""
     views = tuple(v for v in all_views().values() if v.name == pair.view)
     parts: list[ipywidgets.Widget] = [ipywidgets.HTML("<h3>On four simulated ranks</h3>")]
     for run in (pair.usual, pair.shown):
@@ -81,7 +81,7 @@ def _runs(pair: Beside) -> list[ipywidgets.Widget]:
 
 
 def _outcome(run: Any, view: str) -> str:
-    """What came of a run, as far as its view tells of it; "" where ranks were in no step together."""
+    """The result of a run in words, as its view shows it. "" if ranks made no common step."""
     if view == "loss":
         rows = run.timeline.samples.rows()
         held_out = rows[rows.equal("name", "held_out")]
@@ -92,7 +92,7 @@ def _outcome(run: Any, view: str) -> str:
 
 
 def _setting(run: Any, path: str) -> str:
-    """What the setting at `path` is in a run."""
+    """The setting at `path` in a run."""
     value: Any = run.experiment
     for name in path.split("."):
         value = getattr(value, name)
@@ -107,7 +107,7 @@ def _knobs(kind: type[Any]) -> str:
 
 
 def _rest(said: Told) -> str:
-    """What else its docstring says, folded, and where it comes from."""
+    """The other parts of its docstring, folded, and its reference."""
     rest = (f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_prose(p)}</p>" for p in said.rest)
     more = "".join(rest)
     folded = f"<details><summary>More about it</summary>{more}</details>" if more else ""
@@ -115,7 +115,7 @@ def _rest(said: Told) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text of a docstring as HTML: `code`, and addresses as links."""
+    """Text of a docstring as HTML, with `code` and links."""
     text = escape(" ".join(text.split()))
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
     return re.sub(r"https?://[^\s,;)&<]*[^\s,;).&<]", r'<a href="\g<0>" target="_blank" rel="noopener">\g<0></a>', text)

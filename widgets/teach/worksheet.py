@@ -1,10 +1,10 @@
-"""What a student did in a lesson: predictions, tries at exercises, hints. Kept in the notebook, or handed in as a file.
+"""A student's work in a lesson (predictions, tries, hints), in the notebook or a file.
 
     worksheet("05 Talk less often")                       # the last cell of a lesson
-    worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json beside the notebook
+    worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json next to the notebook
     handed_in("homework")                                 # the teacher's table, of such files and of notebooks
 
-One kernel, one lesson: what was done is remembered by the kernel, a question by its words.
+One kernel serves one lesson. The kernel remembers the work and identifies a question by its text.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from workbench.settings import KnobError, short
 if TYPE_CHECKING:
     import pandas as pd
 
-KEY = "training-workbench"  # under which a cell's output keeps the sheet, in its metadata
-LARGEST = 20 << 20  # bytes of a file that is read: a notebook has pictures
-TRIES = 20  # of an exercise that are kept, the last; all are counted
-LEFT = 'style="text-align: left"'  # a page's tables are of numbers, and lie at the right
+KEY = "training-workbench"  # key of the sheet in the metadata of a cell's output
+LARGEST = 20 << 20  # bytes of a readable file; notebooks contain pictures
+TRIES = 20  # last tries of an exercise to keep; all are counted
+LEFT = 'style="text-align: left"'  # pages align tables to the right, for numbers
 COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "tries", "hints")
 
 _done: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def note(kind: str, question: str, **what: Any) -> dict[str, Any]:
-    """Remembers `what` of a "prediction" or an "exercise"; gives all that is known of it."""
+    """Stores `what` about a "prediction" or an "exercise". Returns everything stored about it."""
     known = _done.setdefault((kind, question), {"kind": kind, "question": question})
     known.update(what)
     return known
 
 
 def tried(question: str, answer: str, right: bool) -> None:
-    """One more try at an exercise."""
+    """Counts one more try at an exercise."""
     known = note("exercise", question)
     known["tries"] = known.get("tries", 0) + 1
     known["answers"] = [*known.get("answers", []), answer][-TRIES:]
@@ -46,26 +46,26 @@ def tried(question: str, answer: str, right: bool) -> None:
 
 
 def hinted(question: str, hints: int) -> None:
-    """So many hints have been asked for."""
+    """Stores the number of hints used."""
     known = note("exercise", question)
     known["hints"] = max(hints, known.get("hints", 0))
 
 
 def worksheet(lesson: str) -> Worksheet:
-    """What was done in this notebook so far. lesson: its number and name."""
+    """Returns the work in this notebook so far. lesson: its number and name"""
     if not isinstance(lesson, str) or not lesson.strip() or len(lesson) > 100:
         raise KnobError(f"lesson={short(lesson)}: must be the lesson's name, such as '05 Talk less often'")
     return Worksheet(lesson, [dict(known) for known in _done.values()])
 
 
 class Worksheet:
-    """A table at the end of a lesson; the notebook keeps it as text, and as data beside it."""
+    """A table at the end of a lesson. The notebook keeps it as text and as data."""
 
     def __init__(self, lesson: str, items: list[dict[str, Any]]) -> None:
         self.lesson, self.items = lesson, items
 
     def hand_in(self, name: str, folder: Path | str = ".") -> str:
-        """Writes it under the student's `name` into one file; says where. Raises KnobError for no name."""
+        """Writes the sheet to a file. Returns a message. Raises KnobError without a `name`."""
         if not isinstance(name, str) or not name.strip() or len(name) > 100 or not name.isprintable():
             raise KnobError(f"name={short(name)}: must be your name")
         path = Path(folder, f"{_plain(self.lesson)}-{_plain(name)}.json")
@@ -102,10 +102,13 @@ class Worksheet:
 
 
 def handed_in(folder: Path | str) -> pd.DataFrame:
-    """All sheets of a folder, files and notebooks alike, a row for each question.
+    """Returns all sheets of a folder, from files and notebooks, with a row per question.
 
-    student: who handed it in, of a notebook its file's name; said and answer: a prediction and what the record says;
-    right: whether the two are the same, or the exercise was solved. What is no sheet is passed over.
+    student: the name on the sheet; for a notebook, its file's name
+    said, answer: a prediction and the record's answer
+    right: whether the two are equal, or the exercise was solved
+
+    Skips files without a sheet.
     """
     import pandas as pd
 
@@ -121,7 +124,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
 
 
 def _sheets(path: Path) -> list[dict[str, Any]]:
-    """The sheet of a file; of a notebook the last that each lesson showed."""
+    """Returns the sheet of a file; of a notebook, each lesson's last one."""
     if not path.is_file() or path.stat().st_size > LARGEST:
         return []
     try:
@@ -137,7 +140,7 @@ def _sheets(path: Path) -> list[dict[str, Any]]:
 
 
 def _sound(sheet: Any) -> TypeGuard[dict[str, Any]]:
-    """Is it one? It comes from somebody else."""
+    """Whether it is a valid sheet. It may come from anyone."""
     return (isinstance(sheet, dict) and isinstance(sheet.get("lesson"), str) and isinstance(sheet.get("items"), list)
             and all(isinstance(i, dict) and isinstance(i.get("kind"), str) for i in sheet["items"]))  # fmt: skip
 
