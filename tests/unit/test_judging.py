@@ -70,7 +70,7 @@ def test_tune_and_advice_order_the_same_evidence_alike(monkeypatch: pytest.Monke
     (E, {"strategy.accumulate": 2}, False),
     (E.set("compressor", Cast()), {"compressor": Dense()}, True),
     (E.set("strategy", LocalSGD(every=4)), {"strategy": DDP()}, False),
-], ids=str)  # fmt: skip
+], ids=lambda value: "" if isinstance(value, Experiment) else str(value))  # fmt: skip
 def test_advice_and_tune_know_alike_what_learns_the_same(
     before: Experiment, settings: dict[str, Any], alike: bool
 ) -> None:

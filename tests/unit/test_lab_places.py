@@ -31,7 +31,7 @@ from workbench.cluster.processes.place import (
 )
 from workbench.engine.record.spool import Spool
 from workbench.experiment import Experiment
-from workbench.record import owners
+from workbench.record import folders
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
 
@@ -71,17 +71,17 @@ def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkey
 def test_a_runtime_directory_whose_parent_a_group_can_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owners, "_is_private_group", lambda about: False)
+    monkeypatch.setattr(folders, "_is_private_group", lambda about: False)
     tmp_path.chmod(0o770)
     assert root() == tmp_path / "data" / "training-workbench" / "runtime"
     tmp_path.chmod(0o1770)
     assert root() == tmp_path / "runtime", "in a sticky folder nobody renames what others own"
     tmp_path.chmod(0o770)
-    monkeypatch.setenv(owners.ALLOW, "1")
+    monkeypatch.setenv(folders.ALLOW, "1")
     assert root() == tmp_path / "runtime"
-    monkeypatch.delenv(owners.ALLOW)
+    monkeypatch.delenv(folders.ALLOW)
     (tmp_path / "data" / "training-workbench").chmod(0o770)
-    with pytest.raises(ClusterError, match=f"other users can write to the folder around it.*set {owners.ALLOW}=1"):
+    with pytest.raises(ClusterError, match=f"other users can write to the folder around it.*set {folders.ALLOW}=1"):
         root()
 
 
@@ -93,27 +93,27 @@ def test_a_group_of_one_user_is_nobody_else(tmp_path: Path, monkeypatch: pytest.
     for group, members, is_other in cases:
         found = SimpleNamespace(gr_name=group, gr_mem=members)
         monkeypatch.setattr("grp.getgrgid", lambda number, found=found: found)
-        assert owners.others_can_write(tmp_path.stat()) is is_other, (group, members)
+        assert folders.others_can_write(tmp_path.stat()) is is_other, (group, members)
     tmp_path.chmod(0o757)
-    assert owners.others_can_write(tmp_path.stat())
+    assert folders.others_can_write(tmp_path.stat())
 
 
 def test_a_folder_of_another_user_or_that_others_can_write_to_takes_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owners, "_is_private_group", lambda about: False)
+    monkeypatch.setattr(folders, "_is_private_group", lambda about: False)
     e, out = Experiment(ranks=1), tmp_path / "run"
     out.mkdir()
     for mode, who in [(0o777, "everybody"), (0o770, r"the group \w+")]:
         out.chmod(mode)
-        words = f"{who} can write to the folder.*choose another folder, or set {owners.ALLOW}=1"
+        words = f"{who} can write to the folder.*choose another folder, or set {folders.ALLOW}=1"
         with pytest.raises(RunError, match=words):
             open_run(e, out, Run)
         with pytest.raises(RunError, match="can write to the folder"):
             Run(e).save(out)
     out.chmod(0o755)
     with monkeypatch.context() as patch:
-        patch.setattr(owners.os, "getuid", lambda: os.geteuid() + 1)
+        patch.setattr(folders.os, "getuid", lambda: os.geteuid() + 1)
         with pytest.raises(RunError, match=f"{out}: the folder belongs to .*who can read and change"):
             open_run(e, out, Run)
         (tmp_path / "link").symlink_to(out)
@@ -121,7 +121,7 @@ def test_a_folder_of_another_user_or_that_others_can_write_to_takes_no_run(
             open_run(e, tmp_path / "link", Run)
     assert not list(out.iterdir()), "nothing was written"
     out.chmod(0o777)
-    monkeypatch.setenv(owners.ALLOW, "1")
+    monkeypatch.setenv(folders.ALLOW, "1")
     assert open_run(e, out, Run).path == out.resolve()
 
 

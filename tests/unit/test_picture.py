@@ -21,7 +21,10 @@ from widgets.export import keep
 from widgets.views._base import drawn
 from widgets.views.loss import Loss
 from widgets.views.timeline import Timeline
+from workbench import Experiment, Pipeline
 from workbench.run import Run
+from workbench.sim import simulate
+from workbench.tasks import ByteGPT
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -54,6 +57,12 @@ def test_what_is_painted_is_what_the_views_hold() -> None:
     marks = [float(line.get_xdata()[0]) for line in by_step.lines if len(set(line.get_xdata())) == 1]
     assert marks == [c.at_step for c in run.changes]
     assert len(by_step.lines) - len(marks) == len([t for t in drawn(Loss(), run).data if t.xaxis != "x2" and len(t.x)])
+
+
+def test_the_picture_of_a_pipeline_shows_its_bubbles() -> None:
+    run = simulate(Experiment(task=ByteGPT(width=32, context=16), partition=Pipeline(), ranks=2, steps=4, pace=20.0).checked())
+    bubbles = next(trace for trace in drawn(Timeline(), run).data if trace.name.startswith("bubble"))
+    assert len(bubbles.x) > 0 and picture.png(run).startswith(b"\x89PNG")
 
 
 def test_a_run_without_rows_has_a_picture_too() -> None:

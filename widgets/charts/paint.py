@@ -18,7 +18,7 @@ from widgets.charts import theme
 
 STANDINS = {theme.INK: "#1a1a1a", theme.MUTED: "#565656", theme.FAINT: "#8c8c8c", theme.GRID: "#e0e0e0",
             theme.PAPER: "#ffffff"}  # fmt: skip
-HATCHES = {"": "", "/": "////", "|": "||||", "-": "----", ".": "....", "x": "xxxx"}
+HATCHES = {"": "", "/": "////", "\\": "\\" * 4, "|": "||||", "-": "----", ".": "....", "x": "xxxx"}
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "x": "X", "star": "*",
            "triangle-down": "v"}  # fmt: skip
 DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1, 2)), "dashdot": "-.",
