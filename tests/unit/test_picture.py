@@ -60,7 +60,8 @@ def test_what_is_painted_is_what_the_views_hold() -> None:
 
 
 def test_the_picture_of_a_pipeline_shows_its_bubbles() -> None:
-    run = simulate(Experiment(task=ByteGPT(width=32, context=16), partition=Pipeline(), ranks=2, steps=4, pace=20.0).checked())
+    e = Experiment(task=ByteGPT(width=32, context=16), partition=Pipeline(), ranks=2, steps=4, pace=20.0)
+    run = simulate(e.checked())
     bubbles = next(trace for trace in drawn(Timeline(), run).data if trace.name.startswith("bubble"))
     assert len(bubbles.x) > 0 and picture.png(run).startswith(b"\x89PNG")
 
