@@ -1,4 +1,4 @@
-"""What a change asks of the engine; what it consists of is in workbench/host/reconfigure/changes.py."""
+"""The engine's part of a change; workbench/host/reconfigure/changes.py has its steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Turnable(Parts):
     workers: Any
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        """The Link, the pace and the faults; a fault that is new may stand its rank still, or end it."""
+        """Sets the Link, the pace and the faults. A new fault may halt its rank for a while, or end it."""
         self.port.fabric = wanted.fabric
         self.host.pace.seconds = wanted.pace * 1e-3
         self.host.pace.faults = wanted.fabric.faults
@@ -45,8 +45,8 @@ class Turnable(Parts):
         self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
 
     def choose_lane(self) -> None:
-        """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
-        alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators were under way at a time
+        """Runs children on the caller's thread if a thread would have nothing to compute or to wait for."""
+        alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators would be under way at once
         quick = self.rank.compressor.immediate and not self.port.active and not self.experiment.strategy.offloads
         quick = quick and self.port.fabric.algorithm.native
         self.lane.eager = quick and alone
@@ -73,7 +73,7 @@ class Turnable(Parts):
         self.record.sample(self.rank.step, name, self.clock.now(), value)
 
     async def drive_step(self, strategy: Any) -> int:
-        """For how many steps that counts; 0: none was made."""
+        """Makes one step. Returns how many steps it counts for; 0 if none was made."""
         if strategy.workers > 1:
             self.host.at("workers")
             return await Op("do", self.workers.step) or 1
@@ -89,7 +89,7 @@ class Turnable(Parts):
         self.layout.clear()
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Another strategy takes over."""
+        """Enters another strategy."""
         if wanted.strategy.shared:
             self.shared.enter()
         take_role(self, wanted)
@@ -98,7 +98,7 @@ class Turnable(Parts):
         self.meeting.enter()
 
     def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
-        """Of the model these parameters lie here from now on; or are to, in shards, and are not `held` yet."""
+        """Lays out the parameters `names` here. held=False: they are to be sharded, and have no values yet."""
         self.host.forget_hooks()
         self.layout.take(self.model, names, held)
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
@@ -110,25 +110,25 @@ class Turnable(Parts):
         self.mark_buckets()
 
     def tuned(self) -> None:
-        """The partition has other knobs than before, and the model lies as it did."""
+        """Applies new knobs of the partition; the model's layout stays."""
         e, split = self.experiment, self.spread.split if self.spread else None
         units = units_of(self.model, self.learner, e.partition)
         self.host.tune(self._planned(self.spread), units, recomputed(e, self.learner, split))
 
     def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
-        """By piece of the model when ranks that have slices meet; nothing where nobody can tell."""
+        """Returns the plans by piece of the model for ranks that hold slices; () if they are unknown."""
         if spread is None or spread.split is None:
             return ()
         try:
             return plans_of(self.experiment, self.learner, spread.split)
-        except KnobError:  # a pace is kept less finely then
+        except KnobError:  # the pace is then kept less finely
             return ()
 
     def sharded(self, buckets: Any) -> None:
-        """What the optimizer remembers lies where it does."""
+        """Does nothing: the optimizer's state is already in place."""
 
     def regrouped(self) -> None:
-        """Wires of groups that are over are closed, and children are counted anew."""
+        """Closes wires of groups that ended, and counts children from 0 again."""
         for lane in self.host.lanes:
             self.peers.drop(lane.wires.given_up(self.rank.mesh.generation))
             lane.started = lane.completed = 0
@@ -140,20 +140,20 @@ class Turnable(Parts):
         return self.host.lanes.sent
 
     async def gather(self, number: int) -> list[int]:
-        """Every rank's number, by rank."""
+        """Returns every rank's number, by rank."""
         return all_equal(self.control, number)
 
     async def told(self, text: str, by: int = 0) -> str:
-        """What rank `by` says, on every rank."""
+        """Returns the text of rank `by`, on every rank."""
         return self.told_at_once(text, by)
 
     def told_at_once(self, text: str, by: int = 0) -> str:
-        """The same, while no strategy is asked."""
+        """The same as `told`, as a plain function."""
         return told(self.control, text.encode(), by).decode() if self.control is not None else text
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        """Records a switch of strategy, made inside, as one span. Ranks that fell behind take the first rank's step."""
         if in_step(was):
             self.meeting.latest = self.rank.step
         self.rank.step = self.meeting.latest
@@ -165,7 +165,7 @@ class Turnable(Parts):
         self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
 
     def enter_opaque(self) -> None:
-        """Wraps the model in torch's own DDP, or a copy in fully_shard; on an emulated Link both go over our lane."""
+        """Wraps the model in torch's own DDP, or a copy in fully_shard. On an emulated Link both use our lane."""
         if self.peers.data is None:
             return
         self.host.forget_hooks()
@@ -187,16 +187,16 @@ class Turnable(Parts):
         self.unwrap()
 
     def unwrap(self) -> None:
-        """Forward calls the model itself."""
+        """Makes forward call the model itself again."""
         unwrap(self.host.module)
         fully, self.host.module, self.host.fully = self.host.fully, self.model, None
         if fully is not None:
             fully.end()
             del fully
-            gc.collect()  # torch's hooks and the copy hold each other, its shards and the group's sockets
+            gc.collect()  # torch's hooks and the copy reference each other, and keep shards and sockets
 
     def _first_of_replicas(self, order: Tensor) -> Tensor:
-        """What the first rank says of those that hold the same of the model as this one."""
+        """Returns the order of the first rank that holds the same part of the model as this rank."""
         assert self.control is not None
         if self.spread is None:
             self.control.wait(self.control.broadcast(order, 0))
@@ -209,7 +209,7 @@ class Turnable(Parts):
         return order
 
     def said_by_first(self, names: list[str]) -> list[str]:
-        """Rank 0's order of gradients on all ranks; where the model is spread, of each part its first rank's."""
+        """Returns one order of gradients: rank 0's, or that of the first rank that holds the same parts."""
         index = {p.name: i for i, p in enumerate(self.layout.order)}
         order = torch.tensor([index[n] for n in names], dtype=torch.int64)
         if self.control is not None:
@@ -219,17 +219,17 @@ class Turnable(Parts):
         return [self.layout.order[i].name for i in order.tolist()]
 
     def adopt(self, names: list[str]) -> None:
-        """Lays parameters out in this order, once, as torch's DDP rebuilds its buckets once."""
+        """Lays parameters out in this order, once, as torch's DDP does."""
         self.host.forget_hooks()
         self.shared.relay(lambda: self.layout.reorder(names))
         self.mark_buckets()
 
     def foreseen(self, cheaply: bool) -> Any:
-        """What a step is going to read; None where nobody can tell."""
+        """Predicts what a step reads; None if that is unknown."""
         return foreseen(self.learner, self.experiment, cheaply)
 
     def mark_start(self) -> None:
-        """Where this rank trains, and what."""
+        """Records where this rank trains, and what."""
         self.mark("start", {
             "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
             "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,

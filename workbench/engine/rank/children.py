@@ -1,4 +1,4 @@
-"""Processes that the threads of a run start, such as the workers of a DataLoader. They end with the run."""
+"""Processes that a run's threads start, such as DataLoader workers. They end with the run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-PATIENCE = 2.0  # seconds that a process has to end after SIGTERM, before it is killed
+PATIENCE = 2.0  # seconds from SIGTERM to SIGKILL
 
-_runs: dict[int, Children] = {}  # by thread, the run that it belongs to
+_runs: dict[int, Children] = {}  # the children of a run, by thread id
 
 
 class Children:
     """The processes that one rank's threads have started.
 
-    A process that a `%%px` cell starts while the rank trains belongs to nobody here, and goes on.
+    A process that a `%%px` cell starts while the rank trains is not included, and goes on.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Children:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Notes every process that this thread starts inside the block."""
+        """Collects every process that this thread starts inside the block."""
         note_processes()
         _runs[threading.get_ident()] = self
         try:
@@ -38,7 +38,7 @@ class Children:
             del _runs[threading.get_ident()]
 
     def end(self) -> None:
-        """Ends the daemonic processes among them. Others outlive the run, as whoever started them wished."""
+        """Ends the daemonic processes. Other processes outlive the run, as their starter chose."""
         left = _living(self._started)
         if left:
             _shut_down_loaders({process.pid for process in left})
@@ -57,7 +57,7 @@ def _living(processes: list[BaseProcess]) -> list[BaseProcess]:
 
 
 def _shut_down_loaders(pids: set[int | None]) -> None:
-    """Shuts down the iterators whose workers have these pids: torch takes a worker that just ends for a failure.
+    """Shuts down the iterators that own these worker pids, because torch reports a worker that just ends as a failure.
 
     A DataLoader with persistent workers starts new ones when it is read again.
     """
@@ -65,7 +65,7 @@ def _shut_down_loaders(pids: set[int | None]) -> None:
     for one in gc.get_objects():
         if type(one) is _MultiProcessingDataLoaderIter and pids & {w.pid for w in one._workers}:
             iterators[id(one)] = one
-        elif issubclass(type(one), DataLoader):  # isinstance would ask the object
+        elif issubclass(type(one), DataLoader):  # isinstance would run the object's own code
             loaders.append(one)
     for loader in loaders:
         if id(getattr(loader, "_iterator", None)) in iterators:
@@ -76,7 +76,7 @@ def _shut_down_loaders(pids: set[int | None]) -> None:
 
 @cache
 def note_processes() -> None:
-    """From now on each process that a thread of a run starts is noted. Other threads are not affected."""
+    """Starts to collect the processes that a run's threads start. Other threads are not affected."""
     BaseProcess.start = _noted(BaseProcess.start)  # type: ignore[method-assign, assignment]
 
 

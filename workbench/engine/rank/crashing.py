@@ -1,4 +1,4 @@
-"""A rank that a fault ends on purpose: without a word, as one whose machine is lost."""
+"""Ends a rank on purpose, as if its machine were lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def crash(session: Session, mine: bool) -> None:
-    """This rank, if it is `mine`, or another crashes, once all have made the change that brought the fault.
+    """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault.
 
-    Else those who are left might make it again, and lose the one that has its number by then. The process is ended
-    where this lab has started it, with all that it has recorded on the disk; elsewhere the rank leaves it.
+    If the rank ended earlier, the remaining ranks might repeat the change, and lose the rank that then has its number.
+    A process that this lab started is killed, with its record on disk. In any other process the rank only leaves.
     """
     if session.rank.size > 1:
         _come_past(session, mine)
@@ -32,7 +32,7 @@ def crash(session: Session, mine: bool) -> None:
 
 
 def _come_past(session: Session, waits: bool) -> None:
-    """Says that this rank has come past the change; one that `waits` does so until all who live have."""
+    """Reports that this rank is past the change. If it `waits`, waits until all living ranks are."""
     store = connect_store(*session.where, session.generation)
     what, ranks = f"past {session.set_up_already.obeyed}", range(session.rank.size)
     store.set(f"{what} {session.rank.id}", "1")

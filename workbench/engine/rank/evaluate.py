@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def mean_evaluated(run: Parts) -> Evaluated:
-    """Of the mean model, with this rank's drift from it. Rank 0 evaluates; the others wait for it.
+    """Evaluates the mean model, and measures this rank's drift from it. Rank 0 evaluates, and the other ranks wait.
 
-    Where parameters lie in shards it goes through them, and every rank evaluates.
+    If parameters are sharded, evaluation gathers them, and every rank evaluates.
     """
     with run.ledger.evaluating():
         return _spread_out(run) if run.spread is not None else _of_whole_replicas(run)
@@ -33,7 +33,7 @@ def mean_evaluated(run: Parts) -> Evaluated:
 def _of_whole_replicas(run: Parts) -> Evaluated:
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.held else wire
-    weights = [] if run.reading.sharded else run.layout.weights  # in shards they are one value already
+    weights = [] if run.reading.sharded else run.layout.weights  # sharded parameters have only one value
     with torch.no_grad(), mean_model(own, run.layout, weights, run.model) as drift:
         if run.reading.sharded:
             with run.reading.passing("evaluation"):
@@ -52,7 +52,7 @@ async def _asked(op: Op) -> Any:
 
 
 def _spread_out(run: Parts) -> Evaluated:
-    """The same where replicas lie on several ranks: those of the first one evaluate, each the same, and pass on."""
+    """The same if a replica spans several ranks: the ranks of the first replica evaluate together."""
     wire, rank, piece = run.control, run.rank, run.host.piece
     assert wire is not None
     found: dict[str, float] = {}
@@ -73,7 +73,10 @@ def _spread_out(run: Parts) -> Evaluated:
 
 @contextmanager
 def _mean_of_replicas(run: Parts) -> Iterator[float]:
-    """Inside, what is here of the model is the mean of all replicas; yields this rank's RMS distance from it."""
+    """Makes the local part of the model the mean of all replicas inside the block.
+
+    Yields this rank's RMS distance from it.
+    """
     replicas = run.rank.replicas
     if replicas.size == 1:
         yield 0.0
@@ -92,7 +95,7 @@ def _mean_of_replicas(run: Parts) -> Iterator[float]:
 
 
 def known_evaluated(run: Parts, known: list[Bucket]) -> Evaluated:
-    """Of what rank 0 knows, in a copy of the model: the model itself may be changed meanwhile."""
+    """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
     kept = [] if run.twin is None else [*run.twin.parameters(), *run.twin.buffers()]
     with torch.no_grad(), run.ledger.evaluating(sum(x.nbytes for x in kept)):
         with run.host.alone:

@@ -1,4 +1,4 @@
-"""A rank's life where a loop of its own makes the steps: what is otherwise than in any other rank's."""
+"""A rank that the user's own training loop leads: how it differs from other ranks."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ NOT = {
 
 
 class Following(Training):
-    """A Training that a loop leads; see [Note: Hand in hand] in engine/script/led.py."""
+    """A Training that a user's loop leads. See [Note: Hand in hand] in engine/script/led.py."""
 
     led: Led
-    script_store: Any = None  # on rank 0: where the script's process group meets
-    recut = False  # has a person set the size of buckets, so that the script's no longer holds?
-    _asked: float | None = None  # when torch asked for its last bucket in the backward under way
-    _asked_by_script: Change | None = None  # the size of buckets that the script gives, as a change at the start
+    script_store: Any = None  # on rank 0: the store in which the script's process group meets
+    recut = False  # whether a person has set the bucket size, so that the script's is void
+    _asked: float | None = None  # when torch asked for its last bucket in the present backward
+    _asked_by_script: Change | None = None  # the script's bucket size, as a change at the start
 
     def __init__(self, session: Any, before: Any = None) -> None:
         try:
             super().__init__(session, before)
         except BaseException:
             if hasattr(self, "led"):
-                self.led.close()  # else the script would wait for good, with its process group open
+                self.led.close()  # else the script would wait forever, with its process group open
             raise
 
     def _make_model(self) -> None:
@@ -77,7 +77,7 @@ class Following(Training):
         self.restart_data(0)
 
     def _take_bucket_size(self) -> None:
-        """The script's `bucket_cap_mb` is the run's first change, if nobody has set another `bucket_mb`."""
+        """Makes the script's `bucket_cap_mb` the run's first change, unless `bucket_mb` is set already."""
         usual = {f.name: f.default for f in fields(Experiment)}["bucket_mb"]
         self.recut = self.experiment.bucket_mb != usual
         cap = self.led.wrapper.options.get("bucket_cap_mb") if self.led.wrapper else None
@@ -105,11 +105,11 @@ class Following(Training):
             seen = None if self.chip.runs_ahead else self._exchanged
             hook = self.led.wrapper.comm_hook if self.led.wrapper else None
             made = wrap(self.model, self.peers.data, self._options(), lane, seen, self._ask, hook)
-            made.broadcast_buffers = self.led.wrapper is None  # the script's wrapper does it, under each strategy
+            made.broadcast_buffers = self.led.wrapper is None  # the script's wrapper broadcasts them
             self.host.module = made
 
     def _options(self) -> dict[str, Any]:
-        """Arguments of torch's own wrapper: the script's, but for the size of buckets once a person has set it."""
+        """Returns the arguments of torch's own wrapper: the script's, except a bucket size that a person has set."""
         options = dict(self.led.wrapper.options) if self.led.wrapper else {}
         if self.recut or self.led.wrapper is None:
             options.pop("bucket_cap_mb_list", None)
@@ -140,12 +140,12 @@ class Following(Training):
             p.grad = grad
 
     def _ask(self) -> float:
-        """Torch asks for a bucket: the time."""
+        """Notes and returns the time at which torch asks for a bucket."""
         self._asked = self.clock.now()
         return self._asked
 
     def go_back(self, loss: Tensor, share: float | None) -> None:
-        """The loop's backward. All gradients are there once torch asks for its last bucket; from then on it waits."""
+        """Runs the loop's backward. Once torch asks for its last bucket all gradients exist, and it waits."""
         self._asked = None
         self.led.go_back(loss, share)
         if (asked := self._asked) is not None and not self.chip.runs_ahead:
@@ -154,7 +154,7 @@ class Following(Training):
             self.host.stood(asked, now, now - asked)
 
     def _exchanged(self, name: str, began: float, nbytes: int) -> None:
-        """One of torch's own buckets has been summed, as its last byte has come."""
+        """Records that one of torch's own buckets has been summed, when its last byte has arrived."""
         sent, _ = traffic("all_reduce", nbytes, self.rank.size)
         self.record.span(self.rank.step, "comm", name, began, began, self.clock.now(), sent)
 
@@ -180,21 +180,21 @@ class Following(Training):
 
     async def over(self) -> bool:
         over = await super().over()
-        self.end_wait()  # the loop's own work begins, such as reading a batch
+        self.end_wait()
         return over or not await Op("do", self.led.another)
 
     async def drive_step(self, strategy: Any) -> int:
         return int(await Op("do", partial(self._to_its_end, self.finite.step(self.measuring.step(self)))))
 
     def _to_its_end(self, step: Coroutine[Op, Any, Any]) -> int:
-        """The step, or as far as the loop went with it."""
+        """Drives the step to its end, or as far as the loop goes with it."""
         try:
             return self.host.drive(step) or 1
         except Over:
             return 0
 
     def _begun(self) -> Any:
-        """With what the loop did before its forward, such as reading a batch."""
+        """Returns when the step began, including the loop's own work before its forward, such as reading a batch."""
         return self.led.began
 
     async def _heed(self, requests: list[dict[str, Any]]) -> None:

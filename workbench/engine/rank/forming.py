@@ -1,11 +1,11 @@
-"""How a generation forms: its ranks meet, each gets the full state, and all confirm that they hold it.
+"""How a generation forms: its ranks meet, receive the full state, and confirm that they hold it.
 
-[Note: Formed or not] A new rank holds nothing of the run when it meets the old ranks. It has no vote and enters no
-average until the new generation has formed. A generation has formed when each of its ranks has said in the store that
-it holds the full state and that its digest equals the digest of every other rank. Until then the generation before
-stands. Each old rank keeps its former state. If a rank dies or a connection is cut, the old ranks go back to
-that state and vote again, in the generation before and among old ranks only; new ranks leave. A rank that has met an
-error never says that it holds the state. So either all ranks go on in the new generation, or none does.
+[Note: Formed or not] A new rank holds no state of the run when it meets the old ranks. It has no vote and enters no
+average until the new generation has formed. A generation has formed when each rank has reported in the store that it
+holds the full state, and all digests are equal. Until then the previous generation stands, and each old rank keeps its
+former state. If a rank dies or a connection is cut, the old ranks go back to that state. They vote again, in the last
+generation and without the new ranks, which leave. A rank that has met an error never reports that it holds the state.
+So either all ranks go on in the new generation, or none does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Forming:
     """The next generation of one rank, until it has formed.
 
     to:    how it begins
-    place: of this rank in it; None: this rank is not needed and only looks on
-    was:   the attributes of the session that belong to a generation, as they were before
-    state: this rank's state before; None for a new rank, and until the ranks have met
+    place: this rank's place in it; None: this rank is not needed and only waits
+    was:   the session's attributes that belong to a generation, as they were
+    state: this rank's former state; None for a new rank, and until the ranks have met
     marks: rows of the record that count only if the generation forms
     """
 
@@ -53,23 +53,23 @@ class Forming:
         self.name = f"{session.base}+{session.turn}"
 
     def store(self, session: Session, timeout: float = 60.0) -> Any:
-        """Where the ranks of the next generation meet."""
+        """Connects to the store in which the ranks of the next generation meet."""
         return connect_store(*session.where, self.name, timeout)
 
     def gather(self, session: Session, what: str) -> None:
-        """Waits until all ranks of the next generation have said `what`; ConnectionError if one is lost before."""
+        """Waits until all ranks of the next generation have reported `what`. Raises ConnectionError if one is lost."""
         members, see = self.to.came.members, partial(look, session)
         membership.gather(self.store(session), what, self.place, self.to.processes, see, members)
 
 
 def look(session: Session) -> None:
-    """Raises Aborted when this rank must leave."""
+    """Raises Aborted if this rank must leave."""
     if session.ends:
         raise Aborted("told to leave while the ranks that are left were looking for each other")
 
 
 def confirm(session: Session) -> None:
-    """This rank holds the full state: waits until all ranks of the generation do. Raises as `Forming.gather` does."""
+    """Reports that this rank holds the full state, and waits until all ranks do. Raises as `Forming.gather` does."""
     forming = session.forming
     assert forming is not None
     forming.gather(session, "formed")
@@ -88,15 +88,15 @@ def confirm(session: Session) -> None:
 
 
 def undo(session: Session, error: BaseException) -> bool:
-    """The generation did not form: this rank has the state with which it came, in the generation before.
+    """Puts this rank back into the previous generation, with its former state, because the next did not form.
 
-    Returns whether a rank or a connection was lost, so that the old ranks can vote again. Raises Spare on a new rank
-    if that is so.
+    Returns whether a rank or a connection was lost, so that the old ranks can vote again. If so, a new rank raises
+    Spare.
     """
     forming, session.forming = session.forming, None
     assert forming is not None
     broke = _broke(session, forming, error)
-    with contextlib.suppress(RuntimeError):  # the host of the store may be gone
+    with contextlib.suppress(RuntimeError):  # the store's host may be gone
         if forming.place is not None:
             membership.gone(forming.store(session, 1.0), forming.place)
     session.leaving.set()
@@ -118,14 +118,14 @@ def undo(session: Session, error: BaseException) -> bool:
 
 
 def _broke(session: Session, forming: Forming, error: BaseException) -> bool:
-    """Did the generation not form because a rank or a connection was lost, or a new rank got another state?"""
+    """Whether a rank or a connection was lost, or a new rank received another state."""
     if not isinstance(error, Exception) or isinstance(error, Aborted | Spare) or of_own(error):
         return False
     if peer_left(error, text_of(error)):
         return True
     if isinstance(error, Disagreement) and len(forming.to.came.members) > len(forming.to.came.places):
         return True
-    try:  # while wires are opened, and after a peer has left, the error may say anything
+    try:  # while wires open, and after a peer has left, the error can have any text
         membership.require(forming.store(session, 1.0), range(len(forming.to.processes)))
     except (ConnectionError, RuntimeError):
         return True
@@ -133,7 +133,7 @@ def _broke(session: Session, forming: Forming, error: BaseException) -> bool:
 
 
 def _take_apart(training: Training) -> None:
-    """Gives back what belonged to the generation that did not form; the model computes as it did before."""
+    """Gives back the failed generation's parts; the model computes as it did before."""
     training.close()
     if training.shared.held:
         training.layout.lie_in([w.clone() for w in training.layout.weights])
@@ -142,7 +142,7 @@ def _take_apart(training: Training) -> None:
 
 
 def give_back(session: Session) -> None:
-    """Closes the wires of a generation, on a thread of its own: one that was cut may take seconds."""
+    """Closes the wires of a generation on a thread of its own, because a wire that was cut may take seconds."""
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
 
@@ -153,7 +153,7 @@ def _close(wires: list[Wire]) -> None:
 
 
 def _vote_again(session: Session, forming: Forming) -> None:
-    """The next vote is another one, of the ranks that voted before."""
+    """Prepares another vote, of the ranks that voted before."""
     before, session.voting = session.voting, f"{session.generation} after {session.turn}"
     with contextlib.suppress(RuntimeError):
         again = connect_store(*session.where, session.voting)
@@ -162,7 +162,7 @@ def _vote_again(session: Session, forming: Forming) -> None:
 
 
 def _left_out(forming: Forming) -> str:
-    """Why a new rank leaves, in words."""
+    """Returns why a new rank leaves."""
     came = forming.to.came
     old = range(len(came.places))
     if not any(membership.runs(json.dumps(forming.to.processes[place])) for place in old):
@@ -172,7 +172,7 @@ def _left_out(forming: Forming) -> str:
 
 
 def _answer(session: Session) -> None:
-    """Tells who asked for other ranks that these did not come, because a rank was lost while they joined."""
+    """Answers a request for ranks that did not come because a rank was lost in the join."""
     undone = session.undone
     if undone is None or "id" not in undone.mark or undone.mark["preempted"]:
         return

@@ -1,4 +1,4 @@
-"""From generation to generation: a rank trains until ranks are lost, or come and go, and then with whoever is there."""
+"""Runs a rank from one generation to the next, as ranks are lost, leave or join."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def live_through(session: Session) -> None:
-    """From the first step to the last. Raises what ends this rank's part in the run before."""
+    """Runs from the first step to the last. Raises the error that ends this rank's part before that."""
     to = invited(session) if session.joins else None
     while True:
         try:
@@ -30,7 +30,10 @@ def live_through(session: Session) -> None:
 
 
 def _one(session: Session, to: Next | None) -> Next | None:
-    """A generation, None for the first, from its beginning on; the next, where ranks come or go, or None at the end."""
+    """Runs one generation to its end; `to` is None for the first.
+
+    Returns the next generation if ranks leave or join; None at the end of the run.
+    """
     try:
         if to is None:
             training = session.set_up()
@@ -40,7 +43,7 @@ def _one(session: Session, to: Next | None) -> Next | None:
             session.set_up_already.host.drive(session.set_up_already.live_on(came))
     except Resized as asked:
         made = arranged(session, asked)
-        del session.set_up_already.asked[0]  # it is done, or answered when the next generation does not form
+        del session.set_up_already.asked[0]  # done, or answered if the next generation does not form
         session.words = leave_generation(session, session.set_up_already)
         return made
     return None

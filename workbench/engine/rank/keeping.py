@@ -1,7 +1,7 @@
-"""Writes checkpoints beside the training: on a thread and a wire of its own, so that no step waits for the disk.
+"""Writes checkpoints on a thread and a wire of their own, so that no step waits for the disk.
 
-The images are copies, made between two steps. What fails here (a full disk, a folder that is gone) ends this checkpoint
-and no more: a Mark says why, and training goes on.
+The images are copies, made between two steps. An error, such as a full disk, ends only this checkpoint. A Mark gives
+the reason, and training goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """The checkpoints of the run in `run_dir`; None where there can be none."""
+    """The checkpoints of the run in `run_dir`; None if there can be none."""
 
     def __init__(self, run_dir: Path | None) -> None:
         self.folder = Path(run_dir) / checkpoints.FOLDER if run_dir is not None else None
@@ -49,7 +49,7 @@ class Kept:
 
 
 class Keeper:
-    """One rank's part in writing them into `folder`."""
+    """One rank's part in writing checkpoints into `folder`."""
 
     def __init__(self, run: Parts, folder: Path) -> None:
         self.run, self.folder = run, folder
@@ -61,7 +61,7 @@ class Keeper:
         return self._thread is not None and self._thread.is_alive()
 
     def keep(self, image: Image, about: dict[str, Any]) -> None:
-        """Begins to write; all ranks ask for it at once, when none is busy."""
+        """Begins to write. All ranks call this at the same boundary, when none is busy."""
         if self._wire is None and self.run.rank.size > 1:
             self._wire = self.run.peers.open("checkpoints")
         name = f"rank {self.run.rank.id} checkpoint"
@@ -69,7 +69,7 @@ class Keeper:
         self._thread.start()
 
     def close(self, patience: float | None = None) -> None:
-        """Waits until what is under way is written, or has failed. patience: seconds"""
+        """Waits until the present checkpoint is written, or has failed. patience: seconds"""
         if self._thread is not None:
             self._thread.join(patience)
 
@@ -84,12 +84,12 @@ class Keeper:
                 run.mark("not saved", {"text": f"no checkpoint was made before step {about['step']}: {said}"})
             elif run.rank.id == 0:
                 self._tell(about, manifest, run.clock.now() - began)
-        except (Aborted, RuntimeError, ConnectionError):  # the run ends, or a peer has gone: its step hears of it
+        except (Aborted, RuntimeError, ConnectionError):  # the step reports this
             if run.rank.id == 0:
                 draft.give_up()
 
     def _tell(self, about: dict[str, Any], manifest: dict[str, Any], seconds: float) -> None:
-        """Rank 0's Mark says that it is there, and which are there no more."""
+        """On rank 0: records a Mark of the new checkpoint, and of the older ones that were removed."""
         path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.saves
         nbytes = sum(file["nbytes"] for file in manifest["files"].values())
         text = f"the checkpoint before step {about['step']} is whole: {nbytes / 1e6:.1f} MB, written in {seconds:.1f} s"
@@ -102,7 +102,7 @@ class Keeper:
         self.run.mark("saved", said | {"removed": gone, "text": text})
 
     def _written(self, image: Image, about: dict[str, Any], draft: Draft) -> tuple[str, dict[str, Any]]:
-        """Why it could not be written, or ""; and on rank 0 its manifest."""
+        """Returns why the checkpoint could not be written, or ""; on rank 0 also its manifest."""
         me, found, files = self.run.rank.id, list[Any](), list[Any]()
 
         def look() -> filing.Table:
@@ -135,10 +135,10 @@ class Keeper:
         return "", manifest
 
     def _exchanged(self, make: Callable[[], Any]) -> Any:
-        """What every rank makes, by rank; or, as text, why one could not."""
+        """Returns what `make` returned on every rank, by rank; or, as text, why it failed on one."""
         try:
             said = {"made": make()}
-        except Exception as error:  # the others wait to be told
+        except Exception as error:  # the other ranks wait for this report
             said = {"failed": _why(error)}
         every = [json.loads(text) for text in self._all(json.dumps(said))]
         number = self.run.rank.number
@@ -146,7 +146,7 @@ class Keeper:
         return failed[0] if failed else [one["made"] for one in every]
 
     def _all(self, text: str) -> list[str]:
-        """Every rank's text, by rank."""
+        """Returns every rank's text, by rank."""
         wire = self._wire
         if wire is None:
             return [text]
@@ -166,9 +166,9 @@ def _why(error: Exception) -> str:
 
 
 def _metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Writes what torch.distributed.checkpoint reads a checkpoint by: `dcp.load({"model": ...})` finds a model here.
+    """Writes the metadata that torch.distributed.checkpoint needs: `dcp.load({"model": ...})` finds a model here.
 
-    A pickle, and so for others alone.
+    It is a pickle, which only other programs read.
     """
     import pickle
 

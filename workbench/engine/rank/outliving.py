@@ -1,6 +1,6 @@
-"""How a rank outlives another: it leaves its generation, hears who is left, and begins the next with them.
+"""How a rank goes on after a peer is lost: it leaves its generation, votes, and begins the next.
 
-The session's thread does all of it, between two lives of its `Training`.
+The session's thread does all of this, between two loops of its `Training`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from workbench.settings.said import text_of
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
-TIMES = 5.0  # a rank's longest step that others wait for its word
+TIMES = 5.0  # the vote waits this many times a rank's longest step
 
 
 def outlives(session: Session, error: BaseException, broke: bool = False) -> bool:
-    """Is `error` what a rank meets whose peer is gone, and is this run to go on then?
+    """Whether `error` comes from a lost peer, and this rank goes on after it.
 
     broke: whether a generation did not form because of it
-    Raises Late where it has gone on without this rank.
+    Raises Late if the other ranks have gone on without this one.
     """
     training = session.training
     if training is None or not training.begun or session.ends:
         return False
     met = broke or (peer_left(error, text_of(error)) and not of_own(error))
     if met and session.undone is not None and not _lost(session):
-        return True  # only one is lost who was to come, and all stand at a boundary
+        return True  # only a joining rank is lost, and all ranks stand at a boundary
     if session.rank.size == 1:
         return False
     if met and not _counted(session):
@@ -53,21 +53,21 @@ def outlives(session: Session, error: BaseException, broke: bool = False) -> boo
 
 
 def _counted(session: Session) -> bool:
-    """Have the others not gone on already?"""
-    with contextlib.suppress(RuntimeError):  # whose host keeps the store may be gone
+    """Whether the other ranks still wait for this one."""
+    with contextlib.suppress(RuntimeError):  # the store's host may be gone
         return membership.counted(connect_store(*session.where, session.voting, timeout=1.0), session.rank.id)
     return True
 
 
 def refused(session: Session, alive: bool = False) -> str:
-    """Why the ranks that are left could not go on without one, in words; "" where they could. alive: as there."""
+    """Returns why the remaining ranks could not go on without one; "" if they could. alive: that rank still runs"""
     if session.training is None or not session.training.begun:
         return "not all ranks have begun to train"
     return leaving.refused(session.training, saved(session), alive)
 
 
 def _lost(session: Session) -> bool:
-    """Is a rank of this generation seen to be gone?"""
+    """Whether a rank of this generation is known to be gone."""
     try:
         for store in {session.generation, session.voting}:
             membership.require(connect_store(*session.where, store), range(session.rank.size))
@@ -77,7 +77,7 @@ def _lost(session: Session) -> bool:
 
 
 def leave_generation(session: Session, training: Training) -> Said:
-    """Gives back what was the generation's; what this rank has then."""
+    """Gives back the generation's wires and shared memory. Returns this rank's report."""
     training.leaving.set()
     session.cut()
     training.close()
@@ -91,23 +91,26 @@ def leave_generation(session: Session, training: Training) -> Said:
 
 
 def hear(session: Session, mine: Said) -> Heard:
-    """What all who are left have. Raises Aborted when this rank must leave, Late where the others went on."""
+    """Votes, and returns the reports of all remaining ranks.
+
+    Raises Aborted if this rank must leave, Late if the other ranks went on.
+    """
     store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
     patience = max(PATIENCE, TIMES * max(training.evaluated, *training.lengths))
     return membership.vote(store, rank.id, rank.size, mine, patience, partial(look, session))
 
 
 def settled(session: Session) -> Next:
-    """How those go on who are left, once all of them have said what they have."""
+    """Returns how the remaining ranks go on, once all of them have reported."""
     assert session.words is not None
     return fewer(survivor(session), hear(session, session.words))
 
 
 def begin_generation(session: Session, to: Next) -> Came:
-    """The ranks of the next generation meet and open their wires; `confirm` ends what begins here.
+    """Gathers the ranks of the next generation and opens their wires; `confirm` ends what begins here.
 
-    A rank that is not among them waits until the generation has formed, for it may hold what the others lose with one
-    of them; then it raises Spare. If this raises anything else, `undo` takes back what was begun.
+    A rank that is not among them waits until the generation has formed, because it may hold a part that another rank
+    loses. Then it raises Spare. After any other error, `undo` takes back what was begun.
     """
     session.turn += 1
     session.forming = forming = Forming(session, to)

@@ -1,9 +1,9 @@
-"""A rank whose machine is about to be ended leaves: after the step in hand, by the door by which ranks go when asked.
+"""A rank leaves after the current step, because its machine is about to end.
 
-[Note: Preemption] Slurm, Kubernetes and spot instances say SIGTERM, and end a process some time later. Who is told it
-says so in the store of the run, where the first place looks with every beat of its pulse: no kernel is needed, and
-whoever has the first place after a death looks again. What it finds there is a request like any other, which all heed
-before the same step. Where nobody can go on, the run keeps a checkpoint and ends in words.
+[Note: Preemption] Slurm, Kubernetes and spot instances send SIGTERM, and end a process some time later. A rank that
+receives it writes that into the run's store. The first rank reads the store with every beat of its pulse, so no kernel
+is needed; if it dies, its successor reads the store. The first rank then makes an ordinary request, which all ranks
+obey before the same step. If no rank can go on, the run keeps a checkpoint and ends with a reason.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
     from workbench.engine.rank.training import Training
 
-SOME = "preempted"  # what is in the store once any rank is
+SOME = "preempted"  # the store's key once any rank is preempted
 
 
 class Preempted(RuntimeError):
-    """Ranks are told to leave, and the others cannot go on without them."""
+    """Ranks must leave, and the other ranks cannot go on without them."""
 
 
 def announce(session: Session) -> None:
-    """This rank is told to leave, on whatever thread: all others hear of it before one of their next steps."""
+    """Tells all other ranks, from any thread, that this rank leaves before one of their next steps."""
     text = f"{named([session.member])} is preempted: it leaves after the step in hand"
     session.mark(SOME, {"ranks": [session.member], "step": session.rank.step, "text": text})
     store = connect_store(*session.where, session.base)
@@ -41,7 +41,7 @@ def announce(session: Session) -> None:
 
 
 class Lookout:
-    """Looks for ranks that are told to leave, on the first place, and asks once in a generation that they do."""
+    """On the first rank: looks for preempted ranks, and requests once per generation that they leave."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -49,11 +49,11 @@ class Lookout:
         self._asked: set[tuple[str, int]] = set()
 
     def __call__(self) -> None:
-        """Called with every beat of the pulse."""
+        """Looks once; called with every beat of the pulse."""
         session, members, generation = self.session, self.session.members, self.session.generation
         if session.rank.id or session.training is None or not session.training.begun or session.ends:
             return
-        with contextlib.suppress(RuntimeError, OSError):  # whose host keeps the store may be gone
+        with contextlib.suppress(RuntimeError, OSError):  # the store's host may be gone
             self._store = self._store or connect_store(*session.where, session.base)
             if not self._store.check([SOME]):
                 return
@@ -65,7 +65,7 @@ class Lookout:
 
 
 async def leave(training: Training, members: Sequence[int], number: str) -> None:
-    """These `members` go, and the others go on. Raises Resized; or Preempted where they cannot."""
+    """Removes `members`, and the other ranks go on. Raises Resized; raises Preempted if they cannot go on."""
     session = training.session
     gone = [m for m in members if m in session.members]
     left = [place for place, m in enumerate(session.members) if m not in gone]
@@ -81,7 +81,7 @@ async def leave(training: Training, members: Sequence[int], number: str) -> None
 
 
 async def _ended(training: Training, gone: list[int], reason: str) -> str:
-    """Keeps a checkpoint where there is a place for one; why the run ends, in words that are the same on all ranks."""
+    """Keeps a checkpoint if there is a run directory. Returns why the run ends, in the same words on all ranks."""
     session, step = training.session, training.rank.step
     text = f"{named(gone)} {are(gone)} preempted, and the run cannot go on: {reason}"
     if session.run_dir is None:

@@ -1,6 +1,6 @@
-"""The engine's side of a resize that somebody asked for: the present ranks prepare it and invite the new ranks.
+"""The engine's part of a requested resize: present ranks prepare it and invite the new ranks.
 
-All ranks obey the request at the same boundary. They assemble the state that lies in parts
+All ranks obey the request at the same boundary. They assemble the state that is spread over ranks
 (`host/elastic/resizing.py`). The first rank writes an invitation for each new rank into the store. Then the generation
 ends for all ranks.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 async def resize(training: Training, members: tuple[int, ...], number: str) -> None:
-    """These `members` go on, some of whom may be yet to come. Raises Resized; or a Mark says why that cannot be."""
+    """Goes on with `members`, old and new. Raises Resized. If it is refused, a Mark gives the reason."""
     session = training.session
     stay = [m for m in session.members if m in members]
     new = [m for m in members if m not in stay]
@@ -47,9 +47,11 @@ async def resize(training: Training, members: tuple[int, ...], number: str) -> N
 
 async def part(training: Training, stay: tuple[int, ...], members: tuple[int, ...], wanted: Experiment, number: str,
                preempted: tuple[int, ...] = ()) -> None:  # fmt: skip
-    """All comes together, and the generation ends. Raises Resized: until all have met for it there is a way back.
+    """Assembles the state on the ranks that stay, and ends the generation. Raises Resized.
 
-    stay: the places that go on; see Resized for the others
+    Until all ranks have met for it, they can go back.
+
+    stay: the places that go on; see Resized for the other arguments
     """
     with training.undoable(True):
         if training.rollback is not None:
@@ -61,9 +63,9 @@ async def part(training: Training, stay: tuple[int, ...], members: tuple[int, ..
 
 
 def _require_there(session: Session, new: list[int], ranks: int) -> None:
-    """Raises KnobError where one who is to come has never said that it waits, or was invited before: it is lost.
+    """Raises KnobError if a new rank has not reported that it waits, or was invited before: then it is lost.
 
-    All ranks find the same, for who comes has said so before the request was made.
+    All ranks find the same, because a new rank reports before the request is made.
     """
     store = connect_store(*session.where, session.base)
     if lost := [m for m in new if not store.check([f"member {m}"]) or store.check([f"join {m}"])]:
@@ -78,17 +80,17 @@ def _wanted(training: Training, now: tuple[int, ...], stay: list[int], members: 
 
 
 def arranged(session: Session, asked: Resized) -> Next:
-    """What all agree on who have come together; waits until all have, and invites who is to come.
+    """Waits until all ranks have come together, invites the new ranks, and returns the plan.
 
-    Raises ConnectionError where one has not, and then all others go back to the boundary: it is lost, or it has lost
-    another before and votes. Nobody has passed then, for it has not said in the store that it has come, and never will.
+    Raises ConnectionError if a rank does not come: it is lost, or has lost another rank and votes. Then all other ranks
+    go back to the boundary. No rank has passed, because the missing rank never reports in the store.
     """
     training, members = session.set_up_already, asked.members
     stay = [m for m in members if m in session.members]
     places = tuple(session.members.index(m) for m in stay)
     came = Came(members, places, tuple(range(len(stay))), tuple(range(len(stay))), session.rank.step)
     store, base = connect_store(*session.where, session.generation), connect_store(*session.where, session.base)
-    if session.rank.size == 1:  # one rank alone has met nobody in the store
+    if session.rank.size == 1:  # a single rank has met no rank in the store
         membership.come(store, 0)
     there = [json.loads(store.get(f"process {place}")) for place in range(session.rank.size)]
     look = partial(_look, session, store)
@@ -125,14 +127,14 @@ def _invitation(session: Session, training: Training, to: Next) -> dict[str, Any
 
 
 def invited(session: Session) -> Next:
-    """Waits until those who train invite this rank."""
+    """Waits until the training ranks invite this rank."""
     store = connect_store(*session.where, session.base)
     store.set(f"member {session.member}", json.dumps(membership.here()))
     session.phase = "waiting"
     while not store.check([f"join {session.member}"]):
         _look(session)
         time.sleep(membership.LOOK)
-    session.phase = "starting"  # others count on it from now on
+    session.phase = "starting"  # from now on the other ranks count on this one
     said = json.loads(store.get(f"join {session.member}"))
     session.turn = said.pop("turn")
     planned, steps = said.pop("planned"), said.pop("steps")

@@ -1,4 +1,4 @@
-"""What a rank sees besides when others are lost: which checkpoints there are, and who is missed."""
+"""Finds out, when ranks are lost, which checkpoints exist and which ranks are missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def survivor(session: Session) -> Survivor:
-    """This rank as one of those who settle how they go on."""
+    """Returns this rank's view, from which the remaining ranks settle how they go on."""
     folder = Path(session.run_dir or ".") / checkpoints.FOLDER
     return Survivor(
         member=session.member, place=session.rank.id, size=session.rank.size, run=session.set_up_already,
@@ -28,20 +28,20 @@ def survivor(session: Session) -> Survivor:
 
 
 def saved(session: Session) -> list[int]:
-    """The steps before which there are checkpoints of this run that are whole, as far as this rank sees."""
+    """Returns the steps before which this run has complete checkpoints, as far as this rank sees."""
     if session.run_dir is None:
         return []
     return [checkpoints.step_of(path) for path in checkpoints.found(Path(session.run_dir) / checkpoints.FOLDER)]
 
 
 def missed(session: Session, here: Collection[int]) -> tuple[list[int], list[int]]:
-    """Who is counted and not `here`: who is lost; and who lives and was only to come."""
+    """Returns the counted ranks that are not `here`: lost ranks, and new ranks that still run."""
     store, away = connect_store(*session.where, session.base), [m for m in session.counted if m not in here]
     left_out = [m for m in away if m not in session.members and membership.runs(store.get(f"member {m}"))]
     return [m for m in away if m not in left_out], left_out
 
 
 def former(path: str) -> Former:
-    """A checkpoint to which all go back. Raises RunError where it cannot be read."""
+    """Returns the checkpoint to which all ranks go back. Raises RunError if it cannot be read."""
     checkpoint = checkpoints.Checkpoint.open(path)
     return formerly(checkpoint, checkpoints.Bytes(checkpoint))

@@ -1,7 +1,7 @@
-"""One run on one rank, from its thread to its record's last row: it sets up, trains, and gives everything back.
+"""One run on one rank: a thread that sets up, trains, and gives everything back.
 
-It answers while it trains, and leaves in words when something goes wrong. It knows nothing of clusters, sockets or
-notebooks; the loop itself is in training.py.
+A session answers requests while it trains, and ends with a reason in words if it fails. It uses no cluster, socket or
+notebook code. The training loop is in training.py.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from workbench.settings.said import class_of, text_of, traceback_of
 
 
 class Session:
-    """A run as one rank lives it. Constructing costs nothing; `start` returns at once.
+    """One rank's part in a run. The constructor does no work; `start` returns at once.
 
-    training: the loop with all that it needs, as soon as every rank has made its own
-    member:   this rank's number for life; members: by place, those of all who are there
+    training: the loop with all its parts, as soon as every rank has made its own
+    member:   this rank's number, the same in all generations; members: the numbers of all members, by place
     rank, generation, leaving: of the present generation, which ends when a rank is lost
-    voting:   where its members vote who of them is left; undone: how a next generation was to be that did not form
-    words:    what this rank had when it left the generation, until the next has formed
-    used:     how many examples of the data's order were used up when that began
-    wires:    those that are open; files: those of this run that rank 0 removes at its end
-    stopping: is the run to end before its last step? ours: may a fault end the process?
+    voting:   the store in which the members vote on which of them are left
+    undone:   the plan of a next generation that did not form
+    words:    this rank's report from when it left the generation, until the next generation has formed
+    used:     how many examples of the data's order were used up when this generation began
+    wires:    open wires; files: the files of this run that rank 0 removes at its end
+    stopping: whether the run ends before its last step; ours: whether a fault may end the process
     """
 
     def __init__(
@@ -95,32 +96,32 @@ class Session:
         self.files: list[Path] = []
         self.children = Children()
         self.training: Training | None = None
-        self._asked = threading.Event()  # a person asked for the end: whoever loses a peer from now on has not failed
-        self._told = False  # was it told to leave?
-        self.outlives_next = False  # is a rank about to be put out, without whom the others go on?
+        self._asked = threading.Event()  # set once a person wants the end: a lost peer is then no failure
+        self._told = False  # whether this rank must leave
+        self.outlives_next = False  # whether a rank is about to be removed
         self.forming: Forming | None = None  # the next generation, until it has formed
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
 
     host_store = staticmethod(host_store)
 
-    # -- asked from outside --
+    # -- requests from outside --
 
     def start(self) -> None:
         lighten()
         self._thread.start()
 
     def request(self, what: dict[str, Any]) -> None:
-        """A change, pause, resume, step or stop, on rank 0; it travels with the next ticket."""
+        """Queues a change, pause, resume, step or stop on rank 0; the next ticket carries it to all ranks."""
         self.inbox.put(what)
 
     def hurry(self) -> None:
-        """A stop was asked: no more emulated delays, and a peer that leaves from now on is no failure."""
+        """Prepares for a stop: ends emulated delays, and from now on a lost peer is no failure."""
         self.naps.hurried = True
         self._asked.set()
 
     def abort(self, asked: bool = False) -> None:
-        """Leave at once; the peers are freed, too. asked: by a person, so that it is no failure."""
+        """Leaves at once, and frees the peers. asked: a person wants this, so it is no failure."""
         self.naps.hurried = True
         if asked:
             self.stopping = True
@@ -130,15 +131,15 @@ class Session:
         self.cut()
 
     def outlive(self, so: bool) -> str:
-        """A rank is about to be put out (or is not), and the others are to go on without it; why they cannot, or ""."""
+        """Sets whether the other ranks go on after one rank is removed. Returns why they cannot, or ""."""
         reason = refused(self)
         self.outlives_next = so and not reason
         return reason
 
     def leave_behind(self, members: Sequence[int]) -> None:
-        """These are out of reach and nobody can end them: this one goes on without, as where they had died.
+        """Goes on without unreachable `members`, as if they had died.
 
-        Their word is not waited for in the vote. One that comes back later finds that the others went on.
+        The vote does not wait for their reports. A member that comes back later leaves the run.
         """
         here = [self.members.index(m) for m in members if m in self.members and m != self.member]
         store = connect_store(*self.where, self.voting)
@@ -148,44 +149,44 @@ class Session:
             self.cut()
 
     def preempt(self) -> None:
-        """This rank's machine is about to be ended: it leaves after the step in hand, and the others go on."""
-        if self.phase == "waiting":  # nobody counts on it yet
+        """Leaves after the current step, because this rank's machine is about to end."""
+        if self.phase == "waiting":  # no rank counts on this one yet
             return self.abort(asked=True)
         announce(self)
 
     @property
     def counted(self) -> tuple[int, ...]:
-        """Who is to be named where it is lost: the members, and who was to come when one of them was."""
+        """The ranks to report if they are lost: the members, and ranks whose join was undone."""
         undone = self.undone.came.members if self.undone is not None else ()
         return (*self.members, *(m for m in undone if m not in self.members))
 
     @property
     def ends(self) -> bool:
-        """Is this rank to go on in no case?"""
+        """Whether this rank ends in any case, even if the other ranks go on."""
         return self.stopping or self._told or self._asked.is_set()
 
     def cut(self) -> None:
-        """Ends all that is under way with others; they hear of it."""
+        """Ends all communication that is under way; the peers notice."""
         for wire in self.wires:
             wire.cut()
         if self.training is not None:
             self.training.mailbox.cut()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for the end; whether it came. One that has not been started has not ended either."""
+        """Waits for the end. Returns whether it came; a session that has not started has not ended."""
         if timeout == 0:
-            return self._over.is_set()  # takes no lock: a signal's handler asks, whatever its thread is doing
+            return self._over.is_set()  # takes no lock: a signal handler calls this in any state of its thread
         return self._over.wait(timeout)
 
     def status(self) -> dict[str, Any]:
-        """Where this rank is. See `at.status`."""
+        """Returns where this rank is. See `at.status`."""
         return status(self)
 
-    # -- looked at from outside: by a cell, or a test --
+    # -- read from outside: by a cell, or a test --
 
     @property
     def experiment(self) -> Experiment:
-        """As it is now, with the changes so far."""
+        """The experiment with all changes so far."""
         return self.training.experiment if self.training is not None else self.began_with
 
     @property
@@ -202,7 +203,7 @@ class Session:
 
     @property
     def state(self) -> Any:
-        """What the strategy remembers."""
+        """The strategy's state."""
         return self.set_up_already.state
 
     @property
@@ -232,7 +233,7 @@ class Session:
         except BaseException as error:
             self._fail(error)
         finally:
-            torch.set_default_dtype(default)  # a task's functions may have set another, which the next run would meet
+            torch.set_default_dtype(default)  # a task may have set another default, which the next run would inherit
             pulse.close()
             if read is not None:
                 read.close()
@@ -242,24 +243,24 @@ class Session:
                 self._over.set()
 
     def set_up(self) -> Training:
-        """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""
+        """Waits for the other ranks, and prepares the first step. Raises an error if this cannot be trained."""
         self.training = (Following if self.began_with.task.leads else Training)(self)
         self.training.begin()
         return self.training
 
     def keeper(self, training: Any) -> Keeper | None:
-        """Who writes its checkpoints."""
+        """Returns the object that writes this run's checkpoints; None without a run directory."""
         return Keeper(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
 
     def saved(self) -> Regained | None:
-        """What this rank goes on from. Raises RunError where that cannot be read."""
+        """Returns the state from which this rank resumes. Raises RunError if it cannot be read."""
         if not self.resume:
             return None
         checkpoint = Checkpoint.open(self.resume)
         return regained(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
 
     def tear_down(self) -> None:
-        """Gives everything back; whatever fails on the way, the record's last row says that this rank has left."""
+        """Gives everything back. Even if that fails, the record's last row states that this rank has left."""
         for give_back in (self._give_back, self.children.end):
             try:
                 give_back()
@@ -275,7 +276,7 @@ class Session:
             self.profiler.close()
             self.training.close()
         if self.rank.size > 1:
-            with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
+            with contextlib.suppress(RuntimeError):  # rank 0's host holds the store and may be gone
                 gone(connect_store(*self.where, self.voting, timeout=1.0), self.rank.id)
         for wire in self.wires:
             wire.close()
@@ -285,7 +286,7 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         text, own = text_of(error), of_own(error)
         consequence = not own and peer_left(error, text)
-        if consequence and not self.stopping:  # a peer left: if it was told to, so are we, any moment now
+        if consequence and not self.stopping:  # the request to leave may follow
             self._asked.wait(0.4)
         if (self.stopping and self.naps.hurried) or (consequence and self._asked.is_set()):
             return self.say("stopped", f"left in the middle of step {self.rank.step}")
@@ -300,10 +301,10 @@ class Session:
             self.training.meeting.retire()
         self.cut()
 
-    # -- saying --
+    # -- the record --
 
     def mark(self, name: str, detail: dict[str, Any], t: float | None = None) -> None:
-        """Writes a Mark of the present moment, or of `t`; one of a generation that forms, once it has formed."""
+        """Writes a Mark. While a generation forms, the training thread's Marks wait until it has formed."""
         row = self.rank.step, name, self.clock.now() if t is None else t, json.dumps(detail)
         forming = self.forming
         if forming is not None and threading.current_thread() is self._thread:
@@ -312,7 +313,7 @@ class Session:
             self.record.mark(*row)
 
     def say(self, phase: str, detail: str = "") -> None:
-        """What this rank is in from now on; of the run, as far as rank 0 says it."""
+        """Sets this rank's phase; rank 0 records it as the run's state."""
         self.phase = phase
         if self.rank.id == 0:
             self.mark("state", {"state": phase, "detail": detail})

@@ -1,4 +1,4 @@
-"""What one rank trains with: peers, model, lane, host. Every rank makes the same and checks that it did."""
+"""The parts that one rank trains with: peers, model, lane, host. All ranks check that theirs are equal."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ from workbench.tasks import at_rate, rate
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
-MODELS = 16  # a message may have as many times the bytes of the model
-MESSAGE = 2**26  # bytes; so much it may have in any run
+MODELS = 16  # a message may have up to this many times the model's bytes
+MESSAGE = 2**26  # bytes that a message may have in any run
 
 
 class Parts(Life):
-    """A rank's life with all that it needs on the engine. What cannot be trained here is refused in words.
+    """A rank's loop with all its parts on the engine. The constructor refuses what cannot be trained here.
 
-    paused, credit: do the ranks make no steps; but for so many
-    pocket:         requests that were heard before their turn
-    evaluated:      seconds, of the longest evaluation so far
-    spread:         how a replica lies on several ranks; None while every rank holds all of it
-    twin:           a copy of the model, to be evaluated while the model itself goes on being changed
+    paused, credit: whether the ranks make no steps; how many steps they make before they pause again
+    pocket:         requests that were received before their turn
+    evaluated:      seconds that the longest evaluation took so far
+    spread:         how a replica is divided among several ranks; None while every rank holds all of it
+    twin:           a copy of the model for evaluation, while the model itself changes
     """
 
     def __init__(self, session: Session, before: Parts | None = None) -> None:
-        """before: the same rank in the generation before, of which it takes over what is its own."""
+        """before: the same rank in the previous generation, from which it takes over its own parts"""
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
         self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
@@ -109,7 +109,7 @@ class Parts(Life):
             raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
         self.model = model.to(device).train()
         self.layout = Layout(self.model, e.bucket_mb)
-        if not self.session.joins:  # else it is given what the others have
+        if not self.session.joins:  # a joining rank receives the state of the other ranks
             check_model(self.control, self.model)
             broadcast_model(self.control, self.layout, self.model)
         self.optimizer = self.make_optimizer(e)
@@ -120,27 +120,27 @@ class Parts(Life):
         self.restart_data(self.session.used)
 
     def _take_over(self, before: Parts) -> None:
-        """What a rank keeps when its generation is over: model, optimizer, data, and what it has learned of them."""
+        """Takes model, optimizer, data and what this rank has learned of them from the previous generation."""
         self.learner, self.model, self.layout = before.learner, before.model, before.layout
         self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
         self.layout.clear()
         self.restart_data(self.session.used)
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:
-        """For the parameters that lie here, or for these."""
+        """Makes the optimizer for `params`, or for the parameters that are held here."""
         if params is None:
-            here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
+            here = {id(place.param) for place in self.layout.order}  # a frozen parameter may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
     def _made_for(self, params: list[nn.Parameter]) -> Any:
-        """The run's optimizer for these parameters, at the present rate, with nothing that it remembers."""
+        """Makes the run's optimizer for these parameters, at the present rate and without state."""
         optimizer = self.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
 
     def example(self, wanted: Experiment) -> Any:
-        """A batch, the same on all ranks, that training does not miss."""
+        """Returns a batch, the same on all ranks, that is not taken from the training data's order."""
         return example(self.learner, wanted, self.session.device)
 
     @property
@@ -205,12 +205,12 @@ class Parts(Life):
         self.finite = self.host.finite = Finite(run, self.alarmed, first)
 
     def _allocator(self) -> dict[str, int]:
-        """What the allocator of this rank's chip says, where it has one that says something."""
+        """Returns what the chip's allocator reports; {} if it reports nothing."""
         here = {"allocated": self.chip.allocated(), "allocated peak": self.chip.peak()}
         return here if any(here.values()) else {}
 
     def open_lane(self, name: str, whole: Line | None = None) -> Lane:
-        """One more lane, whose wires open when they are asked for."""
+        """Makes one more lane; its wires open at first use."""
         kind = self.session.kind
         if kind != "gloo" and name not in ("comm", *LANES):
             raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
@@ -225,7 +225,7 @@ class Parts(Life):
         return lane
 
     def hop(self, op: Op, step: int) -> Any:
-        """A message of an all-reduce, which a lane sends or waits for: no step's own, so no meeting counts it."""
+        """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
         if op.verb == "send":
             x, to, kind = op.args
             return self.mailbox.send(x, to, kind, BACKGROUND, step=step)
@@ -233,25 +233,25 @@ class Parts(Life):
         return self.mailbox.recv(into, source, kind, self._parted)
 
     def _parted(self) -> bool:
-        """Raises when this rank must leave, or a peer has been gone for a while; nothing ends such a wait otherwise."""
+        """Raises if this rank must leave, or if a peer has been gone for a while. Nothing else ends such a wait."""
         self.peers.follow()
         return False
 
     def _beside(self, op: Op, job: Job) -> Any:
-        """What a child asks for that crosses no wire."""
+        """Performs an op of a child that crosses no wire."""
         if op.verb == "update" and op.args[2] != "host":
             raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
         return self.away.perform(op, job.step, job.by)
 
     def _look(self) -> None:
-        """Raises when this rank must leave, or a peer is gone; asked while the host waits for its chip."""
+        """Raises if this rank must leave or a peer is gone; called while the host waits for its chip."""
         if self.peers.data is not None:
             self.peers.data.check()
         elif self.leaving.is_set():
             raise Aborted("told to leave")
 
     def refused(self, strategy: Any) -> str | None:
-        """Why the engine cannot do here what `strategy` claims, in a sentence that says what would do; or None."""
+        """Returns why the engine cannot run `strategy` here, with an alternative; None if it can."""
         if reason := shared.refused(strategy, self.rank.size, self.session.device, self.peers.local):
             return reason
         name = type(strategy).__name__
@@ -270,7 +270,7 @@ class Parts(Life):
         return None
 
     def able(self, wanted: Experiment) -> Experiment:
-        """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
+        """Returns `wanted`. Raises KnobError if the engine cannot run its strategy here, on this model."""
         made = partial(self.make_optimizer, wanted)
         if not wanted.fabric.algorithm.native and self.session.device != "cpu":
             raise KnobError(
@@ -284,11 +284,11 @@ class Parts(Life):
         return wanted
 
     def alarmed(self, does: str) -> None:
-        """A loss is no number, or has run away: rank 0 has all ranks pause, stop or go back; others the lab hears."""
+        """On rank 0: makes all ranks pause, stop or go back after a bad loss. The kernel acts for other ranks."""
         if self.rank.id == 0:
             self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
 
-    # -- saying --
+    # -- the record --
 
     @property
     def now(self) -> float:

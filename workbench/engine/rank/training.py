@@ -1,7 +1,7 @@
-"""One rank's life on the wall clock: what workbench/host/loop/life.py asks of the engine between two steps, and in one.
+"""One rank's training loop on the wall clock: the engine's part of workbench/host/loop/life.py.
 
-It meets its peers once per step or round to learn of changes (see ticket.py). On which thread it lives, and what
-becomes of the rank afterwards, is its session's business.
+A rank meets its peers once per step or round to receive changes (see control/ticket.py). Its session chooses the
+thread, and decides how the rank ends.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from workbench.settings import Change
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
-ANSWERED = ("change", "resize")  # kinds of requests for whose answer somebody waits
-SHORT = 1e-3  # seconds: a wait for the next step that is no row of the record
+ANSWERED = ("change", "resize")  # kinds of requests whose sender waits for an answer
+SHORT = 1e-3  # seconds; a shorter wait for the next step gets no row in the record
 
 
 class Training(Turnable):
-    """One rank under way. Making it waits for the other ranks, and refuses in words what cannot be trained here.
+    """One rank that trains. The constructor waits for the other ranks, and refuses what cannot be trained here.
 
-    begun: does all lie where it belongs, so that a rank could be lost and the others go on?
+    begun: whether all state is in place, so that the other ranks could go on if one is lost
     """
 
     begun = False
-    _stale = False  # has it evaluated since the last ticket was asked for?
+    _stale = False  # whether all ranks have evaluated since the last ticket
 
     def __init__(self, session: Session, before: Training | None = None) -> None:
         super().__init__(session, before)
         self.host.before_update = self.before_update
         self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
         self.workers = Workers(self)
-        self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
-        self.done: Done = {}  # what was, lately
+        self.asked: list[dict[str, Any]] = []  # received and not obeyed yet
+        self.done: Done = {}  # answers to recent requests
         self.cost, self.tidy = Cost(session.record, self.clock), Tidy()
         self.growth = Growth(session.member, lambda found: session.mark("memory grows", found))
-        self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
+        self._since: tuple[float, Any] | None = None  # when the wait for the next step began, on both watches
 
     def begin(self) -> None:
-        """The first strategy takes over, as one that is switched to does."""
+        """Enters the first strategy as a switch of strategy does."""
         self.set_fabric(None, self.experiment)
         residual.begin(self)
         changes.note_idle(self)
@@ -73,7 +73,7 @@ class Training(Turnable):
         self.mark_start()
 
     def locate_script(self) -> Place | None:
-        """Where a loop of its own is; None without one."""
+        """Returns where the user's own training loop is; None without one."""
         return None
 
     @property
@@ -112,7 +112,7 @@ class Training(Turnable):
             return 0
         host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
         await Op("do", partial(host.close_step, self.finite.told))
-        self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
+        self.lengths.append(self.clock.now() - since)  # includes the host's waits for its chip
         self.session.profiler.end(made)
         self.cost.due(self.rank.step)
         self.tidy.due()
@@ -120,11 +120,11 @@ class Training(Turnable):
         return made
 
     def _begun(self) -> Any:
-        """When this step began, with the time for which this rank has waited for it."""
+        """Returns when this step began, including the wait for it."""
         return self.end_wait()
 
     def end_wait(self) -> Any:
-        """Records for how long this rank has waited for the next step. Returns when that step began."""
+        """Records how long this rank has waited for the next step. Returns when that step began."""
         now, since, self._since = self.host.watch.now(), self._since, None
         if since is None or self.clock.now() - since[0] < SHORT:
             return now
@@ -133,7 +133,7 @@ class Training(Turnable):
 
     @property
     def _hears_each_step(self) -> bool:
-        """Is there no meeting of replicas to hear at: one replica, whose stages go in step, or only neighbours meet?"""
+        """Whether ranks take a ticket each step, because no meeting of replicas brings requests."""
         size = self.rank.replicas.size
         return bool(self.rank.mesh.inside) and (size == 1 or self.experiment.strategy.propagation(size) > 0)
 
@@ -156,8 +156,8 @@ class Training(Turnable):
         await Op("do", partial(self.adopt, names))
 
     def moved(self, made: int) -> None:
-        self.before_update()  # where the step made none
-        self.host.met = False  # what is still updated before the next one asks for no ticket
+        self.before_update()  # if the step made no update
+        self.host.met = False  # an update before the next step asks for no ticket
         if self.credit:
             self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
@@ -174,9 +174,9 @@ class Training(Turnable):
         self.say("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:
-        """Asks for the ticket, where there is to be one, so that it hides behind the update."""
+        """Asks for the ticket, if one is due, so that it overlaps the update."""
         if self.host.met and not self.tickets.asked:
-            if self.tickets.raised(self.lane.completed) or self.host.lanes.aside:  # no flag for other lanes
+            if self.tickets.raised(self.lane.completed) or self.host.lanes.aside:  # other lanes have no flag
                 self.tickets.ask()
 
     # -- between steps --
@@ -191,7 +191,7 @@ class Training(Turnable):
         if self.host.fully is not None:
             self.host.fully.let_go()
         self.evaluated = max(self.evaluated, self.now - began)
-        self._stale = together  # what was asked meanwhile is heard before the next step, for all have met
+        self._stale = together  # requests made during evaluation are obeyed before the next step
 
     async def mean_evaluated(self) -> Evaluated:
         return await Op("do", partial(mean_evaluated, self))
@@ -250,23 +250,23 @@ class Training(Turnable):
 
     @property
     def unheeded(self) -> list[dict[str, Any]]:
-        """What was asked of this rank and is not done yet, as far as it has left the inbox."""
+        """The requests that have left the inbox and that this rank has not obeyed yet."""
         return [*self.asked, *(self.pocket or []), *self.tickets.unheard]
 
     def _hear(self, wait: float) -> list[dict[str, Any]]:
-        """The requests of the next ticket, the same on every rank; rank 0 waits so many seconds for one."""
+        """Returns the requests of the next ticket, equal on every rank. Rank 0 waits up to `wait` seconds for one."""
         if not self.tickets.asked:
             self.tickets.ask(wait)
         return self.tickets.take()
 
     async def _heed(self, requests: list[dict[str, Any]]) -> None:
-        if self.leaving.is_set():  # one rank alone has no wire to hear it on
+        if self.leaving.is_set():  # a run of one rank has no wire that would raise this
             raise Aborted("told to leave")
         self.asked = requests
         self.asked = sorted(requests, key=lambda what: what["kind"] != KNOWN)
         while self.asked:
             what, self.answer = self.asked[0], None
-            if what["kind"] in ANSWERED and what.get("id") in self.done:  # it was asked again of those who are left
+            if what["kind"] in ANSWERED and what.get("id") in self.done:  # a repeated request
                 self._answer_again(what["id"])
                 del self.asked[0]
                 continue
@@ -303,16 +303,16 @@ class Training(Turnable):
                 await self._fall()
 
     def _answer_again(self, name: str) -> None:
-        """Who asked has not heard what became of a request: the rank that said it is lost, with its last rows."""
+        """Records an answer again, because the rank that recorded it may be lost with its last rows."""
         if self.rank.id == 0 and (known := self.done[name]):
             answer = Answer(*known)
             self.record.mark(answer.step, answer.name, answer.t, json.dumps({**answer.detail, "again": True}))
 
     def close(self) -> None:
-        """Gives back all but the wires, which are the session's to close."""
+        """Gives back all but the wires, which the session closes."""
         self.cost.tell(self.rank.step)
         self.host.watch.salvage(self.rank.step)
-        self.leaving.set()  # whatever still waits beside this thread
+        self.leaving.set()  # for threads that still wait
         self.saving.end(patience=5.0)
         self.meeting.leave()
         self.host.forget_hooks()
