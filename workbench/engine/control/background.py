@@ -1,7 +1,7 @@
-"""What runs beside the step: a strategy's `background`, on a thread and a wire of its own.
+"""Runs a strategy's `background` next to its steps, on a thread and a wire of its own.
 
-Between two Ops a coroutine has its rank to itself: step, background and the optimizer's update never touch the
-parameters at the same moment, so no update is lost. It does not know why it is to end; see meeting.py.
+Between two Ops a coroutine has its rank to itself. Step, background and the optimizer's update never touch the
+parameters at the same moment, so no update is lost. meeting.py decides when a background ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", 
 
 
 class Background:
-    """One rank's background. Made by all ranks at once, for one strategy's stay, whose wires bear `name`."""
+    """One rank's background, for one strategy's stay. All ranks make theirs at once; `name` prefixes its wires."""
 
     def __init__(self, run: Parts, name: str, wire: Wire | None, shaper: Shaper) -> None:
         self.run, self.wire, self._name = run, wire, name
@@ -41,12 +41,12 @@ class Background:
         self.lane.hop = run.hop
         self.lane.take, self.lane.give = run.ledger.buffers.take, run.ledger.buffers.give
         self.error: BaseException | None = None
-        self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
-        self._moved = threading.Event()  # the step has moved on
+        self._idle = threading.Event()  # the step has come to its end
+        self._moved = threading.Event()
         self._done = threading.Event()
         self._done.set()
-        self._over = False  # nothing more is to come: whoever waits for a message is told so
-        self._looked = -1  # how many messages had come when this background found that it has to wait for one
+        self._over = False  # no more messages come, so a receiver stops waiting
+        self._looked = -1  # how many messages had come when this background last found none for it
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
@@ -68,16 +68,16 @@ class Background:
         self._coros.put(coro)
 
     def moved(self) -> None:
-        """The step has moved on: there is something new to exchange."""
+        """Notes that the step has moved on, so that there is something new to exchange."""
         self._moved.set()
 
     def idle(self) -> None:
-        """The step will not move on before a meeting: this rank no longer asks the others to go on."""
+        """Notes that the step does not move on before a meeting. This rank no longer asks its peers to go on."""
         self._idle.set()
         self._moved.set()
 
     def drain(self, control: Wire | None) -> None:
-        """Every rank's step stands still: lets the backgrounds finish what they have begun with each other, and end."""
+        """Lets the backgrounds finish their common exchanges and end, while every rank's step stands still."""
         self.idle()
         self._until_quiet(control)
         self._over = True
@@ -88,10 +88,10 @@ class Background:
         self.check()
 
     def _until_quiet(self, control: Wire | None) -> None:
-        """Returns on all ranks at once, when no message is under way and every background has ended or waits for one.
+        """Returns on all ranks at once, when no message is under way and each background has ended or waits for one.
 
-        Two looks in a row must find that, and the same numbers of messages: what one rank tells in between another may
-        not have counted yet. As in Mattern, "Algorithms for distributed termination detection", 1987.
+        Two looks in a row must find this, with equal numbers of messages, because a rank's count may lag behind
+        another's. As in Mattern, "Algorithms for distributed termination detection", 1987.
         """
         before, rest = [-1, -1], 1e-3
         while True:
@@ -106,30 +106,31 @@ class Background:
             rest = min(2 * rest, SLICE)
 
     def _state(self) -> tuple[int, int, int]:
-        """Has it ended, or found nothing among the messages that have come? And how many were posted and have come."""
-        done, looked = self._done.is_set(), self._looked  # before it is counted what has come: it waits still, if equal
+        """Whether the background has ended or waits for a message; how many messages were posted and have come."""
+        done, looked = self._done.is_set(), self._looked  # read before `came`: if equal, it still waits
         posted, came = self.run.mailbox.posted, self.run.mailbox.came
         return done or looked == came, posted, came
 
     def retire(self, patience: float = 3.0) -> None:
-        """Lets the round under way end, here and on the other ranks, for a group that is cut in the middle of one may
-        not hear of it: see [Note: What gloo misses]. Where the round itself failed nobody can end it.
+        """Lets the present round end on all ranks, because a rank may not notice that a group is cut in a round.
 
-        patience: seconds; on a busy machine the other ranks may need one or two to come to it
+        [Note: What gloo misses] in engine/device/gloo.py explains why. A round that failed by itself cannot be ended.
+
+        patience: seconds; on a busy machine the other ranks may need 1 or 2 to reach the end of the round
         """
-        end, self._over = time.monotonic() + patience, True  # a server need not wait for messages either
+        end, self._over = time.monotonic() + patience, True  # a server stops waiting for messages, too
         self.idle()
         self.run.mailbox.nudge()
         if self._done.wait(patience):
             self.run.peers.come(f"the end of {self._name}", end if self.error is None else 0.0)
 
     def check(self) -> None:
-        """Raises what the background failed with."""
+        """Raises the error of the background, if any."""
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Joins the thread and gives the wire back. Whoever closes before the end has `leaving` set."""
+        """Joins the thread and gives the wire back. To close before the end, the caller sets `leaving`."""
         self._coros.put(None)
         self.idle()
         self._thread.join(5.0)
@@ -153,7 +154,7 @@ class Background:
             self.run.mailbox.nudge()
 
     def _perform(self, op: Op) -> Any:
-        self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former
+        self.lane.step = self.run.lane.step  # between two steps, rows belong to the former
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
@@ -166,8 +167,9 @@ class Background:
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
     def _again(self, rest: float, alone: bool, group: Group | None = None) -> int:
-        """The step under way, from 1, while any rank's (of a group's) goes on, or `alone` this one's; waits for one to
-        be new.
+        """Returns the number of the present step, from 1, while any rank of the group trains; 0 after that.
+
+        Rests for `rest` seconds, then waits for a new step. alone: only this rank's step counts.
         """
         until = self.run.clock.now() + rest
         while not self._idle.is_set():
@@ -178,7 +180,7 @@ class Background:
                 break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
-        if self.run.mailbox.gone:  # this rank's step will hear of it at its end
+        if self.run.mailbox.gone:  # this rank's step raises this at its end
             self._idle.set()
         self._moved.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
@@ -202,6 +204,6 @@ class Background:
         return got
 
     def _nothing(self) -> bool:
-        """Asked by the mailbox, which has no such message: will none come?"""
+        """Whether no such message will come; called by the mailbox while it has none."""
         self._looked = self.run.mailbox.came
         return self._over

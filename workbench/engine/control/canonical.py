@@ -1,4 +1,4 @@
-"""How the engine's ranks come to agree on the canonical state: over the control wire."""
+"""How the engine's ranks agree on the canonical state, over the control wire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.host.placement.signature import description, difference, signatur
 
 
 def all_equal(wire: Wire | None, number: int) -> list[int]:
-    """Every rank's `number`, by rank."""
+    """Returns every rank's `number`, by rank."""
     if wire is None:
         return [number]
     mine = torch.tensor([number], dtype=torch.int64)
@@ -27,7 +27,7 @@ def all_equal(wire: Wire | None, number: int) -> list[int]:
 
 
 def gathered(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
-    """Every rank's `numbers`, equally many, by rank."""
+    """Returns every rank's `numbers`, by rank; all lists have the same length."""
     if wire is None:
         return [numbers]
     mine = torch.tensor(numbers, dtype=torch.int64)
@@ -38,12 +38,12 @@ def gathered(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
 
 
 def check_equal(wire: Wire | None, number: int, what: str) -> None:
-    """Raises Disagreement naming the ranks whose `number` differs from rank 0's."""
+    """Raises Disagreement with the ranks whose `number` differs from rank 0's."""
     check_same(all_equal(wire, number), what)
 
 
 def check_model(wire: Wire | None, model: nn.Module) -> None:
-    """Raises Disagreement, naming the first parameter in which a rank's model is unlike rank 0's."""
+    """Raises Disagreement with the first parameter in which a rank's model differs from rank 0's."""
     numbers = all_equal(wire, signature(model))
     if wire is None or len(set(numbers)) == 1:
         return
@@ -54,7 +54,7 @@ def check_model(wire: Wire | None, model: nn.Module) -> None:
 
 
 def told(wire: Wire, text: bytes, source: int) -> bytes:
-    """What rank `source` says, on every rank."""
+    """Returns rank `source`'s text on every rank."""
     length = torch.tensor([len(text)])
     wire.wait(wire.broadcast(length, source))
     body = torch.empty(int(length), dtype=torch.uint8)
@@ -66,7 +66,7 @@ def told(wire: Wire, text: bytes, source: int) -> bytes:
 
 
 def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None:
-    """Rank 0's parameters and buffers everywhere."""
+    """Copies rank 0's parameters and buffers to all ranks."""
     if wire is None:
         return
     frozen = [p.data for p in model.parameters() if not p.requires_grad]
@@ -79,7 +79,7 @@ def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None
 
 @contextmanager
 def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: nn.Module) -> Iterator[float]:
-    """Inside, the model is the mean of all ranks' models; yields this rank's RMS distance from it.
+    """Makes the model the mean of all ranks' models inside the block; yields this rank's RMS distance from it.
 
     weights: the parameters that may differ from rank to rank
     """
@@ -101,11 +101,11 @@ def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: 
 
 
 def _own_beside_mean(wire: Wire, x: Tensor) -> Tensor | None:
-    """Puts the mean of all ranks' `x` into its place; returns what it was, if that is something else.
+    """Replaces `x` by the mean of all ranks' `x`. Returns the old value, or None if it equals the mean.
 
-    Else a model that is the same on all ranks would be there twice.
+    None saves memory: a model that is equal on all ranks needs no second copy.
     """
-    mean = x.detach().clone(memory_format=torch.contiguous_format)  # no view of other memory is flat
+    mean = x.detach().clone(memory_format=torch.contiguous_format)  # a view of other memory need not be flat
     wire.wait(wire.all_reduce(mean.view(-1)))
     if torch.equal(mean.div_(wire.size), x):
         return None

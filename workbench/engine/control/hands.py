@@ -11,7 +11,7 @@ from workbench.engine.wire.mapped import mapped
 
 
 class Hands:
-    """By rank, the last step in which it raised a hand: one int64 each in a file that the ranks of a host share."""
+    """The last step in which each rank raised a hand: one int64 per rank, in a file that a host's ranks share."""
 
     def __init__(self, path: Path, place: int, size: int) -> None:
         self._map = mapped(path, 8 * size)
@@ -19,11 +19,11 @@ class Hands:
         self._place = place
 
     def raise_in(self, step: int) -> None:
-        """This rank left a parameter out in `step`."""
+        """Notes that this rank left a parameter out in `step`."""
         self._steps[self._place] = step + 1  # a new file holds zeros
 
     def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
-        """Whether one of `ranks` left a parameter out in `step`."""
+        """Returns whether one of `ranks` left a parameter out in `step`."""
         return any(self._steps[rank] == step + 1 for rank in ranks)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a script's own code is: its file and line, and the collective of torch.distributed in which it waits."""
+"""Finds the line of a script that runs now, and the torch.distributed collective in which it waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NamedTuple
 
 OURS = str(Path(__file__).parents[2])
-LIBRARY = sysconfig.get_paths()["stdlib"]  # site-packages are in it, too, or have their name in the path
+LIBRARY = sysconfig.get_paths()["stdlib"]  # site-packages are inside it, or have their name in the path
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 def locate_script(thread: int | None) -> Place | None:
-    """Where the script on this thread is; None if the thread is not in code of its own, such as in a wait of ours."""
+    """Returns the script's line on this thread; None if the thread runs other code, such as a wait of ours."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     collective = ""
     while frame is not None:

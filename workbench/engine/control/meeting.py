@@ -1,9 +1,9 @@
-"""How ranks come together that do not meet in every round, so that a change still acts on all of them.
+"""How ranks that do not meet in every round come together, so that a change still acts on all of them.
 
-[Note: Two ways of hearing] Where ranks go round by round with their neighbours only (`propagation` > 0), every message
-tells the step at which all are to meet, and rank 0 chooses it so late that everybody has heard by then. Where they
-keep no step at all (`lockstep` = False), rank 0 calls and each comes at its next boundary. Once together the
-ranks' steps stand still; the backgrounds take in what was sent, end, and begin again when the ranks go on.
+[Note: Two ways of hearing] If ranks exchange with their neighbours only (`propagation` > 0), every message carries the
+step at which all ranks are to meet. Rank 0 chooses it so late that every rank knows it by then. If ranks keep no common
+step (`lockstep` = False), rank 0 calls, and each rank comes at its next boundary. At a meeting the ranks' steps stand
+still. The backgrounds receive what was sent, end, and begin again when the ranks go on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from workbench.host.loop import meeting
 if TYPE_CHECKING:
     from workbench.engine.rank.setup import Parts
 
-IDLE = "a meeting"  # what a rank waits in that has nothing else to do
-UNFROZEN = "unfrozen"  # what a rank says to rank 0 that has unfrozen a parameter
-LOOK = 0.05  # seconds between two looks of a rank that has nothing to do
+IDLE = "a meeting"  # an idle rank's operation
+UNFROZEN = "unfrozen"  # the message to rank 0 after a parameter was unfrozen
+LOOK = 0.05  # seconds between two looks of an idle rank
 
 
 class Meeting:
-    """One rank's way to the meetings of a run, and its background between them.
+    """One rank's meetings, and its background between them.
 
-    latest: the highest step of any rank when they met last
+    latest: the highest step of any rank at the last meeting
     over:   whether the run has ended
     """
 
@@ -35,13 +35,13 @@ class Meeting:
         self.run = run
         self.latest, self.over = 0, False
         self.background: Background | None = None
-        self._number = 0  # of meetings held
+        self._number = 0  # meetings so far
         self.due = 0  # planned changes that are due on rank 0
-        self._stays = 0  # of strategies with a background
-        self._done: set[int] = set()  # ranks that have told rank 0 that they are done
+        self._stays = 0  # strategies with a background so far
+        self._done: set[int] = set()  # ranks that have reported to rank 0 that they are done
         self._told = False
-        self._asks = False  # has this rank asked for a meeting, because its model has unfrozen a parameter?
-        self._asked = False  # on rank 0: has some rank?
+        self._asks = False  # whether this rank has asked for a meeting, after its model unfroze a parameter
+        self._asked = False  # on rank 0: whether any rank has
 
     @property
     def strategy(self) -> Any:
@@ -49,24 +49,24 @@ class Meeting:
 
     @property
     def propagation(self) -> int:
-        """Steps until all ranks have heard, through messages, what rank 0 says; 0: not at all."""
+        """Steps until all ranks know, through messages, what rank 0 announces; 0: ranks do not announce this way."""
         return int(self.strategy.propagation_in(self.run.rank.size, self.run.rank.step))
 
     @property
     def trains(self) -> bool:
         return bool(self.strategy.trains(self.run.rank.id, self.run.rank.size))
 
-    # -- a strategy comes and goes; all ranks at once --
+    # -- a strategy comes and goes, on all ranks at once --
 
     def enter(self) -> None:
-        """A strategy has taken over: messages of the one before are void, and its background gets thread and wire."""
+        """Voids the previous strategy's messages, and gives the new strategy's background its thread and wire."""
         run = self.run
         self.leave()
         run.mailbox.turn_page()
         if self.run.apart:
             run.mailbox.open()
         if not self.strategy.lockstep and run.rank.id == 0:
-            run.mailbox.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
+            run.mailbox.reach(range(1, run.rank.size))  # to call them, and to notice when one is gone
         if not self.strategy.has_background:
             return
         self._stays += 1
@@ -75,19 +75,19 @@ class Meeting:
         self.background = Background(run, name, wire, Shaper(run.port, run.peers.arrival_table(f"-{self._stays}")))
 
     def leave(self) -> None:
-        """The background, which has ended, gives back its thread and its wire."""
+        """Gives back the thread and the wire of the background, which has ended."""
         background, self.background = self.background, None
         if background is not None:
             background.close()
 
     def retire(self) -> None:
-        """This rank has failed: the others hear of it, and backgrounds end their round in good order if they can."""
+        """Ends this rank's part after a failure: cuts its connections, and ends the background's round if possible."""
         self.run.mailbox.cut()
         if self.background is not None:
             self.background.retire()
 
     def go_on(self) -> None:
-        """The ranks go on, each at its own pace."""
+        """Lets the ranks go on, each at its own pace."""
         run = self.run
         if self.background is not None and not run.session.stopping and not self.over:
             self.background.go(self.strategy.background(run.rank, run.state))
@@ -95,12 +95,12 @@ class Meeting:
     # -- between two steps --
 
     def check(self) -> None:
-        """Raises what this rank's background failed with."""
+        """Raises the error of this rank's background, if any."""
         if self.background is not None:
             self.background.check()
 
     def called(self) -> bool:
-        """Is there a meeting now? Waits for one where this rank has nothing else to do."""
+        """Returns whether there is a meeting now. An idle rank waits for one."""
         run = self.run
         if self.background is not None:
             self.background.moved()
@@ -111,7 +111,7 @@ class Meeting:
             self.check()
             if not self.strategy.lockstep and run.mailbox.gone:
                 raise ConnectionError(f"Connection closed by peer: rank {run.rank.number(min(run.mailbox.gone))}")
-            if not self.strategy.lockstep and run.peers.parted():  # one that had not reached this rank by message yet
+            if not self.strategy.lockstep and run.peers.parted():  # a peer that had sent this rank no message yet
                 raise ConnectionError("Connection closed by peer")
             if self._wanted():
                 return True
@@ -128,14 +128,14 @@ class Meeting:
         facts = [run.rank.step, self.run.due, self.over, run.mailbox.meet, run.paused]
         table = gathered(run.control, facts)
         self.latest, self.due, self.over = max(row[0] for row in table), table[0][1], bool(table[0][2])
-        if self.propagation and not self.trains:  # it may have come as of the meeting before, and stood here since
+        if self.propagation and not self.trains:  # this rank may have stood here since the previous meeting
             run.rank.step = self.latest
-        run.mailbox.meet = max(row[3] for row in table)  # a meeting that some have heard of is known to all
+        run.mailbox.meet = max(row[3] for row in table)  # now all ranks know of a meeting that some knew
         run.paused = bool(table[0][4])
         run.credit = 0 if run.paused else run.credit
         if self.background is not None:
             self.background.drain(run.control)
-            all_equal(run.control, 0)  # nobody goes on, and sends, before all backgrounds have ended
+            all_equal(run.control, 0)  # no rank goes on, and sends, before all backgrounds have ended
         self._number += 1
         self._done.clear()
         self._told = self._asks = self._asked = False
@@ -150,7 +150,7 @@ class Meeting:
             run.rank.step = max(step, run.mailbox.meet)
             return True
         if run.credit and not self._idle and not self.strategy.lockstep:
-            return False  # the single steps that were asked for come first
+            return False  # requested single steps come first
         if run.rank.id == 0:
             return self._call()
         if any(number == self._number for _, number in run.mailbox.said("come")):
@@ -158,7 +158,7 @@ class Meeting:
         return run.paused or bool(self.strategy.lockstep and self.run.due)
 
     def _call(self) -> bool:
-        """On rank 0: is a meeting wanted now? Then tells all who would not know."""
+        """On rank 0: returns whether a meeting is wanted now, and tells the ranks that would not know."""
         run = self.run
         self._done |= {who for who, number in run.mailbox.said("done") if number == self._number}
         self._asked |= any(number == self._number for _, number in run.mailbox.said(UNFROZEN))
@@ -167,7 +167,7 @@ class Meeting:
         if self.propagation and not ended and not run.paused:
             planned = bool(run.due)
             if run.mailbox.meet < run.rank.step and (self._wants or (planned and not self.strategy.lockstep)):
-                with run.host.alone:  # a server beside this step lets nobody on meanwhile, and then tells it
+                with run.host.alone:  # so a server lets no rank on before it knows the step
                     run.mailbox.meet = meeting.named(run.experiment, run.rank, run.state)
             return planned and bool(self.strategy.lockstep)
         if not (ended or run.paused or self.run.due or self._wants):
@@ -179,7 +179,7 @@ class Meeting:
 
     @property
     def _wants(self) -> bool:
-        """On rank 0: does a person or a rank ask for a meeting?"""
+        """On rank 0: whether a person or a rank asks for a meeting."""
         return self._asked or not self.run.inbox.empty()
 
     def _ask(self) -> None:

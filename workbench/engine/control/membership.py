@@ -1,11 +1,11 @@
-"""Who is there now: how those whom a rank has left come to know of each other, and of what each has done.
+"""Finds out which ranks are left after a loss, and what state each of them has.
 
-[Note: A vote] Whoever meets a peer's end says in the store what it has: its step, how many changes it has made, what
-it was asked and has not done. It hears of the others until each has said so, has left or is dead. Then it writes down
-who is there, but the first who does so is right (compare and set), and all go by what that one wrote. So nobody needs
-a leader, and one who comes late finds that the others went on. The furthest of those who are there decides what counts.
-What was settled holds once all who are to go on have met for it. If one of them is lost before, all who voted, also who
-is not needed, vote again with what they had: nothing of it has been changed until then.
+[Note: A vote] A rank that notices a lost peer reports in the store what it has: its step, its number of changes, and
+the requests that it has not obeyed. It waits until each other rank has reported, has left or is dead. Then it writes
+the list of ranks that are present. Only the first list written counts (compare and set), and all ranks use it. So the
+vote needs no leader, and a late rank finds that the other ranks went on. The present rank that is furthest decides what
+counts. The result holds once all ranks that go on have met for it. If a rank is lost before, all ranks that voted vote
+again with the same reports, even ranks that are not needed. Nothing has changed until then.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from workbench.host.elastic.voting import Heard, Said
 from workbench.record.process import alive, this_process
 
 LOOK = 0.01  # seconds between two looks into the store
-PATIENCE = 10.0  # seconds in which one who lives has to say something; or five of its steps
+PATIENCE = 10.0  # seconds in which a living rank must report, unless 5 of its steps last longer
 
 
 class Late(RuntimeError):
-    """The others went on without this rank."""
+    """The other ranks went on without this one."""
 
 
 class Spare(RuntimeError):
-    """There are fewer ranks than before, and this one is not needed among them."""
+    """There are fewer ranks than before, and this one is not needed."""
 
 
 def here() -> list[Any]:
-    """This process, as others can see it: its host, its pid and when it began."""
+    """Returns this process as other ranks can check it: its host, its pid and when it began."""
     return [platform.node(), *this_process()]
 
 
 def come(store: Any, place: int, process: list[Any] | None = None) -> None:
-    """Says which process a rank is (none: this one), so that others can see whether it is there."""
+    """Stores a rank's process (default: this one), so that other ranks can check whether it runs."""
     store.set(f"process {place}", json.dumps(process or here()))
 
 
 def gather(store: Any, what: str, place: int | None, processes: list[list[Any]], look: Callable[[], None],
            members: Sequence[int] = ()) -> None:  # fmt: skip
-    """Waits until all ranks have said `what` in the store: before they open wires, for example.
+    """Waits until all ranks have reported `what` in the store, for example before they open wires.
 
-    place: of this rank; None if it only looks on; processes: of the ranks, by place
+    place: of this rank; None if it only waits; processes: of the ranks, by place
     members: the ranks' numbers in the run, by place, for messages; (): their places
-    Raises ConnectionError if a rank is gone before it has said so, and what `look` raises.
+    Raises ConnectionError if a rank is gone before it has reported, and what `look` raises.
     """
     for other, process in enumerate(processes):
         come(store, other, process)
@@ -56,25 +56,25 @@ def gather(store: Any, what: str, place: int | None, processes: list[list[Any]],
     while missing := [other for other in range(len(processes)) if not store.check([f"{what} {other}"])]:
         look()
         lost = [other for other in missing if not lives(store, other)]
-        late = [other for other in lost if not store.check([f"{what} {other}"])]  # one may have said it, then died
+        late = [other for other in lost if not store.check([f"{what} {other}"])]  # a rank may have reported, then died
         require(store, late, members)
         time.sleep(LOOK)
 
 
 def require(store: Any, places: Iterable[int], members: Sequence[int] = ()) -> None:
-    """Raises ConnectionError if a rank at one of these places is gone; names it by its number in `members`."""
+    """Raises ConnectionError with the number in `members` of a rank at `places` that is gone."""
     if lost := [other for other in places if not lives(store, other)]:
         rank = members[lost[0]] if members else lost[0]
         raise ConnectionError(f"Connection closed by peer: rank {rank} is gone before it had opened its end")
 
 
 def gone(store: Any, place: int) -> None:
-    """Says that this rank has left, for whoever waits for a word of it."""
+    """Stores that this rank has left, for ranks that wait for its report."""
     store.set(f"gone {place}", "1")
 
 
 def hand_down(store: Any, before: Any, size: int) -> None:
-    """Another vote of the same places begins, in `store`. Who was not counted in the one `before` is not waited for."""
+    """Prepares another vote of the same places in `store`, without ranks that the vote `before` did not count."""
     counted = json.loads(before.get("verdict")) if before.check(["verdict"]) else range(size)
     for place in range(size):
         if place not in counted or before.check([f"gone {place}"]):
@@ -84,9 +84,9 @@ def hand_down(store: Any, before: Any, size: int) -> None:
 
 
 def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: Callable[[], None]) -> Heard:
-    """What those who are left of `size` places have. Raises Late where the others went on without this one.
+    """Returns the reports of the ranks that are left. Raises Late if the other ranks went on without this one.
 
-    look: raises when this rank must leave. See [Note: A vote].
+    look: raises if this rank must leave; patience: seconds. See [Note: A vote].
     """
     store.set(f"said {place}", json.dumps(mine._asdict()))
     until = time.monotonic() + patience
@@ -105,17 +105,17 @@ def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: C
 
 
 def counted(store: Any, place: int) -> bool:
-    """Would a vote hear this place: none has been held, or it was counted?"""
+    """Whether a vote would count this place: none has been held, or it was counted."""
     return not store.check(["verdict"]) or place in json.loads(store.get("verdict"))
 
 
 def voting(store: Any, size: int) -> bool:
-    """Has one of `size` places begun to vote on who is left?"""
+    """Whether one of `size` places has begun to vote."""
     return any(store.check([f"said {place}"]) for place in range(size))
 
 
 def lives(store: Any, place: int) -> bool:
-    """May a word of it still come? On another host nobody sees its process."""
+    """Whether a report of this rank may still come. A process on another host counts as alive."""
     if store.check([f"gone {place}"]):
         return False
     if not store.check([f"process {place}"]):
@@ -124,6 +124,6 @@ def lives(store: Any, place: int) -> bool:
 
 
 def runs(process: str | bytes) -> bool:
-    """May a process still run that said what it is, as JSON of `here`?"""
+    """Whether this process may still run. process: JSON of `here`"""
     host, *known = json.loads(process)
     return host != platform.node() or alive(known)

@@ -1,4 +1,4 @@
-"""How one rank reaches the others of its run: wires, one time, and files that the ranks of one host share."""
+"""Connects one rank to its peers: wires, a common time, and files that the ranks of one host share."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from workbench.engine.wire.shaping import ArrivalTable
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
-LOOK = 0.02  # seconds between two looks whether all have come
-GRACE = 3.0  # seconds in which what a peer has sent before it left may still come
+LOOK = 0.02  # seconds between two looks
+GRACE = 3.0  # seconds in which a message may still arrive after its sender has left
 
 
 class Peers:
-    """The other ranks, as seen from one. All ranks make theirs at once.
+    """The other ranks, as one rank sees them. All ranks make theirs at once.
 
-    control, data: a wire each for the training thread and for its lane; None where one rank is all there is
-    arrivals:      the wire on which ranks say when they were ready, where they share no file; None as above
-    local, doubt:  are all ranks on one host; the error of this rank's clock, in seconds
-    offset:        by how many seconds the clock of this rank's host was ahead of that of rank 0's
+    control, data: wires of the training thread and of its lane; None in a run of one rank
+    arrivals:      the wire on which ranks without a common file report when they were ready; None as above
+    local, doubt:  whether all ranks are on one host; the error of this rank's clock, in seconds
+    offset:        seconds by which this host's clock was ahead of rank 0's
     """
 
     def __init__(self, session: Session) -> None:
@@ -45,8 +45,8 @@ class Peers:
         self.data: Wire | None = None
         self.arrivals: Wire | None = None
         self.local, self.doubt, self.offset = True, 0.0, 0.0
-        self._watching: Any = None  # the store, to look at who is gone
-        self._parted: float | None = None  # when a peer was seen to be gone while a message is awaited
+        self._watching: Any = None  # a second connection to the store
+        self._parted: float | None = None  # when a peer was found gone during a wait for a message
         self._folder = Path()
         if self.rank.size > 1:
             self._meet()
@@ -68,7 +68,7 @@ class Peers:
             self.arrivals = self.open("arrivals", precise=precise)
 
     def open(self, tag: str, ranks: Sequence[int] = (), store: Any = None, **how: Any) -> Wire:
-        """One more wire among all ranks or some, which the session cuts and closes. All of them open it at once."""
+        """Opens one more wire among all ranks or `ranks`, all at once. The session cuts and closes it."""
         session, me = self.session, self.rank.id
         index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
         here = LOOPBACK if session.loopback else address(session.where)
@@ -79,21 +79,21 @@ class Peers:
         return wire
 
     def _look_while_opening(self) -> None:
-        """Raises when this rank must leave or a peer is gone. Asks over a second connection: the first one waits."""
+        """Raises if this rank must leave or a peer is gone. Uses a second connection, because the first one waits."""
         self.look()
         self._watching = self._watching or connect_store(*self.session.where, self.session.generation)
         membership.require(self._watching, range(self.rank.size), self.rank.members)
 
     def drop(self, wires: list[Wire]) -> None:
-        """Closes wires that nobody uses any more, before the run ends."""
+        """Closes wires that are no longer used, before the run ends."""
         for wire in wires:
             wire.close()
-            if wire in self.session.wires:  # those of a generation that is over are closed elsewhere
+            if wire in self.session.wires:  # the wires of an ended generation are closed elsewhere
                 self.session.wires.remove(wire)
 
     def come(self, to: str, until: float) -> None:
-        """Says that this rank has come so far, and waits for all others, up to a moment of `time.monotonic`."""
-        if self.store is None:  # one rank alone
+        """Reports that this rank has reached `to`, and waits for all other ranks until a `time.monotonic` moment."""
+        if self.store is None:  # a run of one rank
             return
         with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
             self.store.add(to, 1)
@@ -103,8 +103,8 @@ class Peers:
     def await_ends(self) -> None:
         """Waits until all ranks have made their last step, this rank must leave, or a peer is gone.
 
-        Replicas of one run may end at different times. If one closes its wires, a rank that still awaits a message
-        takes it for lost.
+        Replicas of one run may end at different times. If one closes its wires, a rank that still waits for a message
+        would take it for lost.
         """
         if self.store is None:
             return
@@ -115,18 +115,18 @@ class Peers:
                 time.sleep(LOOK)
 
     def parted(self) -> bool:
-        """Is a peer seen to be gone?"""
+        """Whether a peer is known to be gone."""
         return self.control is not None and self.control.parted()
 
     def look(self) -> None:
-        """Raises when this rank must leave, or a peer is seen to be gone; for waits that no wire hears of."""
+        """Raises if this rank must leave or a peer is known to be gone; for waits that no wire ends."""
         if self.leaving.is_set():
             raise Aborted("told to leave")
         if self.parted():
             raise ConnectionError("Connection closed by peer")
 
     def follow(self) -> None:
-        """The same while a message is awaited: one that was sent before its sender left may still be on its way."""
+        """The same as `look` while a message is awaited: it may still arrive after its sender has left."""
         if not self.parted():
             self._parted = None
         elif self._parted is None:
@@ -135,7 +135,7 @@ class Peers:
             self.look()
 
     def arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:
-        """Where ranks of this host, all or some, post their arrivals at the collectives of one wire."""
+        """Returns the table in which this host's ranks, or `ranks`, post their arrivals at one wire's collectives."""
         path = self._shared(f"{name}.arrivals")
         me = self.rank.id
         if path is None:
@@ -143,28 +143,28 @@ class Peers:
         return ArrivalTable(path, ranks.index(me), len(ranks)) if ranks else ArrivalTable(path, me, self.rank.size)
 
     def flag(self) -> Flag | None:
-        """What rank 0 raises when it has something to say."""
+        """Returns the flag that rank 0 raises when it has requests."""
         path = self._shared(".flag")
         return Flag(path) if path else None
 
     def hands(self) -> Hands | None:
-        """What a rank raises that left a parameter out; None for ranks that share no memory."""
+        """Returns the hands that ranks raise when they left out a parameter; None if they share no memory."""
         path = self._shared(".hands")
         return Hands(path, self.rank.id, self.rank.size) if path else None
 
     def _shared(self, name: str) -> Path | None:
-        """A file of this run that all ranks of this host open and rank 0 removes at the end; None if they have none."""
+        """Returns a file that this host's ranks share and rank 0 removes at the end; None if they share none."""
         if not self.local or self.rank.size == 1:
             return None
         self.session.files.append(self.file(name))
         return self.session.files[-1]
 
     def file(self, name: str) -> Path:
-        """Where a file of this run lies that all ranks of one host see."""
+        """Returns the path of a file of this run that all ranks of one host see."""
         return self._folder / f"{self.session.generation}{name}"
 
     def _made_by_rank_0(self, control: Wire) -> Path:
-        """A directory of this user's alone, for ranks that have not met in one."""
+        """Returns a directory with access for this user only, for ranks whose store is not a file."""
         said = torch.zeros(4096, dtype=torch.uint8)
         if self.rank.id == 0:
             made = tempfile.mkdtemp(prefix="workbench-")
@@ -175,7 +175,7 @@ class Peers:
 
 
 class Opening:
-    """Something that torch opens and that cannot be interrupted: a thread of its own waits for it."""
+    """Opens a wire on a thread of its own, because torch cannot be interrupted while it opens one."""
 
     def __init__(self, make: Callable[[], Wire], name: str) -> None:
         self._make = make
@@ -194,7 +194,7 @@ class Opening:
         self._made.append(made)
 
     def wait(self, look: Callable[[], None]) -> Wire:
-        """What was opened. Raises what `look` raises meanwhile; then the thread closes it once it is open."""
+        """Returns the open wire. If `look` raises, raises that, and the thread closes the wire once it is open."""
         try:
             while self._thread.is_alive():
                 self._thread.join(LOOK)
@@ -210,6 +210,6 @@ class Opening:
 
 
 def removed(files: list[Path]) -> None:
-    """Removes files and directories; what is gone already does not matter."""
+    """Removes files and directories; missing ones are ignored."""
     for path in files:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

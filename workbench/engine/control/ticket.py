@@ -1,18 +1,18 @@
-"""Tickets: how all ranks learn of a change before the same step.
+"""Tickets: how all ranks receive a change before the same step.
 
-Rank 0 reads its inbox and publishes a ticket: a 32-byte header on a wire of its own, followed by JSON if there is
-something to say. It is asked for just before the update and taken after it, so it hides behind the update and a
-change acts on the very next step.
+Rank 0 reads its inbox and publishes a ticket: a 32-byte header on a wire of its own, then JSON if there are requests. A
+rank asks for the ticket just before the update and takes it afterwards. So the ticket overlaps the update, and a change
+acts on the very next step.
 
-[Note: The flag] A meeting in every step, only to hear that there is nothing to say, holds up ranks that share cores.
-On one host rank 0 raises a flag instead: before it begins the child with the number n, it writes n into memory that
-all see. Who has completed child n must see it, for that needed rank 0. So all who have completed as many children
-answer alike whether they are to meet, without a word. The last numbers stay to be seen: rank 0 may look, meet, be asked
-for more and begin another child before the others have looked. It is never a step ahead, and raises it twice in one at
-most.
+[Note: The flag] A meeting in every step, usually without requests, holds up ranks that share cores. On one host rank 0
+raises a flag instead: before it begins child n, it writes n into memory that all ranks see. A rank that has completed
+child n must see it, because the child needed rank 0. So all ranks that have completed equally many children decide
+alike whether to meet, without a message. The last numbers stay visible: rank 0 may look, meet, receive a request and
+begin another child before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one
+step.
 
-Under a pipeline that never flushes the last stage ends a step long before the first one does, and would wait for it if
-it heard of that step only then. So there a ticket is taken as many steps later as the stages lie apart.
+Under a pipeline that never flushes, the last stage ends a step long before the first stage. It would wait for the first
+stage if it took that step's ticket at once. So ranks take a ticket as many steps later as the stages are apart.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.mapped import mapped
 
-Ticket = dict[str, Any]  # {"requests": [...]} and nothing else; an empty one is None
-LAST = 8  # numbers that stay to be seen
+Ticket = dict[str, Any]  # one request
+LAST = 8  # numbers that stay visible
 
 
 class Flag:
-    """The last numbers, in a small file that the ranks of one host share: rank 0 writes them and all read them."""
+    """The last numbers, in a small file that a host's ranks share. Rank 0 writes them and all ranks read them."""
 
     def __init__(self, path: Path) -> None:
         self._map = mapped(path, 8 * LAST)
         self._numbers = np.frombuffer(self._map, dtype=np.int64)
-        self._raised = 0  # how often it was
+        self._raised = 0  # how often it was raised
 
     def down(self) -> None:
-        """Children are counted anew."""
+        """Clears all numbers, because children are counted from 1 again."""
         self._numbers[:] = 0
 
     def up(self, number: int) -> None:
-        """In the place of the oldest number."""
+        """Writes a number in place of the oldest."""
         self._numbers[self._raised % LAST] = number
         self._raised += 1
 
     def after(self, number: int) -> int:
-        """The first one that is larger than `number`; 0 if there is none."""
+        """Returns the smallest number above `number`; 0 if there is none."""
         return min((n for n in self._numbers.tolist() if n > number), default=0)
 
     def close(self) -> None:
@@ -62,29 +62,29 @@ class Flag:
 
 
 class Tickets:
-    """The control wire of one rank, used by its training thread only. See [Note: The flag]."""
+    """The control wire of one rank; only its training thread uses it. See [Note: The flag]."""
 
     def __init__(self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[Ticket], flag: Flag | None) -> None:
         self.wire, self.rank, self.inbox, self.flag = wire, rank, inbox, flag
         self._by_flag = False
-        self._heard = 0  # the last number that was rung and answered
+        self._heard = 0  # the last number that ranks met for
         self._raised = False
-        self._under_way: deque[tuple[Any, torch.Tensor, bytes]] = deque()  # a Work, the header, what rank 0 has to say
-        self.asked = False  # is one asked for that belongs to the present step?
+        self._under_way: deque[tuple[Any, torch.Tensor, bytes]] = deque()  # a Work, the header, rank 0's text
+        self.asked = False  # whether the present step has a pending ticket
 
     @property
     def waiting(self) -> int:
-        """How many are asked for and not taken."""
+        """The number of pending tickets: published or expected, and not taken."""
         return len(self._under_way)
 
     def ring(self, number: int) -> None:
-        """Rank 0 is about to begin the child with this number: it raises the flag if its inbox holds something."""
+        """On rank 0, before it begins child `number`: raises the flag if the inbox is not empty."""
         if self._by_flag and self.flag is not None and not self._raised and not self.inbox.empty():
             self.flag.up(number)
             self._raised = True
 
     def raised(self, done: int) -> bool:
-        """Is there to be a ticket, for those who have completed the child with the number `done`?"""
+        """Whether ranks that have completed child `done` take a ticket."""
         if not self._by_flag:
             return True
         assert self.flag is not None
@@ -95,9 +95,9 @@ class Tickets:
         return True
 
     def enter(self, strategy: Any, lane: Lane, flat: bool) -> None:
-        """A strategy has taken over, and children are counted from 1 again. torch's own has none on our lane.
+        """Begins a strategy: children are counted from 1 again. torch's own strategies have none on our lane.
 
-        flat: is no group of ranks without rank 0, who might complete a child that rank 0 has not begun?
+        flat: whether every group contains rank 0. Another group could complete a child that rank 0 has not begun.
         """
         size = self.wire.size if self.wire else 1
         alike = flat and strategy.lockstep and not strategy.opaque and not strategy.propagation(size)
@@ -112,7 +112,7 @@ class Tickets:
             self.flag.close()
 
     def ask(self, wait: float = 0.0) -> None:
-        """Rank 0 publishes what its inbox holds (waiting up to `wait` seconds for something); others listen."""
+        """Publishes on rank 0 what its inbox holds, after up to `wait` seconds for something; other ranks listen."""
         header, said = torch.zeros(4, dtype=torch.int64), b""
         if self.rank == 0:
             requests = self._drain(wait)
@@ -122,14 +122,14 @@ class Tickets:
         self.asked = True
 
     def take(self) -> list[Ticket]:
-        """The requests of the first ticket asked for and not taken; the same list on every rank."""
+        """Returns the requests of the oldest pending ticket, the same list on every rank."""
         found = self._hear(*self._under_way[0])
-        self._under_way.popleft()  # not before: else a connection that is lost meanwhile would take them with it
+        self._under_way.popleft()  # not before: a connection that is lost in `_hear` would lose them
         return found
 
     @property
     def unheard(self) -> list[Ticket]:
-        """What rank 0 has begun to say, and it is not known whether all have heard it."""
+        """Requests that rank 0 has begun to publish; other ranks may not have received them."""
         return [what for _, _, said in self._under_way if said for what in json.loads(said)]
 
     def _hear(self, work: Any, header: torch.Tensor, said: bytes) -> list[Ticket]:
