@@ -1,1 +1,1 @@
-"""What a rank computes, on the wall clock."""
+"""Computes what a strategy asks for, on the wall clock."""

@@ -1,6 +1,6 @@
-"""Where a rank is: what its training thread is in, whether it waits for others there, and since when.
+"""Where a rank is: its training thread's operation, whether it waits for peers, and since when.
 
-Written by that thread at every operation, read by whoever asks the rank. It does not know what is silence.
+The training thread writes this at every operation, and any thread may read it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
 
-LONG = 1.0  # seconds in one operation after which a script's stack is looked at
+LONG = 1.0  # seconds in one operation after which the script's stack is read
 
 
 class At:
-    """One training thread's whereabouts, one tuple so that a reader never sees half of a change.
+    """One training thread's position, in one tuple so that a reader never sees half of a change.
 
-    op: what is being done; waits: whether only others can end it; moved: when that began, on the monotonic clock.
+    op: the operation; waits: whether only peers can end it; moved: when it began, on the monotonic clock
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class At:
 
 
 def status(run: Session) -> dict[str, Any]:
-    """What a rank answers when it is asked where it is.
+    """Returns where a rank is.
 
-    busy: what it is in; waits: only for others; still: for how many seconds; asleep: because its settings say so
-    own: does a script wait in a collective of its own, which the strategy does not know?
+    busy: its operation; waits: whether only peers can end it; still: seconds in it; asleep: by its settings
+    own: whether a script waits in a collective of its own, which the strategy does not know
     lost: rows that it could not write to disk
     step_s: the longest of its last steps and of its evaluations, in seconds; 0 before the first
     """
@@ -55,7 +55,7 @@ def status(run: Session) -> dict[str, Any]:
 
 
 def op_of(run: Session) -> str:
-    """What a rank is in: its own operation, or the lane's for which it waits."""
+    """Returns a rank's own operation, or the operation of the lane for which it waits."""
     if run.training is None:
         return "set-up"
     host = run.training.host
@@ -63,7 +63,7 @@ def op_of(run: Session) -> str:
 
 
 def standing(run: Session) -> tuple[bool, float]:
-    """Whether a rank's training thread waits for others, and the seconds since it, or a wire for it, moved."""
+    """Returns whether a rank's training thread waits for peers, and the seconds since it, or a wire for it, moved."""
     op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.born)
     for wire in run.wires:
         if wire.tag in ("control", "data"):

@@ -1,4 +1,4 @@
-"""Performs on the engine what a strategy asks about what it keeps away from the device; a lane may ask it, too."""
+"""Performs a strategy's ops on values that are kept off the device; a lane may call it, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Asked = tuple[Settings, frozenset[str]]  # an optimizer's settings, and the para
 
 
 class Away:
-    """What one rank keeps away, and the ways there: each operation takes at least as long as the Fabric says."""
+    """One rank's values off the device. Each transfer takes at least as long as the Fabric says."""
 
     def __init__(self, run: Parts) -> None:
         self._run = run
@@ -33,11 +33,11 @@ class Away:
         self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload, "fetch": self._fetch}
 
     def settings(self) -> Asked:
-        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        """Returns the optimizer's present settings, and the unused parameters, for a child that updates later."""
         return settings(self._run.optimizer), frozenset(self._run.layout.unused)
 
     def perform(self, op: Op, step: int, by: Asked | None) -> Any:
-        """Performs `op`, asked in `step` by a child that was started when the optimizer's settings were `by`."""
+        """Performs `op` in `step`. by: the optimizer's settings at the start of the child, if a child asks"""
         if op.verb == "update":
             return self._update(op.args[0], step, by)
         return self.verbs[op.verb](op, step)
@@ -66,7 +66,7 @@ class Away:
         run.record.span(step, lane, named(op), began, began, run.clock.now(), hops[0][1])
 
     def _update(self, shard: Bucket, step: int, by: Asked | None) -> None:
-        """The optimizer's step on the host's processor, paced as any update."""
+        """Makes the optimizer's step on the host's processor, paced as any update."""
         run, clock = self._run, self._run.clock
         require_steppable(run.layout, run.optimizer, shard, run.experiment)
         began = clock.now()

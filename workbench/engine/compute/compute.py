@@ -1,4 +1,4 @@
-"""What a rank computes on the engine: forward, backward and update, and the passes over parameters in shards."""
+"""Performs forward, backward, update, and passes over sharded parameters, on the engine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from workbench.host.transfer.momentum import stilled
 from workbench.host.transfer.tables import step_rows, taken
 from workbench.rank import Bucket, Factors, Op, StrategyError
 
-# what may be asked for inside of torch, while a forward or a backward runs
+# ops that are possible inside torch, during a forward or a backward
 INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
           "sample", "params", "clock", "send", "recv", "hold", "offload", "fetch"}  # fmt: skip
 
 
 def gone_back(loss: Tensor, grad: float | None) -> None:
-    """Gradients of so much of a loss."""
+    """Runs backward of a loss, scaled by `grad`."""
     loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
 
 
@@ -44,26 +44,26 @@ class Compute(Stage):
     optimizer: Any
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
-    fully: Any = None  # what torch's fully_shard trains, while it does
+    fully: Any = None  # the model that torch's fully_shard trains, if any
     away: Any = None  # its session's
     rollback: Any = None  # its session's
     _hooks: GradientHooks
-    _open: dict[int, Tensor]  # losses whose backward has not been asked for, by micro-batch
+    _open: dict[int, Tensor]  # losses without a backward so far, by micro-batch
     _perform: Callable[[Op], Any]
     _sample: Callable[[str, float], None]
-    module: Callable[..., Any]  # what forward calls: the model, or torch's wrapper around it
+    module: Callable[..., Any]  # the model, or torch's wrapper around it
     batches: Callable[[], Any]
     rows_of: Callable[[Any], dict[str, Tensor]]
     before_update: Callable[[], None]
-    clip: Callable[[], float]  # the longest that the gradient may be; 0: any
+    clip: Callable[[], float]  # the largest gradient norm; 0: any
     usage: Any
-    strategy: Callable[[], Any]  # the one that is in force
+    strategy: Callable[[], Any]  # the strategy in force
     agree: Callable[[], None]
-    steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
-    shown: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)  # a loss as it is written down
+    steppable: Callable[[Bucket], None]  # raises if the bucket must not be stepped by itself
+    shown: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)  # a loss as it is recorded
     go_back: Callable[[Tensor, Any], None] = staticmethod(gone_back)
-    _looked: Any = None  # the batch of the next forward, whose rows were looked up
-    _stretch: tuple[str, Any] | None = None  # the pass under way, and since when it has not stood still
+    _looked: Any = None  # the batch of the next forward, if its rows were looked up
+    _stretch: tuple[str, Any] | None = None  # the present pass, and since when it computes without a wait
 
     def _forward(self, x: Any, micro: int) -> Tensor | None:
         batch = self._batch() if x is None else x
@@ -92,7 +92,7 @@ class Compute(Stage):
         return self.losses[-1]
 
     def _look_at_loss(self, batch: Any) -> None:
-        """Is the last loss a number? Of a chip that runs ahead that is known steps later, and nobody waits for it."""
+        """Checks that the last loss is finite, unless the chip runs ahead: then it is known some steps later."""
         if not self.lane.chip.runs_ahead:
             self.finite.passed(self.losses[-1], batch)
 
@@ -102,7 +102,7 @@ class Compute(Stage):
         return self.batches() if looked is None else looked
 
     def _backward(self, grad: Any, micro: int, exchanged: bool = False) -> None:
-        """Gradients of a forward; those that are `exchanged` go into buckets, which are handed out as they fill."""
+        """Computes a forward's gradients. If `exchanged`, they go into buckets, which are handed out as they fill."""
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         self.layout.unused = set()
@@ -113,7 +113,7 @@ class Compute(Stage):
                 f"parameter {found[0]}: was unfrozen, and TorchFSDP has shared out what it "
                 f"trains; unfreeze it before the run, or take ZeRO3"
             )
-        if self.module is not self.model:  # torch exchanges what this backward makes
+        if self.module is not self.model:  # torch exchanges this backward's gradients
             self.usage.step = self.rank.step
         if self.piece is not None:
             return self._through_stages(grad, micro, exchanged)
@@ -142,7 +142,7 @@ class Compute(Stage):
         self._computed()
 
     def _computed(self) -> None:
-        """The pass under way is over."""
+        """Ends the present pass."""
         assert self._stretch is not None
         name, since = self._stretch
         self.watch.span(self.rank.step, name, since)
@@ -150,7 +150,7 @@ class Compute(Stage):
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Inside a pass of that name goes on in the midst of the one under way: both are spans of their own."""
+        """Runs a pass of that name in the middle of the present pass, as a span of its own."""
         around = self._stretch
         if around is not None:
             self._computed()
@@ -162,22 +162,21 @@ class Compute(Stage):
 
     @property
     def computing(self) -> bool:
-        """Is a pass of the model under way?"""
+        """Whether a pass of the model is under way."""
         return self._stretch is not None
 
     def stood(self, asked: Any, ended: Any, seconds: float) -> None:
-        """A pass under way has waited: what it computed before is a span of its own, as on a virtual clock."""
+        """Notes that a pass has waited: its compute before the wait becomes a span, as on a virtual clock."""
         if self._stretch is not None and (self.lane.chip.runs_ahead or seconds > CODEC_FLOOR):
             name, since = self._stretch
             self.watch.write(self.rank.step, "compute", name, since, since, asked, 0)
             self._stretch = name, ended
 
     def read(self, buckets: Iterable[int], beside: Iterable[int], share: float) -> None:
-        """A pass of the model is about to read these buckets, which are not whole; `share` of it is computed.
+        """Makes these sharded buckets whole before a pass reads them.
 
-        beside: buckets that are, and that the same call reads
-
-        Called inside of torch, and for a GPU's backward on autograd's thread.
+        beside: whole buckets that the same call reads; share: the part of the pass that is computed by then
+        Runs inside torch; for a GPU's backward, on autograd's thread.
         """
         with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad(), self.ledger.aside():
             around = self.at.now
@@ -187,7 +186,7 @@ class Compute(Stage):
             self.at(*around[:2])
 
     def _while_reading(self, op: Op) -> Any:
-        """Performs what `unshard` and `reshard` ask for."""
+        """Performs the ops of `unshard` and `reshard`."""
         if op.verb not in INSIDE:
             raise StrategyError(f"{op.verb} cannot be asked for while a model is computed: ask it in `step`")
         return self._perform(op)
@@ -199,7 +198,7 @@ class Compute(Stage):
         return held
 
     def _moved(self, op: Op) -> Any:
-        """To or from where a strategy keeps what it keeps away."""
+        """Performs a transfer to or from the place where a strategy keeps values off the device."""
         self.at(op.verb, waits=True)
         began, asked = self.clock.now(), self.watch.now()
         value = self.away.perform(op, self.rank.step, None)
@@ -271,7 +270,7 @@ class Compute(Stage):
             step_rows(self.layout, self.optimizer, table, rows, grad, lr)
 
     def _curve(self, vector: list[Tensor]) -> list[Tensor]:
-        """A product takes as long as a forward and a backward, where the pace says how long these take."""
+        """Returns a curvature product. With a pace, it lasts as long as a forward and a backward."""
         self.at("curve")
         began = self.watch.now()
         self.pace.begin("forward", self.rank.step, self._share)
@@ -292,7 +291,7 @@ class Compute(Stage):
         return value
 
     def _work(self, of: Callable[[], Any], flops: float, name: str) -> Any:
-        """A strategy's own arithmetic, in its step."""
+        """Runs a strategy's own arithmetic, in its step."""
         self.at(name)
         began = self.watch.now()
         value = of()

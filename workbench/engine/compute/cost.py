@@ -1,4 +1,4 @@
-"""What a rank's process and its recorder cost, in CPU seconds, into the record while the run goes on."""
+"""Records the CPU seconds of a rank's process and of its recorder during the run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import time
 from workbench.engine.record.recorder import Recorder
 from workbench.engine.wire.shaping import Clock
 
-EVERY = 5.0  # seconds from one word to the next
+EVERY = 5.0  # seconds between two Samples
 
 
 class Cost:
-    """One rank's: Samples "cpu_process" and "cpu_recording", each what came since the one before."""
+    """One rank's Samples "cpu_process" and "cpu_recording": the CPU seconds since the previous Sample."""
 
     def __init__(self, record: Recorder, clock: Clock) -> None:
         self.record, self.clock = record, clock
         self._process, self._recorder, self._told = time.process_time(), record.cpu_seconds, clock.now()
 
     def begin(self) -> None:
-        """Counts from here on: what came before was setting up."""
+        """Counts from now on, without the set-up."""
         self._process = time.process_time()
 
     def due(self, step: int) -> None:
-        """Says it, if it has not been said for a while."""
+        """Writes the Samples if EVERY seconds have passed."""
         if self.clock.now() - self._told > EVERY:
             self.tell(step)
 

@@ -1,4 +1,4 @@
-"""Hooks that catch gradients as autograd finishes them, and hand on buckets as they fill, strictly in order."""
+"""Hooks that catch gradients as autograd finishes them, and hand out full buckets in strict order."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
 
 
 class GradientHooks:
-    """Hooks on the gradients of one host's model, listening while a backward is exchanged.
+    """Hooks on the gradients of one host's model, active while a backward is exchanged.
 
-    A hook runs among megabytes of arithmetic that push it out of the caches, so it does little: small gradients
-    are only counted, and copied together once their bucket is full.
+    A hook runs among megabytes of arithmetic that push it out of the caches, so it does little. Small gradients are
+    only counted, and copied together once their bucket is full.
     """
 
     def __init__(self, host: Any) -> None:
         self.host = host
-        self.arrived: list[str] = []  # names in the order in which gradients appeared, where that is being learned
+        self.arrived: list[str] = []  # names in the order in which gradients appeared, while it is learned
         self._learn = False
-        self._round = 0  # the number of this backward, 0 between them
+        self._round = 0  # the number of this backward, 0 between backwards
         self._left: list[int] = []  # gradients that each bucket still waits for
         self._next = 0
-        self._had = 0  # elements whose gradients were there before this backward
+        self._had = 0  # elements with a gradient from before this backward
         self._removers: list[Any] = []
-        self._frozen: list[Any] = []  # places whose parameters had no hook put on them, for they are not trained
+        self._frozen: list[Any] = []  # places whose parameters are frozen and have no hook
 
     def open(self, learn: bool) -> None:
-        """A backward begins whose gradients are exchanged. learn: note the order in which they appear."""
+        """Begins a backward with exchange. learn: note the order in which gradients appear"""
         if learn != self._learn:
             self.detach()
             self._learn = learn
@@ -47,15 +47,15 @@ class GradientHooks:
 
     @property
     def listening(self) -> bool:
-        """Is a backward under way whose gradients are exchanged?"""
+        """Whether a backward with exchange is under way."""
         return self._round > 0
 
     def shut(self) -> None:
-        """From here on gradients stay where autograd puts them."""
+        """Ends the exchange: gradients stay where autograd puts them."""
         self._round = 0
 
     def attach(self) -> None:
-        """Puts hooks on the gradients, if there are none: they note which parameters a backward uses."""
+        """Puts hooks on the gradients, if there are none; they note which parameters a backward uses."""
         if not self._removers:
             self._frozen = list(self.host.layout.order)
             self._attach_trained()
@@ -96,7 +96,7 @@ class GradientHooks:
 
     def _emit(self, computing: bool = True) -> None:
         layout = self.host.layout
-        if self.host.pace.active and computing and self.host.together is None:  # who meets others is paced there
+        if self.host.pace.active and computing and self.host.together is None:  # a joint pass is paced at its meetings
             came = sum(p.numel for p in layout.order if p.round == self._round) - self._had
             self.host.paced(came / max(1, layout.numel - self._had))
         while self._next < len(self._left) and not self._left[self._next]:
@@ -104,7 +104,7 @@ class GradientHooks:
             self.host.hand_out(layout.full(self._next - 1))
 
     def have(self, params: set[int]) -> None:
-        """The gradients of these, by id, have come in backwards before this one: whatever is full of them goes out."""
+        """Counts gradients of these parameters, by id, from earlier backwards, and hands out buckets that are full."""
         for place in self.host.layout.order:
             if id(place.param) in params and place.param.grad is not None and not place.filled:
                 place.round = self._round
@@ -117,9 +117,9 @@ class GradientHooks:
         self._emit(computing=False)
 
     def flush(self) -> None:
-        """After backward: what this backward did not use goes out, too, with what backwards before have added up.
+        """After backward: hands out gradients that it did not compute, as earlier backwards added them up.
 
-        A parameter that none of them used counts as zero. Who has one says so before a bucket of it goes out.
+        A parameter that no backward used counts as zero. Its rank raises a hand before a bucket of it goes out.
         """
         layout = self.host.layout
         left = [place for place in layout.order if place.round != self._round]

@@ -1,11 +1,11 @@
-"""The engine's host: drives a strategy's coroutine on the wall clock and writes down what happened.
+"""The engine's host: drives a strategy's coroutine on the wall clock, and records what happens.
 
-[Note: The trampoline] A strategy is a coroutine that yields Ops. `drive` sends each answer back in until the
-step ends. Only one thing is unusual: while torch runs backward, the coroutine is resumed from inside autograd's
-accumulation, each time a bucket has filled, and runs on until it asks for the next bucket; then autograd goes on.
-So `async for bucket in rank.backward()` overlaps with backward without a thread, and reads top to bottom. What
-the coroutine asks for in between that autograd must not be inside of (an update, another forward) is put
-aside until backward has ended. A forward that is iterated resumes it in the same way, from inside of the model.
+[Note: The trampoline] A strategy is a coroutine that yields Ops. `drive` sends each answer back in until the step ends.
+One thing is unusual: while torch runs backward, autograd resumes the coroutine each time a bucket has filled. The
+coroutine runs until it asks for the next bucket; then autograd goes on. So `async for bucket in rank.backward()`
+overlaps with backward without a thread, and reads top to bottom. Some Ops must not run inside autograd, such as an
+update or another forward. The host performs them when backward has ended. A forward that is iterated resumes the
+coroutine in the same way, from inside the model.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _NOT_YET = {
 
 
 class Host(Waving):
-    """One rank: model, optimizer, layout and lane, and the performing of every verb."""
+    """One rank's model, optimizer, layout and lane; performs every verb."""
 
     def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
                  lane: Lane, mailbox: Mailbox, pace: Pace, watch: Watch) -> None:
         self.rank, self.model, self.loss_of, self.optimizer = rank, model, loss, optimizer
         self.layout, self.lane, self.mailbox, self.pace, self.watch = layout, lane, mailbox, pace, watch
         self.lanes = Lanes(lane, lambda name: lane)
-        self.alone = threading.Lock()  # held while a coroutine of this rank runs, or the optimizer
+        self.alone = threading.Lock()  # held while a coroutine of this rank or the optimizer runs
         self.clock, self.record = watch.clock, watch.record
         self.module = model
         self.batches = self.before_update = lambda: None
         self.rows_of: Callable[[Any], dict[str, Tensor]] = lambda batch: {}  # which rows of tables a batch reads
-        self.client: Callable[[int, int], None] = lambda index, count: None  # whose batches come from now on
+        self.client: Callable[[int, int], None] = lambda index, count: None  # selects whose batches come next
         self.clip = lambda: 0.0
         self.steppable = lambda bucket: None
-        self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
-        self.follow: Callable[[], None] = lambda: None  # raises when a peer has been gone for a while
-        self.met = False  # did all ranks meet in this step?
+        self.still_well: Callable[[], None] = lambda: None  # raises the error of this rank's background
+        self.follow: Callable[[], None] = lambda: None  # raises if a peer has been gone for a while
+        self.met = False  # whether all ranks met in this step
         self.at = At()
         self.losses: list[Tensor] = []
         self._open, self._batches = {}, {}
@@ -72,7 +72,7 @@ class Host(Waving):
         self._hooks, self._stops = GradientHooks(self), Stops(self, self._perform)
         self.use(Usage())
         self.curvature = Curvature(model, loss, layout)
-        self._begun = False  # has backward emitted a first bucket?
+        self._begun = False  # whether backward has emitted a first bucket
         self._coro: Coroutine[Op, Any, Any] | None = None
         self._stash: Op | None = None
         self._ended: Ended | None = None
@@ -89,20 +89,20 @@ class Host(Waving):
             "collect": self.curvature.collect, "factors": self._factors, "curve": self._curve,
             "value": self._value, "work": self._work, "recv": self._recv, "slots": self._slots,
             "drive": self.drive, "stand": self._stand,
-            "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
+            "do": lambda asked: asked(),  # may wait for peers: this rank holds no lock
         }
 
     def use(self, usage: Usage) -> None:
-        """From now on this notes what steps use."""
+        """Replaces the object that notes which parameters steps use."""
         self.usage = usage
         usage.lie(self.model, self.layout)
 
     def agree(self) -> None:
-        """The ranks agree on what the backward that is over has used."""
+        """Makes the ranks agree on the parameters that the last backward used."""
         drive(self.usage.agree(self), self._perform)
 
     def opened(self) -> list[Tensor]:
-        """What backward is still to be asked of."""
+        """Returns the losses and activations whose backward is still to come."""
         risen = self.waves.opened() if self.waves else ()
         return [*self._open.values(), *risen, *(self.piece.opened.values() if self.piece is not None else ())]
 
@@ -114,7 +114,7 @@ class Host(Waving):
             self.piece.forget(micros)
 
     def _listen(self, there: Sequence[Any] = ()) -> None:
-        """The backward that comes next is exchanged; the gradients of some parameters are there already."""
+        """Exchanges the next backward; the gradients of the parameters `there` exist already."""
         self._hooks.open(learn=self._order is not None)
         if there:
             self._hooks.have({id(param) for param in there})
@@ -122,7 +122,7 @@ class Host(Waving):
     # -- driving --
 
     def drive(self, coro: Coroutine[Op, Any, Any]) -> Any:
-        """Runs a step to its end; returns what it returns. See [Note: The trampoline]."""
+        """Runs a step to its end, and returns its result. See [Note: The trampoline]."""
 
         def perform(op: Op) -> Any:
             match op.verb:
@@ -138,11 +138,11 @@ class Host(Waving):
 
     @property
     def op(self) -> str:
-        """What is being done now; what it was, if that failed."""
+        """The present operation; after a failure, the operation that failed."""
         return self.at.op
 
     def perform(self, op: Op) -> Any:
-        """Performs what the host itself asks for."""
+        """Performs an op of the host itself."""
         return self._perform(op)
 
     def _perform(self, op: Op) -> Any:
@@ -162,7 +162,7 @@ class Host(Waving):
         return self._collective(op)
 
     def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Any:
-        """Backward with buckets handed out; answers what the strategy asked for then that is not about buckets."""
+        """Runs a backward that hands out buckets; then answers the op that waits for its end."""
         self._coro, self._stash, self._ended = coro, None, None
         grad, micro = op.args
         try:
@@ -181,7 +181,7 @@ class Host(Waving):
         return self._backward_out(coro, stash) if stash.verb == "backward_buckets" else self._perform(stash)
 
     def _forward_out(self, coro: Coroutine[Op, Any, Any], forward: Forward) -> Any:
-        """A forward that stops before each bucket; the strategy goes on when all were handed out."""
+        """Runs a forward that stops before each bucket. The strategy goes on once all are handed out."""
         if self.piece is not None or self.together is not None or self.reading.sharded:
             raise StrategyError("a forward stops before each bucket of a whole model: await `rank.forward()` here")
         with self._stops.watching(coro):
@@ -190,8 +190,10 @@ class Host(Waving):
         raise self._stops.ended or StopAsyncIteration
 
     def hand_out(self, bucket: Bucket) -> None:
-        """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd, which for a
-        GPU has a thread of its own: chip and grad mode are those of this rank's thread all the same.
+        """Resumes the strategy with a full bucket, until it asks for the next one.
+
+        Runs inside autograd, which has a thread of its own for a GPU. Chip and grad mode are set as on this rank's
+        thread.
         """
         if self._stash is not None or self._ended is not None:
             return
@@ -208,7 +210,7 @@ class Host(Waving):
             return
 
     def _inside(self, op: Op) -> Any:
-        """Performs what can be performed inside of autograd."""
+        """Performs an op that is possible inside autograd, and postpones any other."""
         if op.verb == "next_bucket":
             raise Later
         if op.verb not in INSIDE:
@@ -217,34 +219,34 @@ class Host(Waving):
         return self._perform(op)
 
     def lie(self, spread: Spread | None, seed: int) -> None:
-        """This rank computes its part from now on; the order of its gradients is to be learned anew."""
+        """Takes over this rank's part of the model; the order of its gradients must be learned again."""
         super().lie(spread, seed)
         self.usage.lie(self.model, self.layout, whole=spread is None)
         self._order = []
 
     def _learn_order(self) -> None:
-        if self._order is not None:  # of a rank that used no parameter of its layout it is as it was
+        if self._order is not None:  # a rank that used no parameter keeps its layout's order
             self._order = self._hooks.arrived or [place.name for place in self.layout.order]
 
     @property
     def exchanging(self) -> bool:
-        """Is a backward under way whose gradients are exchanged?"""
+        """Whether a backward with exchange is under way."""
         return self._hooks.listening
 
     @property
     def knows_order(self) -> bool:
-        """Has the first exchanged backward been made, and nobody asked for `learned_order` yet?"""
+        """Whether the first exchanged backward has ended, and `learned_order` has not been called."""
         return bool(self._order)
 
     def learned_order(self) -> list[str]:
-        """The order in which gradients appeared in the first exchanged backward; asked for once."""
+        """Returns the order in which gradients appeared in the first exchanged backward. Can be called once."""
         assert self._order
         names, self._order = self._order, None
         missing = [p.name for p in self.layout.order if p.name not in set(names)]
         return names + missing
 
     def forget_hooks(self) -> None:
-        """Takes our hooks off the gradients, until a strategy asks for buckets again."""
+        """Takes the hooks off the gradients, until a strategy asks for buckets again."""
         self._hooks.detach()
 
     # -- communication --
@@ -290,7 +292,7 @@ class Host(Waving):
 
         def over() -> bool:
             self.still_well()
-            if self.piece is not None:  # one that is yet to send its first message has no line that could close
+            if self.piece is not None:  # a peer that has sent no message has no connection that could close
                 self.follow()
             return False
 
@@ -308,7 +310,7 @@ class Host(Waving):
         self.record.sample(self.rank.step, name, self.clock.now(), float(value))
 
     def _stand(self, seconds: float) -> float:
-        """Stands still, for so many seconds if nobody hurries the run; answers with those that it did."""
+        """Stands still for `seconds`, or less if the run is hurried. Returns the seconds that it did."""
         began = self.clock.now()
         self.pace.naps.until(began + seconds)
         return self.clock.now() - began

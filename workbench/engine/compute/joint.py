@@ -1,4 +1,4 @@
-"""What a rank computes on the engine where it has slices of each matrix: passes that stop where ranks meet."""
+"""Performs passes of ranks that hold slices of each matrix, with their meetings, on the engine."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from workbench.rank import Op
 
 
 class Joint(StepEnd):
-    """The part of a Host that computes together with others, while `together` is there."""
+    """The part of a Host that computes together with other ranks, if `together` is set."""
 
     alone: AbstractContextManager[Any]
     model: nn.Module
-    partition: Callable[[], Partition]  # the experiment's, as it is now
+    partition: Callable[[], Partition]  # the experiment's present one
     reading: Any
     _coded: Callable[[str, Callable[[], Any], int], Any]
     together: Together | None = None
     _perform: Callable[[Op], Any]
     _while_reading: Callable[[Op], Any]
-    _plans: tuple[Plans, ...] = ()  # by piece of the model here, when ranks meet
-    _recomputed: tuple[float, ...] = ()  # by piece, of its forward what its backward computes again
+    _plans: tuple[Plans, ...] = ()  # by piece of the model on this rank: when ranks meet
+    _recomputed: tuple[float, ...] = ()  # by piece: the share of its forward that backward computes again
     _checkpointed: Checkpointed | None = None
-    _plan: list[Planned]  # of the pass under way
-    _met = 0  # meetings so far in it
-    stale = True  # may parameters have changed since all that have them were told?
-    _told = -1  # in which step they were
-    _fresh = False  # is the next batch the first, of which nobody knows whether all read the same?
+    _plan: list[Planned]  # of the present pass
+    _met = 0  # meetings so far in the present pass
+    stale = True  # whether common parameters may have changed since the last refresh
+    _told = -1  # the step of the last refresh
+    _fresh = False  # whether the next batch is the first, which ranks must compare
 
     def deal(self, split: Split | None, index: int, seed: int) -> None:
-        """This rank has such slices from now on, or all of each matrix."""
+        """Gives this rank slices of each matrix, or whole matrices if `split` is None."""
         self._keep_all()
         if self.together is not None:
             self.together.undo()
@@ -53,10 +53,10 @@ class Joint(StepEnd):
         self._plan, self._fresh, self.stale = [], True, True
 
     def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
-        """The partition may have other knobs now.
+        """Applies the partition's present knobs.
 
-        plans: by piece of the model, as far as is known
-        units: those that backward computes again; again: by piece, how much of its forward they are
+        plans: by piece of the model, as far as they are known
+        units: units that backward computes again; again: by piece, their share of its forward
         """
         self._plans, self._recomputed = plans, again
         self._keep_all()
@@ -66,17 +66,17 @@ class Joint(StepEnd):
             self.together.coding = self.partition().inside(self.rank.memory)
 
     def _keep_all(self) -> None:
-        """No unit is computed again."""
+        """Stops recomputing units."""
         if self._checkpointed is not None:
             self._checkpointed.undo()
         self._checkpointed = None
 
     def again(self, phase: str, chunk: int = 0) -> float:
-        """Of a piece's forward, what a pass through it computes again."""
+        """Returns the share of a piece's forward that a pass through it computes again."""
         return self._recomputed[chunk] if phase == "backward" and chunk < len(self._recomputed) else 0.0
 
     def meet_before(self, batch: Any) -> None:
-        """Before a batch: the ranks of a replica have the same of what lies on several of them, and read the same."""
+        """Makes common parameters equal on a replica's ranks, and checks that they read the same batch."""
         if self._fresh and self.rank.mesh.inside:
             like = same_batch(self.rank.inside, batch, next(self.model.parameters()).device)
             drive(like, self._perform, self.alone)
@@ -86,17 +86,17 @@ class Joint(StepEnd):
             self.stale, self._told = False, self.rank.step
 
     def refresh(self, together: Together) -> None:
-        """What another rank of the group looks after is here as it is now."""
+        """Copies the present values of parameters that another rank of the group updates."""
         self.stale = True
         drive(refreshed(self.rank.group("tensor"), together.common), self._perform, self.alone)
 
     def begin_pass(self, phase: str, chunk: int = 0) -> None:
-        """A pass begins, through one of the pieces of the model that lie here."""
+        """Begins a pass through one of this rank's pieces of the model."""
         self._met = 0
         self._plan = self._plans[chunk].of(phase) if chunk < len(self._plans) else []
 
     def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
-        """Meets the others of the group. Called inside of torch, and for a GPU's backward on autograd's thread."""
+        """Meets the other ranks of the group. Runs inside torch; for a GPU's backward, on autograd's thread."""
         number, self._met = self._met, self._met + 1
         with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
             around = self.at.now

@@ -1,8 +1,7 @@
-"""Parameters in common: one block of memory that every rank of a host maps, and what it takes to get there and back.
+"""Shared parameters: one block of memory that every rank of a host maps.
 
-Rank 0 writes a file, all map it, and then its name goes: what is left is memory that ends with the last rank that maps
-it, however that ends. No descriptor stays open, and /dev/shm, which is small in containers, is not asked for. Nothing
-here knows what a strategy does with it.
+Rank 0 writes a file, all ranks map it, and the name is removed. The memory is freed with the last rank that maps it,
+however that rank ends. No descriptor stays open. /dev/shm is not used, because it is small in containers.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from workbench.engine.wire.collectives import Wire
 from workbench.host.placement.canonical import state_hash
 from workbench.host.placement.layout import Layout
 
-ALIGNED = 64  # bytes: where in the block a vector may begin
+ALIGNED = 64  # bytes; a vector begins at a multiple
 
 
 class SharedParameters:
-    """One rank's way to the memory in common. All of it is called by all ranks at once, while their steps stand still.
+    """One rank's access to the shared memory. All ranks call each method at once, while their steps stand still.
 
-    held: do the parameters lie there now?
-    file: where a file lies that all ranks see, by its name
+    held: whether the parameters are in shared memory
+    file: returns the path of a file, by its name, that all ranks see
     """
 
     def __init__(self, layout: Layout, control: Wire | None, file: Callable[[str], Path]) -> None:
         self.layout, self.control, self.file = layout, control, file
         self.held = False
-        self._number = 0  # of blocks so far, so that no two have one name
+        self._number = 0  # blocks so far, so that each has a name of its own
 
     def enter(self) -> None:
-        """The parameters, equal on all ranks, move into one block."""
+        """Moves the parameters, equal on all ranks, into one block."""
         layout, control = self.layout, self.control
         if control is None:
             return
@@ -47,16 +46,16 @@ class SharedParameters:
                 _write(path, layout.weights)
             check_equal(control, state_hash(layout), "before they are shared the parameters")
             if not path.exists():
-                all_equal(control, 0)  # a peer that failed took the file along, and is heard of here
+                all_equal(control, 0)  # raises here if a peer has failed and removed the file
                 raise RuntimeError(f"{path}: this rank does not see what rank 0 made; a host's ranks need one disk")
             layout.lie_in(_mapped(path, layout.weights))
-            all_equal(control, 0)  # the name goes once all have come
+            all_equal(control, 0)  # the name goes once all ranks have mapped the file
         finally:
             path.unlink(missing_ok=True)
         self.held = True
 
     def leave(self) -> None:
-        """Each rank has parameters of its own again."""
+        """Gives each rank parameters of its own again."""
         if not self.held:
             return
         layout = self.layout
@@ -65,16 +64,16 @@ class SharedParameters:
         check_equal(self.control, state_hash(layout), "no longer shared, the parameters")
 
     def relay(self, lay: Callable[[], None]) -> None:
-        """Lays the parameters out anew by `lay`, which takes memory of the rank's own; then they are in common."""
+        """Lays the parameters out by `lay`, in the rank's own memory; then shares them again."""
         if not self.held:
             return lay()
-        all_equal(self.control, 0)  # nobody changes a value any more
+        all_equal(self.control, 0)  # from here on no rank changes a value
         lay()
         self.enter()
 
 
 def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
-    """Why `strategy` cannot have its memory in common here, in a sentence that says what would do; or None."""
+    """Returns why `strategy` cannot share its memory here, with an alternative; None if it can."""
     name = type(strategy).__name__
     if not strategy.shared or size == 1:
         return None
@@ -92,7 +91,7 @@ def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
 
 
 def _places(weights: list[Tensor]) -> tuple[list[int], int]:
-    """Where in the block each vector begins, and how long the block is; in bytes."""
+    """Returns where in the block each vector begins, and the block's length, in bytes."""
     at, places = 0, []
     for w in weights:
         places.append(at)
@@ -101,7 +100,7 @@ def _places(weights: list[Tensor]) -> tuple[list[int], int]:
 
 
 def _write(path: Path, weights: list[Tensor]) -> None:
-    """Makes the block with the values of `weights`, readable by this user only; a full disk is an error here."""
+    """Writes a block with the values of `weights`, readable by this user only. A full disk raises an error here."""
     places, nbytes = _places(weights)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(bytes(nbytes))
@@ -111,9 +110,9 @@ def _write(path: Path, weights: list[Tensor]) -> None:
 
 
 def _mapped(path: Path, weights: list[Tensor]) -> list[Tensor]:
-    """Vectors like `weights` in the block at `path`."""
+    """Returns vectors like `weights` in the block at `path`."""
     places, nbytes = _places(weights)
     block = torch.UntypedStorage.from_file(str(path), True, nbytes)
-    assert isinstance(block, torch.UntypedStorage)  # torch's annotation leaves that open
+    assert isinstance(block, torch.UntypedStorage)  # torch's annotation is wider
     return [torch.empty(0, dtype=w.dtype).set_(block, at // w.element_size(), w.shape, (1,))
             for at, w in zip(places, weights, strict=True)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a rank computes on the engine where it is one stage of a replica: micro-batches, forward and backward."""
+"""Performs the forward and backward of micro-batches in a stage of a replica, on the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.rank import Op, StrategyError
 
 
 class Stage(Joint):
-    """The part of a Host that is a stage, while `piece` is there."""
+    """The part of a Host that is a stage, if `piece` is set."""
 
     alone: AbstractContextManager[Any]
     layout: Layout
@@ -35,16 +35,16 @@ class Stage(Joint):
     _perform: Callable[[Op], Any]
     _computed: Callable[[], None]
     _stretch: tuple[str, Any] | None
-    _batches: dict[int, Any]  # those whose backward has not been asked for
+    _batches: dict[int, Any]  # batches without a backward so far
     flow: Flow
     _count = 1  # micro-batches of a batch
-    _share = 1.0  # of the model's compute that is this stage's
-    _shares: tuple[float, ...] = ()  # the same of each of its pieces
-    _left: list[int]  # by piece, the backwards still to come of this batch
+    _share = 1.0  # this stage's share of the model's compute
+    _shares: tuple[float, ...] = ()  # the share of each of its pieces
+    _left: list[int]  # by piece: the backwards left of this batch
     _exchanged = False
 
     def lie(self, spread: Spread | None, seed: int) -> None:
-        """This rank computes its part from now on; the whole model where that is not spread.
+        """Takes over this rank's part of the model: the whole model if `spread` is None.
 
         seed: of random numbers that ranks with slices draw alike
         """
@@ -87,7 +87,7 @@ class Stage(Joint):
         return made
 
     def _together_in(self, x: Tensor | None, chunk: int) -> AbstractContextManager[None]:
-        """Inside, a forward of a piece runs, with the others that have the rest of its matrices."""
+        """Wraps a piece's forward, which runs with the ranks that hold the other slices of its matrices."""
         assert self.piece is not None
         return self.together.passing(x, self.piece.params(chunk)) if self.together else nullcontext()
 
@@ -107,12 +107,12 @@ class Stage(Joint):
         self._backward_of(WEIGHTS, self.piece.weights, micro, chunk, 0.5)
 
     def _backward_of(self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0) -> Any:
-        """A backward, or its second half, that gives parameters their gradients."""
+        """Runs a backward, or its second half, that gives parameters their gradients."""
         assert self.piece is not None
         begun = sum(self._left) < len(self._left) * self._count
         self._left[chunk] -= 1
-        if self._exchanged and not any(self._left):  # gradients are those of the batch once this one is added
-            mine = {id(p) for p in self.piece.params(chunk)}  # one may be tied to another piece's
+        if self._exchanged and not any(self._left):  # with this one, gradients are those of the whole batch
+            mine = {id(p) for p in self.piece.params(chunk)}  # a parameter may be tied to another piece's
             self._listen([place.param for place in self.layout.order if id(place.param) not in mine])
         self._begin(name, micro, chunk, part)
         with self.ledger.backward(self._hooks.listening), self.flow.backward(micro):
@@ -124,7 +124,7 @@ class Stage(Joint):
         return came
 
     def _begin(self, name: str, micro: int, chunk: int, part: float = 1.0) -> None:
-        """A pass begins, or so much of one."""
+        """Begins a pass, or `part` of one."""
         assert self.piece is not None
         phase = name.partition(" ")[0]
         self.at(f"{name} of micro-batch {micro}")
@@ -138,7 +138,7 @@ class Stage(Joint):
         self._computed()
 
     def _coded(self, name: str, work: Callable[[], Any], nbytes: int) -> Any:
-        """A codec's own work on so many bytes that cross between stages, or inside of one."""
+        """Runs a codec's own work on `nbytes` that cross between stages, or inside of one."""
         began = self.watch.now()
         value = work()
         self.watch.write(self.rank.step, "codec", name, began, began, self.watch.now(), nbytes)
@@ -149,7 +149,7 @@ class Stage(Joint):
         return self.layout.order[0].param.device
 
     def _of_replica(self, squares: float) -> float:
-        """The sum over all stages of a replica."""
+        """Returns the sum over all stages of a replica."""
         x = torch.tensor([squares], dtype=torch.float64, device=self._device)
         return float(self._perform(self.rank.inside.all_reduce(x, "sum", "gradient norm")))
 

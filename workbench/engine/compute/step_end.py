@@ -1,4 +1,4 @@
-"""What a host writes down once a phase or a step is over, on a chip that runs ahead only when it is known."""
+"""Records what a host knows at the end of a phase or a step; a chip that runs ahead delays this."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.rank import Rank
 
 
 class StepEnd:
-    """The part of a Host that closes phases and steps."""
+    """The part of a Host that ends phases and steps."""
 
     at: Any
     clock: Any
@@ -27,7 +27,7 @@ class StepEnd:
     watch: Watch
 
     def paced(self, fraction: float) -> None:
-        """`fraction` of a phase is computed; by a chip that runs ahead too, where a pace or a fault goes by it."""
+        """Notes that `fraction` of a phase is computed. With a pace or a fault, waits for a chip that runs ahead."""
         if not self.pace.active:
             return
         if self.lane.chip.runs_ahead:
@@ -35,7 +35,7 @@ class StepEnd:
         self.pace.reach(fraction)
 
     def close_step(self, told: Callable[[int, float], None]) -> None:
-        """The step is done, as far as this thread is concerned: what is known of it and of the pace is written down."""
+        """Ends the step on this thread: records its loss and its pace, as far as they are known."""
         if self.losses:  # a step without a forward has none
             self.watch.loss(self.rank.step, self.losses)
             self.losses.clear()
@@ -47,12 +47,12 @@ class StepEnd:
         self._tell(told)
 
     def catch_up(self, told: Callable[[int, float], None]) -> None:
-        """Waits for what this rank's chip still has to do, and writes it down."""
+        """Waits for this rank's chip to finish, and records the losses."""
         self.watch.flush()
         self._tell(told)
 
     def _tell(self, told: Callable[[int, float], None]) -> None:
-        """The training losses known by now, each the mean of a step's, into the record; `told` hears of each."""
+        """Records the losses known by now, each the mean of a step's, and passes each to `told`."""
         while self.watch.losses:
             step, loss = self.watch.losses.popleft()
             self.record.sample(step, "loss", self.clock.now(), loss)

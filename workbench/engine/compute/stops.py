@@ -1,4 +1,4 @@
-"""A forward that stops before it reads a bucket: who reads one of its parameters lets the strategy go first."""
+"""A forward that stops before it reads a bucket, so that the strategy can go first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from workbench.host.core.drive import Ended, Later, drive
 from workbench.host.placement import absent
 from workbench.rank import Bucket, Op, StrategyError
 
-_WHILE = {*INSIDE, "update"} - {"hold", "offload", "fetch"}  # what may be asked for between two buckets of a forward
+_WHILE = {*INSIDE, "update"} - {"hold", "offload", "fetch"}  # ops that are possible between two buckets of a forward
 
 
 class Stops:
     """The stops of one host's forward. Within `watching` parameters are `absent` until their bucket was handed out.
 
-    Buckets come in the order in which the model reads them; those that it does not read come at its end, the last
-    first.
+    Buckets come in the order in which the model reads them. At the end of the forward come the buckets that it does not
+    read, the last bucket first.
     """
 
     def __init__(self, host: Any, perform: Callable[[Op], Any]) -> None:
@@ -28,12 +28,12 @@ class Stops:
         self._coro: Any = None
         self._left: list[int] = []  # buckets that were not handed out yet
         self._bucket: dict[int, int] = {}  # by a parameter's id
-        self._before = 0  # elements of those that were
+        self._before = 0  # elements of the buckets handed out
         self.ended: Ended | None = None
 
     @contextmanager
     def watching(self, coro: Any) -> Iterator[None]:
-        """Inside, a forward runs, and `coro` is resumed with each bucket before it is read."""
+        """Resumes `coro` with each bucket before the forward inside the block reads it."""
         layout = self.host.layout
         self._coro, self.ended, self._before = coro, None, 0
         self._left = [bucket.index for bucket in reversed(layout.buckets)]
@@ -47,12 +47,12 @@ class Stops:
                 absent.come(place.param)
 
     def rest(self) -> None:
-        """After the forward: the buckets that it has not read."""
+        """Hands out the buckets that the forward has not read."""
         while self._left:
             self._stop(self._left[0])
 
     def _asked(self, params: list[Any], others: list[Any]) -> None:
-        """Something is about to read these parameters."""
+        """Hands out the buckets of parameters that are about to be read."""
         for index in dict.fromkeys(self._bucket[id(p)] for p in params):
             self._stop(index)
 

@@ -1,4 +1,4 @@
-"""What a rank computes on the engine of less than a model: batches that rise and fall piece by piece, sub-models."""
+"""Performs waves through pieces of a model, and passes of sub-models, on the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.rank import StrategyError
 
 
 class Waving(Compute):
-    """The part of a Host that does. waves, narrowing: its session's, once it has a model"""
+    """The part of a Host that computes parts of a model. waves, narrowing: its session's, once it has a model"""
 
     waves: Any = None
     batches: Callable[[], Any]

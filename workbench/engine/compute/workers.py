@@ -1,8 +1,8 @@
-"""Several steps of one rank at once: each worker is a thread with a copy of the model over the rank's own parameters.
+"""Runs several steps of one rank at once: each worker is a thread with a copy of the model.
 
-A copy has gradients of its own; parameters and buffers are the rank's, read and written without locks while others
-compute. The optimizer is one, so its steps are made one at a time. What a worker may ask for is less than a rank may:
-no collective, and no bucket of gradients, for those are the rank's.
+A copy has its own gradients. Its parameters and buffers are the rank's, read and written without locks while other
+workers compute. There is one optimizer, so workers update one at a time. A worker cannot use collectives or buckets of
+gradients, because those belong to the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Twin:
-    """One of a rank's workers. number: from 0; batches: draws the rank's next batch, for one at a time"""
+    """One of a rank's workers. number: from 0; batches: draws the rank's next batch, for one worker at a time"""
 
     def __init__(self, run: Parts, number: int, batches: Callable[[], Any]) -> None:
         self.run, self.number, self._batches = run, number, batches
@@ -34,7 +34,7 @@ class Twin:
         self.params = dict(self.model.named_parameters())
         self.pace = Pace(run.rank.id, run.naps)
         self.error: BaseException | None = None
-        self._looked: Any = None  # the batch of the next forward, whose rows were looked up
+        self._looked: Any = None  # the batch of the next forward, if its rows were looked up
         self._loss: Tensor | None = None
         self._did: dict[str, Callable[..., Any]] = {
             "batch": batches, "look_up": self._look_up, "forward": self._forward, "backward": self._backward,
@@ -43,7 +43,7 @@ class Twin:
         }  # fmt: skip
 
     def step(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Runs a step to its end; what it fails with is kept for who waits for it."""
+        """Runs a step to its end, and keeps its error, if any."""
         try:
             self.run.chip.bind()
             self._tie()
@@ -52,7 +52,7 @@ class Twin:
             self.error = error
 
     def _tie(self) -> None:
-        """The copy's parameters and buffers are the rank's, wherever they lie now."""
+        """Makes the copy use the rank's parameters and buffers, wherever they are now."""
         own, host = self.run.model, self.run.host
         for name, param in own.named_parameters():
             self.params[name].data = param.data
@@ -111,7 +111,7 @@ class Twin:
 
 
 class _Phase:
-    """A stretch of compute: as long as the pace says, and a span."""
+    """A phase of compute, recorded as a span and as long as the pace says."""
 
     def __init__(self, worker: Twin, name: str) -> None:
         self.worker, self.name = worker, name
@@ -140,7 +140,7 @@ class Workers:
             return self.run.batches.next()
 
     def step(self) -> None:
-        """Every worker makes a step of the strategy; returns when all have. Raises what one failed with."""
+        """Makes one step of the strategy on every worker, and waits for all of them. Raises a worker's error."""
         run, strategy = self.run, self.run.experiment.strategy
         while len(self._all) < strategy.workers:
             self._all.append(Twin(run, len(self._all), self._draw))
@@ -160,7 +160,7 @@ class Workers:
 
 
 def _as(rank: Rank, worker: int) -> Rank:
-    """The rank as one of its workers sees it."""
+    """Returns the rank as one of its workers sees it."""
     mine = type(rank)(rank.id, rank.size)
     mine.__dict__.update(rank.__dict__, worker=worker, _groups={})
     return mine

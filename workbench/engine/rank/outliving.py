@@ -60,7 +60,7 @@ def _counted(session: Session) -> bool:
 
 
 def refused(session: Session, alive: bool = False) -> str:
-    """Returns why the remaining ranks could not go on without one; "" if they could. alive: that rank still runs"""
+    """Returns why the remaining ranks could not go on without one; "" if they could. alive: see `leaving.refused`."""
     if session.training is None or not session.training.begun:
         return "not all ranks have begun to train"
     return leaving.refused(session.training, saved(session), alive)
