@@ -1,4 +1,4 @@
-"""What becomes of a rank between two generations: it goes back to a boundary, and takes to the next what is its own."""
+"""Prepares a rank for its next generation: takes it back to a boundary and keeps its own state."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from workbench.host.transfer.boundary import Boundary, copy_boundary, stood
 from workbench.rank import Memory, Rank
 from workbench.tasks import at_rate
 
-Asked = tuple[list[dict[str, Any]], Done, bool, int]  # as in Said: asked, done, paused, credit
+Asked = tuple[list[dict[str, Any]], Done, bool, int]  # asked, done, paused, credit, as in Said
 NOTHING: Asked = [], {}, False, 0
 
 
 def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:
-    """Why `run`'s rank could not go on without another, in words; "" where it could.
+    """Returns why `run`'s rank could not go on without another; "" if it could.
 
-    saved: as in Said; alive: may it be that nobody is lost, but a wire? The vote tells, and whether all is there
+    saved: as in Said; alive: whether perhaps only a wire is lost and no rank. The vote finds out.
     """
     e, rollback = run.experiment, run.rollback
     if rollback is None:
@@ -46,19 +46,19 @@ def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:
 
 
 def went_back(run: Any) -> bool:
-    """Puts `run`'s rank at a boundary, if it is not at one. Does it hold a part only?"""
+    """Puts `run`'s rank at a boundary, if it is not at one. Returns whether it holds only a part of the state."""
     parts, run.bounds, rollback = False, [], run.rollback
     if rollback is not None:
         run.rank.step += rollback.back()
         run.outer = rollback.outer
         parts, run.bounds = rollback.void or in_parts(run.experiment), rollback.bounds()
-    run.optimizer.zero_grad(set_to_none=True)  # of a step that does not count
+    run.optimizer.zero_grad(set_to_none=True)  # from a step that does not count
     return parts
 
 
 def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked = NOTHING,
          process: Sequence[Any] = ()) -> Said:  # fmt: skip
-    """What a rank that went back has. saved: the steps before which it sees checkpoints, where it holds `parts`"""
+    """Returns the report of a rank that went back. saved: if it holds `parts`, the steps of checkpoints that it sees"""
     e, rank, rollback = run.experiment, run.rank, run.rollback
     used = run.reads.used_before(rank.step) if run.reads is not None else ()
     return Said(member, rank.step, run.obeyed, e.strategy.trains(rank.id, rank.size), *asked, e.plain(), list(process),
@@ -67,10 +67,10 @@ def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked 
 
 
 class StateBefore:
-    """The state with which a rank comes to a generation, until that has formed.
+    """A rank's state before it enters a generation, kept until the generation has formed.
 
-    A generation changes what the rank takes over: parameters, buffers, optimizer state, settings, plans. `restore`
-    puts all of it back. Take it before `hand_down`.
+    A generation changes parameters, buffers, optimizer state, settings and plans. `restore` puts all of it back. Make
+    this before `hand_down`.
     """
 
     def __init__(self, run: Any, to: Next) -> None:
@@ -80,7 +80,7 @@ class StateBefore:
         self.settings |= {name: list(getattr(run, name)) for name in ("planned", "taken", "bounds")}
         self.settings["rate"], self.optimizer = copy(run.rate), run.optimizer
         self.whole: Boundary | None = None
-        if to.came.salvaged is not None:  # what lies in `bounds` is never changed
+        if to.came.salvaged is not None:  # no one changes the values in `bounds`
             return
         if in_parts(run.experiment):  # the ranks have come together, and the newest boundary is whole
             self.settings["bounds"] = [copy_boundary(b) for b in run.bounds]
@@ -88,7 +88,7 @@ class StateBefore:
             self.whole = stood(run, (run.rank.step, run.obeyed))
 
     def restore(self) -> None:
-        """The rank has that state again."""
+        """Gives the rank that state again."""
         run = self.run
         if run.experiment.bucket_mb != self.settings["experiment"].bucket_mb:
             run.cut_anew(self.settings["experiment"].bucket_mb)
@@ -104,7 +104,7 @@ class StateBefore:
 
 
 def _put_back(run: Any, state: State) -> None:
-    """The model and the optimizer of `run`, which lie whole, have these values; flat, by name."""
+    """Copies these values, by name, into the whole model and optimizer of `run`. Values are flat."""
     layout, optimizer = run.layout, run.optimizer
     with torch.no_grad():
         for name, x in [*handover.parameters(layout).items(), *run.model.named_buffers()]:
@@ -121,7 +121,7 @@ def _put_back(run: Any, state: State) -> None:
 
 
 def hand_down(before: Any, rank: Rank, to: Next) -> None:
-    """Of what `before` had, the same rank in the generation that is over, `rank` goes on with what is its own."""
+    """Gives `rank` the state of `before`, the same rank in the previous generation."""
     rank.memory = before.rank.memory.copied()
     before.plan_again(to.changes)
     if (salvaged := to.came.salvaged) is None:
@@ -131,7 +131,7 @@ def hand_down(before: Any, rank: Rank, to: Next) -> None:
     before.bounds = [copy_boundary(b) for b in (_boundary_of(before, salvaged, rank.id),) if b is not None]
     own = before.bounds[0] if before.bounds else None
     rank.memory = Memory(rank.memory.seed)
-    if own is not None:  # whole where it had slices
+    if own is not None:  # whole even if it had slices
         rank.memory.buffers.update(own.whole_memory(before.model, before.experiment.compressor))
     _lie_whole(before, to.experiment, to.came.step)
 
@@ -139,7 +139,7 @@ def hand_down(before: Any, rank: Rank, to: Next) -> None:
 def _count_ranks_behind(run: Any, came: Came) -> None:
     """Counts each rank that lacks the newest mean of all ranks as if it stood at that mean.
 
-    So a step that `run`'s rank has made since weighs as much in the next mean as if all ranks were that far.
+    So a step that `run`'s rank has made since then weighs as much in the next mean as if all ranks were that far.
     """
     anchor = run.experiment.strategy.anchor(run.state)
     if not came.behind or anchor is None:
@@ -152,7 +152,7 @@ def _count_ranks_behind(run: Any, came: Came) -> None:
 
 
 def _adopt(run: Any, e: Experiment, step: int) -> None:
-    """A change that the furthest has made is made here, too, as far as it is about what a rank keeps."""
+    """Adopts the settings of the furthest rank, as far as they affect what a rank keeps."""
     was = run.experiment
     run.rate.change(was, e, step)
     if e.bucket_mb != was.bucket_mb:
@@ -163,7 +163,7 @@ def _adopt(run: Any, e: Experiment, step: int) -> None:
 
 
 def _lie_whole(run: Any, e: Experiment, step: int) -> None:
-    """The model has memory for all of it, with no values yet, and nothing of how it lay is left."""
+    """Gives the model memory for all parameters without values, and drops its earlier layout."""
     was = run.experiment
     run.rate.change(was, e, run.rank.step)
     run.rate.begun = min(run.rate.begun, step)
@@ -180,7 +180,7 @@ def _lie_whole(run: Any, e: Experiment, step: int) -> None:
 
 
 def _boundary_of(run: Any, salvaged: Salvaged, place: int) -> Boundary | None:
-    """The boundary that this rank goes back to; None where it has nothing that counts."""
+    """Returns the boundary to which this rank goes back; None if it holds nothing that counts."""
     if salvaged.saved or salvaged.steps[place] < 0:
         return None
     return next(b for b in run.bounds if b.bound == (salvaged.steps[place], salvaged.changes))

@@ -1,10 +1,9 @@
-"""How a run goes on without ranks that it has lost: those that are left agree on one state, and begin a generation.
+"""How the remaining ranks agree on one state after a loss and begin a generation.
 
-No strategy takes part: what it would do in `leave` may need a rank that is gone. Where replicas are equal after each
-step, who is behind takes the state of one that is furthest. Where they drift apart, all take the mean of those that
-trained, as at a switch. A rank that lacks the newest mean of all ranks counts as if it stood at that mean, which has
-its steps already. What each rank has of its own goes by the rules that its owner declares ("The hand-over" in
-workbench/DESIGN.md); a strategy begins as it does when it is switched to.
+No strategy takes part, because its `leave` may need a lost rank. If replicas are equal after each step, a rank that is
+behind takes the state of a furthest rank. If replicas drift apart, all ranks take the mean of the ranks that trained. A
+rank that lacks the newest mean of all ranks counts as if it stood at that mean, which contains its steps. Each rank's
+own state follows the rules of its owner ("The hand-over" in workbench/DESIGN.md). A strategy begins as after a switch.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from workbench.settings import KnobError
 
 
 class Salvaged(NamedTuple):
-    """From where those of a new generation have what lay in parts of which some are lost.
+    """Where the ranks of a new generation find a state that was in parts, if some parts are lost.
 
-    was:     the settings by which it lay, and of how many ranks (`size`)
-    changes: how many had been made then
-    sources: places, from now on, which together have all of it, group by group
-    steps:   by place from now on, the step of the boundary that it goes back to; -1: it has nothing that counts
-    saved:   the checkpoint that all go back to instead; "" where they need none
+    was:     the experiment under which the state was laid out, on `size` ranks
+    changes: how many changes had been made then
+    sources: groups of places from now on; each group together holds the whole state
+    steps:   by place from now on, the step of the boundary that it goes back to; -1: it holds nothing that counts
+    saved:   the checkpoint to which all ranks go back instead; "" if they need none
     """
 
     was: Experiment
@@ -45,12 +44,12 @@ class Salvaged(NamedTuple):
 class Came(NamedTuple):
     """How ranks came to a new generation, the same on all of them.
 
-    members:  by place from now on, the number that a rank has had from the run's beginning
-    places:   by place from now on, the place that it had in the generation before
-    furthest: the places of those who have made as many steps and changes as anybody
-    trained:  the places of those who trained and have the newest mean of all ranks; others only served, or lack it
-    step:     the step that comes next
-    salvaged: how what lay in parts is put together again; None where nothing did
+    members:  by place from now on, the rank's number since the run's beginning
+    places:   by place from now on, its place in the previous generation
+    furthest: the places with the most steps and changes
+    trained:  the places that trained and have the newest mean of all ranks; other ranks only served, or lack it
+    step:     the next step
+    salvaged: how a state in parts is put together again; None if nothing was in parts
     behind:   how many ranks trained and lack the newest mean
     """
 
@@ -69,12 +68,13 @@ def _as_it_is(e: Experiment) -> Experiment:
 
 def fitting(e: Experiment, left: Sequence[int],
             able: Callable[[Experiment], Experiment] = _as_it_is) -> tuple[Experiment, tuple[int, ...]]:  # fmt: skip
-    """As many of those who are `left`, the first of them, as can train as `e` says: (`e` for these, their places).
+    """Returns (`e` for the ranks that go on, their places): the first ranks of `left`, as many as can train.
 
-    left: places before, those first who are to stay; able: raises KnobError where the model cannot be trained so
+    left: places in the previous generation, in order of preference; able: raises KnobError if the model cannot be
+    trained so
 
-    A partition that takes more ranks than are left becomes one that takes fewer, or none. Raises KnobError where no
-    number of them can.
+    A partition that needs more ranks than are left becomes one that needs fewer or none. Raises KnobError if no number
+    of ranks can train.
     """
     reason: KnobError | None = None
     for way in _ways(e.partition):
@@ -88,7 +88,7 @@ def fitting(e: Experiment, left: Sequence[int],
 
 
 def _ways(way: Partition) -> Iterator[Partition]:
-    """How a replica may lie instead, as it does first."""
+    """Yields the partition, and then smaller ones in its place."""
     yield way
     yield from way.fewer()
     if way.size > 1:
@@ -97,9 +97,9 @@ def _ways(way: Partition) -> Iterator[Partition]:
 
 
 def fewer(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
-    """`e` for those who are left, by their places before, and for those who come, so many `ranks` in all.
+    """Returns `e` for the ranks at the previous `places`, and for new ones: `ranks` in all (0: no new ones).
 
-    Raises KnobError where so many cannot train as `e` says.
+    Raises KnobError if so many cannot train under `e`.
     """
     faults = [f for f in e.fabric.faults if getattr(f, "rank", places[0]) in places]
     moved = tuple(_at(f, places) for f in faults)
@@ -111,11 +111,11 @@ def _at(fault: Any, places: tuple[int, ...]) -> Any:
 
 
 async def reenter(run: Changing, came: Came) -> None:
-    """All ranks of the new generation ask for it together, before their next step."""
+    """Gives all ranks of the new generation one state. All ranks call it before their next step."""
     strategy = run.experiment.strategy
     residual.begin(run)
     await own.carry(run, None, spread_of(run.experiment, run.model, run.learner))
-    if any(await run.gather(int(bool(run.optimizer.state)))):  # some may be yet to make their first step
+    if any(await run.gather(int(bool(run.optimizer.state)))):  # some ranks may have made no step
         prime(run.layout, run.optimizer)
     if strategy.periodic:
         state = [*handover.parameters(run.layout).values(), *handover.drifting(run, run.experiment.optimizer)]
@@ -126,7 +126,7 @@ async def reenter(run: Changing, came: Came) -> None:
 
 
 async def hand_on(run: Changing, momentum: dict[str, Tensor] | None, first: int) -> None:
-    """All go on with the outer momentum of the rank `first`, if that has one; the strategy has taken over by then."""
+    """Gives all ranks the outer momentum of the rank `first`, if any. The strategy has entered by then."""
     if not (await run.gather(int(bool(momentum))))[first]:
         return
     given = {}

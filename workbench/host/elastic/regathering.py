@@ -1,4 +1,4 @@
-"""Reassembles a model that lay on several ranks after some of them were lost.
+"""Reassembles a model that was divided among ranks, after some of them were lost.
 
 One `move` serves all ranks. It takes the pieces that ranks hold of one boundary (`host/elastic/salvage.py` chooses the
 boundary). Every rank of a complete group then holds the whole model. A new generation begins from there, as with whole
@@ -25,9 +25,9 @@ from workbench.host.transfer.boundary import Boundary, pieces_at
 
 
 async def put_together(run: Any, came: Came, bounds: Sequence[Boundary], former: Former | None) -> None:
-    """All ranks of a new generation ask for it first; their models have memory for everything, and no values.
+    """Puts the model together on all ranks of a new generation. Their models have memory but no values.
 
-    bounds: the one that this rank goes back to, if it has one; former: the checkpoint that all go back to instead
+    bounds: the boundary that this rank goes back to, if any; former: the checkpoint that all go back to instead
     """
     salvaged = came.salvaged
     assert salvaged is not None
@@ -57,7 +57,10 @@ async def put_together(run: Any, came: Came, bounds: Sequence[Boundary], former:
 
 
 async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State, list[str]]:
-    """Elements of everything, a tensor of the dtype of each, and what optimizers remember, alike on all ranks."""
+    """Returns the size of each tensor by name, an empty tensor of its dtype, and the slots' names.
+
+    All are equal on all ranks.
+    """
     layout: Layout = run.layout
     like = {place.name: place.param.data.new_empty(0) for place in layout.order}
     sizes = {place.name: place.numel for place in sorted(layout.order, key=lambda place: place.name)}
@@ -70,21 +73,21 @@ async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State
 
 
 async def _remembered(run: Any, like: State, here: State) -> list[str]:
-    """The slots that any rank has; with sizes only, where nobody can look, all of them if anybody has one."""
+    """Returns the slots that any rank has; with sizes only, all slots if any rank has one."""
     if not run.layout.sizes_only:
         return await handover.kept_slots(run, like, here)
     return list(like) if any(await run.gather(int(any(name in here for name in like)))) else []
 
 
 def _of(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
-    """What this rank has of it; zeros of what its optimizer is yet to remember, or of what has no values anyway."""
+    """Returns this rank's `n` values; zeros if its optimizer has no state yet, or if there are no values."""
     of = name.partition(":")[2]
     found = mine.state.get(of) if mine is not None else None
     return like[of].new_zeros(n) if found is None or found.is_meta else found
 
 
 def _settle(run: Any, given: State, slots: set[str], like: State) -> None:
-    """The model, its buffers and the optimizer have what was given."""
+    """Copies the given values into the model, its buffers and the optimizer."""
     with torch.no_grad():
         for place in run.layout.order:
             place.param.data.copy_(given[place.name].view(place.param.shape))

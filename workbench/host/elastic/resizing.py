@@ -1,7 +1,7 @@
 """The first half of a resize: assembles the state while all old ranks are still present.
 
-It is the leaving half of a switch of strategy, without a next strategy. Then a generation begins
-(`host/elastic/reentry.py`): the ranks that stay hold the whole state, and new ranks receive it.
+It is the leaving half of a switch of strategy. Then a generation begins (`host/elastic/reentry.py`): the ranks that
+stay hold the whole state, and new ranks receive it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workbench.rank import Bucket
 
 
 async def come_together(run: Changing, stay: tuple[int, ...]) -> None:
-    """Every rank has all of the model, and what its strategy has under way is done. stay: places that go on."""
+    """Gives every rank the whole model, and completes what its strategy has in flight. stay: places that go on"""
     was = run.experiment
     await drained(run.flow)
     if was.strategy.in_flight:
@@ -42,7 +42,7 @@ async def come_together(run: Changing, stay: tuple[int, ...]) -> None:
 
 
 async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
-    """What those who go owe, the parts of a sum, becomes an heir's, one of those who `stay`, in turn."""
+    """Moves the residuals of leaving ranks, which are parts of a sum, to the ranks that `stay` in turn."""
     rank, memory = run.rank, run.rank.memory
     rules = {buffer: rule for one in inside(run.experiment.compressor) for buffer, rule in one.own.items()}
     for buffer in sorted(name for name, rule in rules.items() if rule == "sum"):
@@ -57,7 +57,7 @@ async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
 
 
 def _owed(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
-    """A copy of what this rank has of a buffer for a bucket: (n,), zero where there is nothing."""
+    """Returns a copy of this rank's part of a buffer for a bucket: (n,), zero where it has none."""
     whole = torch.zeros_like(bucket.data)
     for part in bucket.parts:
         if part.name in pieces:

@@ -1,13 +1,13 @@
-"""What a rank can go back to where a step cannot be ended, for a peer is gone: the last boundary, or its own update.
+"""Takes a rank back to the last boundary or to its own update after a lost peer ended a step.
 
-A step that ends in one update of everything, after all that it exchanges, needs no copy: before the update the model
-is as it was, and an update needs no peer. All other strategies write parameters between exchanges or in them, and what
-an exchange that broke off has written is void; so does a change of strategy. For these the parameters, what the
-optimizer remembers of them and the model's buffers are copied at each boundary. What a compressor remembers (a
-residual) changes while gradients are sent, so that is copied under every strategy.
+A step that ends in one update of everything, after all exchanges, needs no copy. Before the update the model is
+unchanged, and an update needs no peer. All other strategies write parameters between or during exchanges. A broken
+exchange leaves invalid values, and so does a broken change of strategy. Such strategies need copies of parameters,
+optimizer state and the model's buffers at each boundary. A compressor's state (a residual) changes while gradients are
+sent, so it is copied under every strategy.
 
-Copies are made where the run is to outlive its ranks. Where none is needed there is a way back in any case, for a
-person may put out a rank that hangs.
+Copies are made only if the run goes on after losses. If a rank needs no copies, it can go back under any settings,
+because a person may remove a rank that hangs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from workbench.host.elastic.salvage import copies, in_parts
 from workbench.host.placement.slots import slots
 from workbench.host.transfer.boundary import Bound, Boundary, steps_apart, stood
 
-Key = tuple[str, str]  # of what kind, and its name
+Key = tuple[str, str]  # kind and name
 
 
 def updates_last(strategy: Any) -> bool:
-    """Does a step of `strategy` end in one update of everything, with no exchange after it and no write before it?"""
+    """Whether a step of `strategy` ends in one update of everything, without an exchange after or a write before it."""
     apart = strategy.periodic or strategy.late_update or strategy.has_background or strategy.shared
     return bool(strategy.clips and not apart and not strategy.shards)
 
@@ -37,23 +37,23 @@ def updates_last(strategy: Any) -> bool:
 class Rollback:
     """One rank's way back.
 
-    wanted: whether anybody would go back: does the run outlive a rank, or what hangs?
-    free:   is there a way back that costs nothing?
-    open:   is the rank in something from which there is none?
-    kept:   boundaries at which this rank stood, the newest last, where ranks hold parts
-    void:   once this rank went back: is what lies here not to be gone on from?
-    outer:  once it went back, the outer momentum that it had then, whole, as `Strategy.hands_on` gives it
-    coming: are ranks coming together, so that each has all, for others are to come or go?
-    together: once this one has all, while the others may not: what it has, where ranks held parts before
-    copies: how many ranks had each piece at the last boundary, where they hold parts; 0: not known yet
+    wanted: whether the run goes on without a lost or hanging rank, so that ranks go back
+    free:   whether going back needs no copies
+    open:   whether the rank is in something that cannot be undone
+    kept:   boundaries at which this rank stood if ranks hold parts, the newest last
+    void:   after this rank went back: whether the state that it holds is invalid
+    outer:  after it went back: the whole outer momentum at that time, as `Strategy.hands_on` gives it
+    coming: whether ranks are assembling the whole state for a resize
+    together: this rank's whole state in a resize, if ranks held parts before; other ranks may lack theirs
+    copies: how many ranks had each piece at the last boundary, if they hold parts; 0: not known yet
     """
 
     def __init__(self, run: Any) -> None:
         self.run = run
         self.kept: deque[Boundary] = deque()
-        self._parts = False  # does what goes on begin where ranks hold parts?
+        self._parts = False  # whether ranks held parts when the present step began
         self._kept: dict[Key, Tensor] = {}
-        self._was: tuple[Experiment, Any] | None = None  # the experiment and the optimizer, while something goes on
+        self._was: tuple[Experiment, Any] | None = None  # experiment and optimizer, while a step goes on
         self._updated = False
         self._apart = 0  # as in Boundary, at the last boundary
         self.void = False
@@ -74,20 +74,20 @@ class Rollback:
 
     @property
     def nbytes(self) -> int:
-        """Of what is copied."""
+        """Bytes of all copies."""
         kept = [x for b in self.kept for state in (b.state, *b.memory.values()) for x in state.values()]
         return sum(x.nbytes for x in (*self._kept.values(), *kept))
 
     @property
     def remembers(self) -> bool:
-        """Is there anything that this rank's optimizer remembers, here or away from its device?"""
+        """Whether this rank's optimizer has any state, here or off its device."""
         run = self.run
         return bool(slots(run.layout, run.optimizer)) or bool(run.kept_away.count)
 
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:
-        """A step goes on, or something that `changes` the whole rank; what fails in it leaves it open."""
-        if self._was is not None:  # a part of what goes on already
+        """Encloses a step, or something that `changes` the whole rank. After an error inside, `back` can undo it."""
+        if self._was is not None:  # nested in a step or change
             yield
             return
         self._parts, self.coming, self.together = in_parts(self.run.experiment), False, None
@@ -111,9 +111,9 @@ class Rollback:
         self._was = None
 
     def _keep_boundary(self) -> None:
-        """This boundary, too: others may have the same as a rank that is lost, or a wire is lost, and nobody.
+        """Keeps this boundary: another rank may have the lost rank's parts, or only a wire is lost.
 
-        Tables are too large to be copied in each step for a wire alone.
+        Tables are too large to be copied in each step because of a wire alone.
         """
         run = self.run
         self.copies = copies(run.experiment, run.rank.size, self.remembers)
@@ -126,7 +126,7 @@ class Rollback:
 
     @property
     def _elsewhere(self) -> bool:
-        """Is a part of what this rank holds neither in its model nor with its optimizer, where it could be copied?"""
+        """Whether a part of this rank's state is neither in its model nor in its optimizer, where it can be copied."""
         return self.run.experiment.strategy.opaque or bool(self.run.kept_away.count)
 
     @property
@@ -134,25 +134,25 @@ class Rollback:
         return self.run.rank.step, self.run.obeyed
 
     def updates(self) -> None:
-        """The optimizer is about to update everything."""
+        """Notes that the optimizer is about to update everything."""
         self._updated = True
 
     def has_all(self, stays: bool) -> None:
-        """This rank has all of the model now. stays: else what its compressor owes is an heir's already."""
+        """Notes that this rank has the whole model. stays: if not, an heir already has its compressor's residual."""
         if self._parts and not self.run.experiment.strategy.tables:
             here = stood(self.run, self._here, copied=False)._replace(spread=None, cut=None, sharded=False)
             self.together = here if stays else here._replace(memory={})
 
     def past(self) -> None:
-        """What was going on has ended well, though by an exception: nobody goes back from it."""
+        """Ends what was going on. It succeeded, although by an exception, and no rank goes back from it."""
         self._was, self.open = None, False
         if self.together is not None:
             self.void, self.kept = True, deque([self.together])
 
     def back(self) -> int:
-        """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last.
+        """Puts this rank at a boundary, if it is not at one. Returns 1 if the step that it was in counts, else 0.
 
-        Where it is `open` there is no way back.
+        While `open`, a rank cannot go back.
         """
         if self._was is None:
             self._apart = steps_apart(self.run)
@@ -160,7 +160,7 @@ class Rollback:
             return 0
         run = self.run
         (e, optimizer), self._was = self._was, None
-        if self._parts or in_parts(run.experiment):  # what lies here is void, and may lie in any way
+        if self._parts or in_parts(run.experiment):  # the state here is invalid, in any layout
             if not self._parts:
                 self.kept = deque([self._of_copies()])
             elif self.together is not None:
@@ -179,19 +179,19 @@ class Rollback:
         return 0
 
     def _handed(self) -> dict[str, Tensor] | None:
-        """The outer momentum as it is now."""
+        """Returns the present outer momentum."""
         run, strategy = self.run, self.run.experiment.strategy
         return dict(strategy.hands_on(run.rank.replicas, run.state) or {}) if strategy.has_outer else None
 
     def bounds(self) -> list[Boundary]:
-        """Once this rank went `back`: all boundaries that it can go on from, the newest last."""
+        """Returns all boundaries from which this rank can go on, after it went `back`; the newest last."""
         if self.void or (in_parts(self.run.experiment) and self._elsewhere):
             return list(self.kept)
         kept = [b for b in self.kept if b.bound != self._here]
         return [*kept, stood(self.run, self._here, copied=False)._replace(apart=self._apart)]
 
     def _of_copies(self) -> Boundary:
-        """The boundary of what was copied, where the model was whole."""
+        """Returns the boundary of the copies, if the model was whole."""
         state, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for (kind, name), x in self._kept.items():
             if kind.startswith("residual "):
@@ -213,7 +213,7 @@ class Rollback:
         return found
 
     def _keep(self, state: dict[Key, Tensor]) -> None:
-        """Copies `state` into what was kept before, where that has its shape."""
+        """Copies `state`, into earlier copies of the same shape if there are any."""
         for key in self._kept.keys() - state.keys():
             del self._kept[key]
         with torch.no_grad():

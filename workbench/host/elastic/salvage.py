@@ -1,10 +1,10 @@
-"""What is there of a run's state when ranks are lost that held parts of it: which parts, of which step, with whom.
+"""Finds the parts of a run's state that are left after a loss, with their steps and ranks.
 
-Where ranks are whole replicas whoever is left has all. Under a partition, or a strategy that shards, a rank has one of
-several pieces, and may be a step before or behind another: it has copies of the last boundaries at which it stood
-(`host/elastic/rollback.py`), and all who are left go back to the newest at which they have every piece together. Where
-replicas drift apart each of them that is complete goes back to a boundary of its own. The ranks take the mean of the
-replicas that have the newest mean of all ranks.
+If ranks are whole replicas, every remaining rank has the whole state. Under a partition or a sharding strategy, a rank
+holds one of several pieces. It may be a step ahead of another rank. It has copies of the last boundaries at which it
+stood (`host/elastic/rollback.py`). The remaining ranks go back to the newest boundary at which they have every piece
+together. If replicas drift apart, each complete replica goes back to a boundary of its own. The ranks take the mean of
+the replicas that have the newest mean of all ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Pieces(NamedTuple):
-    """Into how many pieces the state is cut, and by place which of them a rank has."""
+    """How many pieces the state is cut into, and by place which piece a rank has."""
 
     ways: int
     at: tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """Where all pieces are. sources: places that have all of them together, group by group; steps: by place, of when
+    """Where all pieces are. sources: groups of places, each with all pieces; steps: by place, the boundary's step
 
-    step: the one with which training goes on
+    step: the step with which training goes on
     """
 
     step: int
@@ -37,15 +37,15 @@ class Found(NamedTuple):
 
 
 def in_parts(e: Experiment) -> bool:
-    """Does a rank hold a part only, of the model or of what belongs to it?"""
+    """Whether a rank holds only a part of the model or of its state."""
     return e.partition.size > 1 or bool(e.strategy.shards) or e.strategy.tables
 
 
 def pieces(e: Experiment, size: int, remembers: bool) -> Pieces:
-    """How the state of `size` ranks is cut under `e`. remembers: does the optimizer remember anything?"""
+    """Returns how the state of `size` ranks is cut under `e`. remembers: whether the optimizer has any state"""
     if (ways := e.partition.size) > 1:
         return Pieces(ways, tuple(place % ways for place in range(size)))
-    if e.strategy.tables:  # whoever serves has some that nobody else has, and whoever trains reads all of them
+    if e.strategy.tables:  # each server has rows of its own, and each rank that trains reads all tables
         return Pieces(size, tuple(range(size)))
     if "parameters" in e.strategy.shards or (remembers and e.strategy.shards):
         groups = sharers(e.strategy, size)
@@ -55,19 +55,19 @@ def pieces(e: Experiment, size: int, remembers: bool) -> Pieces:
 
 
 def copies(e: Experiment, size: int, remembers: bool) -> int:
-    """How many ranks have each piece, or the one that the fewest have."""
+    """Returns how many ranks have the rarest piece."""
     count, at = pieces(e, size, remembers)
     return min(at.count(piece) for piece in range(count))
 
 
 def alike(bound: Sequence[int]) -> int | None:
-    """The step before which all ranks last had the same parameters; None if nobody can tell. bound: as in Said."""
+    """Returns the step before which all ranks last had the same parameters; None if unknown. bound: as in Said"""
     step, _, apart = bound
     return step - apart if apart >= 0 else None
 
 
 def newest(at: Mapping[Key, int | None]) -> set[Key]:
-    """The ranks, or replicas, that have the newest mean of all ranks; all of them if one cannot tell.
+    """Returns the ranks or replicas that have the newest mean of all ranks; all of them if one is unknown.
 
     at: by rank or replica, the step before which all ranks last had the same parameters
     """
@@ -78,10 +78,10 @@ def newest(at: Mapping[Key, int | None]) -> set[Key]:
 
 
 def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
-    """Where all of the state is, of the newest step at which it is; None: nowhere.
+    """Returns where the whole state is, of the newest step with all pieces; None if it is nowhere.
 
-    there: by place of those who are left the steps of the boundaries that it stood at, all after the same changes; for
-           each the step before which all ranks last had the same parameters (None: nobody can tell)
+    there: for each remaining place, the steps of its boundaries after the same changes; for each step, the step before
+    which all ranks last had the same parameters (None: unknown)
     """
     count, at = pieces(e, size, remembers)
     if e.strategy.periodic:
@@ -94,7 +94,7 @@ def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping
 
 
 def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
-    """Of replicas that differ: the complete ones with the newest mean, or one put together of incomplete ones."""
+    """For replicas that differ: returns the complete ones with the newest mean, or one made of incomplete ones."""
     sources, steps = [], dict[int, int]()
     for first in range(0, len(at), count):
         ranks = tuple(range(first, first + count))
@@ -118,7 +118,7 @@ def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int
 
 
 def first_to_stay(found: Found, at: tuple[int, ...], left: Collection[int]) -> list[int]:
-    """The places of those who are left, those first without whom a piece would be missing."""
+    """Returns the remaining places; first come places without which a piece would be missing."""
     needed: list[int] = []
     if len(found.sources) > 1:
         needed = [place for group in found.sources for place in group]
@@ -130,7 +130,7 @@ def first_to_stay(found: Found, at: tuple[int, ...], left: Collection[int]) -> l
 
 
 def _in_order(places: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
-    """A replica's that is complete before others."""
+    """Returns the places of complete replicas first."""
     ways = len(set(at))
     whole = [p for p in places if all(p - p % ways + k in places for k in range(ways))]
     return [*whole, *(p for p in places if p not in whole)]

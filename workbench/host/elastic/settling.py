@@ -1,4 +1,4 @@
-"""Decides how the ranks that are left of a generation go on. All hear the same votes, so all decide the same.
+"""Decides how the remaining ranks of a generation go on. All ranks use the same votes and decide alike.
 
 Whole replicas go on from the step of the furthest rank. Ranks that held parts go on from the pieces that they have
 together (`host/elastic/salvage.py`), or from a checkpoint.
@@ -23,12 +23,12 @@ from workbench.settings import KnobError
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """One of those who are left, as their host knows it.
+    """A remaining rank, as its host knows it.
 
-    member, place, size: its number for life, and its place among so many in the generation that is over
-    run:        its life; mark: says something in its record
-    missed:     who is counted and not among these members: those who are lost, and who lives and was only to come
-    checkpoint: where that before a step is
+    member, place, size: its number in the run, and its place among `size` ranks of the ended generation
+    run:        its training loop; mark: writes a Mark
+    missed:     returns the counted ranks that are not in these members: lost ranks, and new ranks that still run
+    checkpoint: returns the path of the checkpoint before a step
     """
 
     member: int
@@ -41,7 +41,10 @@ class Survivor:
 
 
 def fewer(who: Survivor, heard: Heard) -> Next:
-    """How those go on who are left. Raises KnobError where so few cannot train as they did; the record says so, too."""
+    """Returns how the remaining ranks go on.
+
+    Raises KnobError if so few cannot train under these settings, and records that.
+    """
     try:
         return (_settled if any(said.parts for said in heard.by_place.values()) else _whole)(who, heard)
     except KnobError as error:
@@ -51,7 +54,7 @@ def fewer(who: Survivor, heard: Heard) -> Next:
 
 
 def _whole(who: Survivor, heard: Heard) -> Next:
-    """The same where each of them has all of the model."""
+    """The same as `fewer` if each remaining rank has the whole model."""
     first = heard.first
     e, places = fitting(_settings(who, heard, first), heard.left)
     came = heard.came(places)
@@ -70,13 +73,13 @@ def _whole(who: Survivor, heard: Heard) -> Next:
 
 
 def say_why_not(mark: Callable[[str, dict[str, Any]], None], why: object) -> None:
-    """A Mark says why nobody goes on."""
+    """Records in a Mark why the run does not go on."""
     lost = "a rank, or a wire to it, is lost"
     mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
 
 
 def _settled(who: Survivor, heard: Heard) -> Next:
-    """How those go on who are left. Raises KnobError where they do not have everything, and no checkpoint has."""
+    """The same as `fewer` if ranks held parts. Raises KnobError if a piece is missing and there is no checkpoint."""
     said, reason = heard.by_place, ""
     if any(one.whole for one in said.values()):
         return _brought(who, heard)
@@ -102,7 +105,7 @@ def _settled(who: Survivor, heard: Heard) -> Next:
 
 
 def _brought(who: Survivor, heard: Heard) -> Next:
-    """They go on from those who have all, for they were coming together when a rank was lost."""
+    """Goes on from the ranks that have everything, because a rank was lost while they assembled the state."""
     whole = {place: one for place, one in heard.by_place.items() if one.whole}
     first = max(whole.values(), key=lambda one: (*one.far, -one.member))
     holders = tuple(sorted(place for place, one in whole.items() if one.far == first.far))
@@ -112,14 +115,14 @@ def _brought(who: Survivor, heard: Heard) -> Next:
 
 
 def _settings(who: Survivor, heard: Heard, of: Said) -> Experiment:
-    """A rank's experiment; to read it may need files of every family."""
+    """Returns a rank's experiment. To read it may need files of every family."""
     same = of.settings == heard.by_place[who.place].settings
     known: Experiment = who.run.experiment
     return known if same else Experiment.read(of.settings, known.task)
 
 
 def nowhere(e: Experiment, reason: str = "") -> str:
-    """Why nobody can go on, and what would have let them."""
+    """Returns why the run cannot go on, and which setting would have let it."""
     strategy, way = type(e.strategy).__name__, type(e.partition).__name__
     if reason:
         return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
@@ -138,9 +141,9 @@ def nowhere(e: Experiment, reason: str = "") -> str:
 
 def _together(who: Survivor, heard: Heard, first: Said, e: Experiment, found: Found, at: salvage.Pieces,
               how: str) -> Next:  # fmt: skip
-    """They have everything together. Raises KnobError where so many cannot train, or not with all of it."""
+    """Goes on from the pieces. Raises KnobError if so many ranks cannot train, or lack a piece."""
     left = salvage.first_to_stay(found, at.at, heard.left)
-    if e.strategy.shards and at.ways > 1:  # who has no such boundary does not know how shards lay
+    if e.strategy.shards and at.ways > 1:  # a rank without this boundary does not know how shards were laid out
         left = [place for place in left if place in found.steps]
     to, places = fitting(e, left, who.run.able)
     new = {place: number for number, place in enumerate(places)}
@@ -160,7 +163,7 @@ def _together(who: Survivor, heard: Heard, first: Said, e: Experiment, found: Fo
 
 
 def _from_saved(who: Survivor, heard: Heard, e: Experiment, step: int) -> Next:
-    """All go back to a checkpoint."""
+    """Goes back to a checkpoint on all ranks."""
     to, places = fitting(e, heard.left, who.run.able)
     everyone = tuple(range(len(places)))
     came = Came(_members(heard, places), places, everyone, everyone, step,
@@ -198,12 +201,12 @@ def _next(who: Survivor, heard: Heard, first: Said, how: tuple[Came, Experiment,
 
 
 def _beside(left_out: list[int]) -> str:
-    """What is said of those who were only to come."""
+    """Returns the text about new ranks that do not take part."""
     return f", and {named(left_out)}, to come then, {are(left_out)} left out" if left_out else ""
 
 
 def _say_unread(who: Survivor, gone: list[int], first: Said) -> None:
-    """Marks, once, that nobody knows how far those who are gone had come in their data, if that is so."""
+    """Records once that the lost ranks' position in their data is unknown, if so."""
     run = who.run
     if gone and run.learner.indexed and not in_step(run.experiment) and who.member == first.member:
         why = f"nobody knows how much {named(gone)} had read, for ranks keep no step in common"

@@ -1,6 +1,6 @@
-"""What those who are left tell each other when a generation ends, and what follows from it; both hosts bring it about.
+"""The reports of remaining ranks to each other at the end of a generation, and their consequences.
 
-The furthest of those who are there decides what counts. How they hear of each other is their host's business.
+The furthest of these ranks decides what counts. Each host exchanges the reports in its own way.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from workbench.host.elastic.salvage import alike, newest
 
 
 class Resized(Exception):
-    """The ranks have come together, and a generation of other ranks is to begin.
+    """Raised once the ranks have come together, before a generation of other ranks begins.
 
-    members: theirs, by place; experiment: of so many; number: the request's; preempted: those who go because of that
-    used:    how many examples of the data's order are used up
+    members: of that generation, by place; experiment: for them; number: the request's
+    used:    how many examples of the data's order are used up; preempted: ranks that leave because of preemption
     """
 
     def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str, used: int,
@@ -29,22 +29,22 @@ class Resized(Exception):
 
 
 class Said(NamedTuple):
-    """What a rank has when its generation ends.
+    """One rank's report when its generation ends.
 
-    step:     the one that it is to make next
-    changes:  how many it has made or refused
-    trained:  is its model the run's, or did it only serve?
-    asked:    requests that it has heard and not done; done: the last that it did
-    paused, credit: does it make no steps; but for so many
-    settings: the experiment, plain
-    process:  its host, pid and the time when that began
-    parts:    does it hold a part only, or did it when it lost its way?
-    bounds:   boundaries that it can go back to, the newest last: the step that comes next, how many changes were made
-              before, and `Boundary.apart`
-    remembers: does its optimizer remember anything?
+    step:     the step that it makes next
+    changes:  how many changes it has made or refused
+    trained:  whether its model is the run's; else it only served
+    asked:    requests that it has received and not obeyed; done: answers to its latest requests
+    paused, credit: whether it makes no steps; how many it makes before it pauses again
+    settings: the experiment, as plain values
+    process:  its host, its pid and when the process began
+    parts:    whether it holds only a part of the state, or did before it went back
+    bounds:   boundaries that it can go back to, the newest last; each is the next step, the number of changes before it
+        and `Boundary.apart`
+    remembers: whether its optimizer has any state
     saved:    the steps before which it sees checkpoints of this run
-    whole:    does it hold all, for ranks that held parts were coming together?
-    used:     at its last boundaries: the step that came next, and how many examples of the data's order were used up
+    whole:    whether it holds everything, because ranks that held parts were coming together
+    used:     at its last boundaries: the next step, and how many examples of the data's order were used up
     """
 
     member: int
@@ -66,7 +66,7 @@ class Said(NamedTuple):
 
     @property
     def alike(self) -> int | None:
-        """The step before which all ranks last had the same parameters, as its newest boundary has it."""
+        """The step before which all ranks last had the same parameters, by its newest boundary."""
         return alike(self.bounds[-1]) if self.bounds else None
 
     @property
@@ -75,35 +75,35 @@ class Said(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What all who are left know of each other, by place of the generation that is over."""
+    """The reports of all remaining ranks, by place in the ended generation."""
 
     by_place: dict[int, Said]
 
     @property
     def first(self) -> Said:
-        """Of the furthest the one whose word counts."""
+        """The furthest rank's report, which counts."""
         return max(self.by_place.values(), key=lambda said: (*said.far, -said.member))
 
     @property
     def left(self) -> list[int]:
-        """The places of those who are left, the furthest first."""
+        """The places of the remaining ranks, the furthest first."""
         return sorted(self.by_place, key=lambda place: (self.by_place[place].far != self.first.far, place))
 
     @property
     def voted(self) -> list[list[int]]:
-        """The vote, as the record has it: who is left, and the step that it was to make next."""
+        """The vote as recorded: the remaining members, and the step that each makes next."""
         return sorted([said.member, said.step] for said in self.by_place.values())
 
     @property
     def text(self) -> str:
-        """The vote in words, the furthest first."""
+        """The vote as a sentence, the furthest ranks first."""
         steps = sorted({step for _, step in self.voted}, reverse=True)
         who = [named([member for member, at in self.voted if at == step]) for step in steps]
         return ", ".join(f"{one} {'' if n else 'stood '}before step {step}"
                          for n, (one, step) in enumerate(zip(who, steps, strict=True)))  # fmt: skip
 
     def came(self, places: tuple[int, ...]) -> Came:
-        """How those who had these `places`, in their order, come to the next generation."""
+        """Returns how the ranks at these `places` come to the next generation in this order."""
         said = [self.by_place[place] for place in places]
         furthest = tuple(i for i, one in enumerate(said) if one.far == self.first.far)
         trained = newest({i: one.alike for i, one in enumerate(said) if one.trained})
@@ -112,11 +112,11 @@ class Heard(NamedTuple):
                     behind=behind)  # fmt: skip
 
     def used(self, step: int) -> int:
-        """How many examples of the data's order all steps before `step` have used up."""
+        """Returns how many examples of the data's order all steps before `step` have used up."""
         return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
 
     def asked(self, first: Said | None = None) -> list[dict[str, Any]]:
-        """Requests that somebody has heard and that the one whose word counts has not done, each once."""
+        """Returns each request that any rank has received and the deciding rank has not obeyed."""
         found: dict[str, dict[str, Any]] = {}
         for said in self.by_place.values():
             found |= {what.get("id", ""): what for what in said.asked}
@@ -124,11 +124,11 @@ class Heard(NamedTuple):
 
 
 class Next(NamedTuple):
-    """How the next generation begins, the same for all who are in it.
+    """How the next generation begins, the same on all its ranks.
 
-    experiment: of so many ranks; changes, done, paused, credit: as in Said, of the furthest
-    asked:      requests that are still to be done; processes: by place
-    mark:       what the record says of it
+    experiment: for these ranks; changes, done, paused, credit: as in Said, of the furthest rank
+    asked:      requests that are not obeyed yet; processes: by place
+    mark:       its Mark in the record
     used:       how many examples of the data's order are used up
     """
 
@@ -145,15 +145,15 @@ class Next(NamedTuple):
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 0, 1, 3`."""
+    """Returns `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def are(ranks: Sequence[int]) -> str:
-    """`is` or `are`."""
+    """Returns `is` or `are`."""
     return "are" if len(ranks) > 1 else "is"
 
 
 def lost(gone: Sequence[int]) -> str:
-    """What has ended a generation, in words: ranks that are `gone`, or, where all are there, a wire between them."""
+    """Returns what has ended a generation: the ranks that are `gone`, or a connection if all are alive."""
     return f"{named(gone)} {are(gone)} lost" if gone else "a connection between ranks was lost"
