@@ -1,4 +1,4 @@
-"""Where a rank is: its training thread's operation, whether it waits for peers, and since when.
+"""Where a rank is: its training thread's operation, when it began, and whether it waits for peers.
 
 The training thread writes this at every operation, and any thread may read it.
 """
@@ -63,7 +63,7 @@ def op_of(run: Session) -> str:
 
 
 def standing(run: Session) -> tuple[bool, float]:
-    """Returns whether a rank's training thread waits for peers, and the seconds since it, or a wire for it, moved."""
+    """Returns whether a rank's training thread waits for peers, and the seconds since it or its wire moved."""
     op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.born)
     for wire in run.wires:
         if wire.tag in ("control", "data"):

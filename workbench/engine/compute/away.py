@@ -33,7 +33,7 @@ class Away:
         self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload, "fetch": self._fetch}
 
     def settings(self) -> Asked:
-        """Returns the optimizer's present settings, and the unused parameters, for a child that updates later."""
+        """Returns the optimizer's present settings and the unused parameters, for a child that updates later."""
         return settings(self._run.optimizer), frozenset(self._run.layout.unused)
 
     def perform(self, op: Op, step: int, by: Asked | None) -> Any:

@@ -1,4 +1,4 @@
-"""Performs forward, backward, update, and passes over sharded parameters, on the engine."""
+"""Performs forward, backward, update and passes over sharded parameters on the engine."""
 
 from __future__ import annotations
 

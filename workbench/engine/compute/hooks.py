@@ -104,7 +104,7 @@ class GradientHooks:
             self.host.hand_out(layout.full(self._next - 1))
 
     def have(self, params: set[int]) -> None:
-        """Counts gradients of these parameters, by id, from earlier backwards, and hands out buckets that are full."""
+        """Counts gradients that exist already, by the parameters' ids, and hands out buckets that are full."""
         for place in self.host.layout.order:
             if id(place.param) in params and place.param.grad is not None and not place.filled:
                 place.round = self._round

@@ -119,8 +119,6 @@ class Host(Waving):
         if there:
             self._hooks.have({id(param) for param in there})
 
-    # -- driving --
-
     def drive(self, coro: Coroutine[Op, Any, Any]) -> Any:
         """Runs a step to its end, and returns its result. See [Note: The trampoline]."""
 
@@ -248,8 +246,6 @@ class Host(Waving):
     def forget_hooks(self) -> None:
         """Takes the hooks off the gradients, until a strategy asks for buckets again."""
         self._hooks.detach()
-
-    # -- communication --
 
     def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0, share: float = 1.0,
                group: Group | None = None) -> Handle:

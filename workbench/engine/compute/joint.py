@@ -1,4 +1,4 @@
-"""Performs passes of ranks that hold slices of each matrix, with their meetings, on the engine."""
+"""Performs passes of ranks that hold slices of each matrix and meet in the middle of a pass."""
 
 from __future__ import annotations
 

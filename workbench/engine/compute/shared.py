@@ -26,7 +26,7 @@ class SharedParameters:
     """One rank's access to the shared memory. All ranks call each method at once, while their steps stand still.
 
     held: whether the parameters are in shared memory
-    file: returns the path of a file, by its name, that all ranks see
+    file: returns the path of a file by its name; all ranks see it
     """
 
     def __init__(self, layout: Layout, control: Wire | None, file: Callable[[str], Path]) -> None:
@@ -35,7 +35,7 @@ class SharedParameters:
         self._number = 0  # blocks so far, so that each has a name of its own
 
     def enter(self) -> None:
-        """Moves the parameters, equal on all ranks, into one block."""
+        """Moves the parameters into one block. They must be equal on all ranks."""
         layout, control = self.layout, self.control
         if control is None:
             return
@@ -91,7 +91,7 @@ def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
 
 
 def _places(weights: list[Tensor]) -> tuple[list[int], int]:
-    """Returns where in the block each vector begins, and the block's length, in bytes."""
+    """Returns where in the block each vector begins and how long the block is, in bytes."""
     at, places = 0, []
     for w in weights:
         places.append(at)

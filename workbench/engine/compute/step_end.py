@@ -52,7 +52,7 @@ class StepEnd:
         self._tell(told)
 
     def _tell(self, told: Callable[[int, float], None]) -> None:
-        """Records the losses known by now, each the mean of a step's, and passes each to `told`."""
+        """Records the losses known by now, and passes them to `told`. Each is the mean of a step's."""
         while self.watch.losses:
             step, loss = self.watch.losses.popleft()
             self.record.sample(step, "loss", self.clock.now(), loss)

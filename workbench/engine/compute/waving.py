@@ -1,4 +1,4 @@
-"""Performs waves through pieces of a model, and passes of sub-models, on the engine."""
+"""Performs waves through pieces of a model and passes of sub-models on the engine."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Twin:
         }  # fmt: skip
 
     def step(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Runs a step to its end, and keeps its error, if any."""
+        """Runs a step to its end. Keeps its error for `Workers.step`."""
         try:
             self.run.chip.bind()
             self._tie()

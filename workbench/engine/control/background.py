@@ -1,7 +1,7 @@
 """Runs a strategy's `background` next to its steps, on a thread and a wire of its own.
 
-Between two Ops a coroutine has its rank to itself. Step, background and the optimizer's update never touch the
-parameters at the same moment, so no update is lost. meeting.py decides when a background ends.
+Between two Ops a coroutine has its rank to itself. So step, background and update never touch the parameters at the
+same moment, and no update is lost. meeting.py decides when a background ends.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Background:
     def _until_quiet(self, control: Wire | None) -> None:
         """Returns on all ranks at once, when no message is under way and each background has ended or waits for one.
 
-        Two looks in a row must find this, with equal numbers of messages, because a rank's count may lag behind
+        Two looks in a row must find this and equal numbers of messages, because a rank's count may lag behind
         another's. As in Mattern, "Algorithms for distributed termination detection", 1987.
         """
         before, rest = [-1, -1], 1e-3
@@ -167,7 +167,7 @@ class Background:
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
     def _again(self, rest: float, alone: bool, group: Group | None = None) -> int:
-        """Returns the number of the present step, from 1, while any rank of the group trains; 0 after that.
+        """Returns the number of the present step (from 1) while any rank of the group trains; 0 after that.
 
         Rests for `rest` seconds, then waits for a new step. alone: only this rank's step counts.
         """

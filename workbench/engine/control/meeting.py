@@ -1,9 +1,9 @@
 """How ranks that do not meet in every round come together, so that a change still acts on all of them.
 
-[Note: Two ways of hearing] If ranks exchange with their neighbours only (`propagation` > 0), every message carries the
-step at which all ranks are to meet. Rank 0 chooses it so late that every rank knows it by then. If ranks keep no common
-step (`lockstep` = False), rank 0 calls, and each rank comes at its next boundary. At a meeting the ranks' steps stand
-still. The backgrounds receive what was sent, end, and begin again when the ranks go on.
+[Note: Two ways of hearing] Some ranks exchange with their neighbours only (`propagation` > 0). Then every message
+carries the step at which all ranks meet. Rank 0 chooses it so late that every rank knows it by then. Other ranks keep
+no common step (`lockstep` = False). Then rank 0 calls, and each rank comes at its next boundary. At a meeting the steps
+stand still. The backgrounds receive what was sent and end. They begin again when the ranks go on.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ class Meeting:
 
     @property
     def propagation(self) -> int:
-        """Steps until all ranks know, through messages, what rank 0 announces; 0: ranks do not announce this way."""
+        """Steps until all ranks know through messages what rank 0 announces; 0: no such messages."""
         return int(self.strategy.propagation_in(self.run.rank.size, self.run.rank.step))
 
     @property
     def trains(self) -> bool:
         return bool(self.strategy.trains(self.run.rank.id, self.run.rank.size))
-
-    # -- a strategy comes and goes, on all ranks at once --
 
     def enter(self) -> None:
         """Voids the previous strategy's messages, and gives the new strategy's background its thread and wire."""
@@ -91,8 +89,6 @@ class Meeting:
         run = self.run
         if self.background is not None and not run.session.stopping and not self.over:
             self.background.go(self.strategy.background(run.rank, run.state))
-
-    # -- between two steps --
 
     def check(self) -> None:
         """Raises the error of this rank's background, if any."""

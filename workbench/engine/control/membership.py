@@ -46,7 +46,7 @@ def gather(store: Any, what: str, place: int | None, processes: list[list[Any]],
     """Waits until all ranks have reported `what` in the store, for example before they open wires.
 
     place: of this rank; None if it only waits; processes: of the ranks, by place
-    members: the ranks' numbers in the run, by place, for messages; (): their places
+    members: the ranks' numbers by place, for messages; (): their places
     Raises ConnectionError if a rank is gone before it has reported, and what `look` raises.
     """
     for other, process in enumerate(processes):

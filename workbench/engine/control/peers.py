@@ -92,7 +92,7 @@ class Peers:
                 self.session.wires.remove(wire)
 
     def come(self, to: str, until: float) -> None:
-        """Reports that this rank has reached `to`, and waits for all other ranks until a `time.monotonic` moment."""
+        """Reports that this rank has reached `to`, and waits for all others. until: as `time.monotonic`"""
         if self.store is None:  # a run of one rank
             return
         with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
@@ -135,7 +135,7 @@ class Peers:
             self.look()
 
     def arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:
-        """Returns the table in which this host's ranks, or `ranks`, post their arrivals at one wire's collectives."""
+        """Returns the table of arrivals at one wire's collectives, for this host's ranks or `ranks`."""
         path = self._shared(f"{name}.arrivals")
         me = self.rank.id
         if path is None:
@@ -194,7 +194,7 @@ class Opening:
         self._made.append(made)
 
     def wait(self, look: Callable[[], None]) -> Wire:
-        """Returns the open wire. If `look` raises, raises that, and the thread closes the wire once it is open."""
+        """Returns the open wire. Raises what `look` raises; then the thread closes the wire once it is open."""
         try:
             while self._thread.is_alive():
                 self._thread.join(LOOK)

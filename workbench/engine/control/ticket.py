@@ -4,12 +4,11 @@ Rank 0 reads its inbox and publishes a ticket: a 32-byte header on a wire of its
 rank asks for the ticket just before the update and takes it afterwards. So the ticket overlaps the update, and a change
 acts on the very next step.
 
-[Note: The flag] A meeting in every step, usually without requests, holds up ranks that share cores. On one host rank 0
-raises a flag instead: before it begins child n, it writes n into memory that all ranks see. A rank that has completed
-child n must see it, because the child needed rank 0. So all ranks that have completed equally many children decide
-alike whether to meet, without a message. The last numbers stay visible: rank 0 may look, meet, receive a request and
-begin another child before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one
-step.
+[Note: The flag] A meeting in every step holds up ranks that share cores, and usually brings no requests. On one host
+rank 0 raises a flag instead: before it begins child n, it writes n into memory that all ranks see. A rank that has
+completed child n must see it, because the child needed rank 0. So all ranks that have completed equally many children
+decide alike whether to meet, without a message. The last numbers stay visible, because rank 0 may meet and begin
+another child before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one step.
 
 Under a pipeline that never flushes, the last stage ends a step long before the first stage. It would wait for the first
 stage if it took that step's ticket at once. So ranks take a ticket as many steps later as the stages are apart.

@@ -153,7 +153,7 @@ class Turnable(Parts):
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """Records a switch of strategy, made inside, as one span. Ranks that fell behind take the first rank's step."""
+        """Records a switch of strategy, made in the block, as one span. Ranks that fell behind take the latest step."""
         if in_step(was):
             self.meeting.latest = self.rank.step
         self.rank.step = self.meeting.latest
@@ -219,7 +219,7 @@ class Turnable(Parts):
         return [self.layout.order[i].name for i in order.tolist()]
 
     def adopt(self, names: list[str]) -> None:
-        """Lays parameters out in this order, once, as torch's DDP does."""
+        """Lays parameters out in this order once, as torch's DDP does."""
         self.host.forget_hooks()
         self.shared.relay(lambda: self.layout.reorder(names))
         self.mark_buckets()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def crash(session: Session, mine: bool) -> None:
     """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault.
 
-    If the rank ended earlier, the remaining ranks might repeat the change, and lose the rank that then has its number.
-    A process that this lab started is killed, with its record on disk. In any other process the rank only leaves.
+    If it ended earlier, the remaining ranks might repeat the change and lose the rank that then has its number. A
+    process that this lab started is killed, with its record on disk. In any other process the rank only leaves.
     """
     if session.rank.size > 1:
         _come_past(session, mine)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def mean_evaluated(run: Parts) -> Evaluated:
-    """Evaluates the mean model, and measures this rank's drift from it. Rank 0 evaluates, and the other ranks wait.
+    """Evaluates the mean model, and measures this rank's drift from it. Rank 0 evaluates for all ranks.
 
-    If parameters are sharded, evaluation gathers them, and every rank evaluates.
+    If parameters are sharded, every rank evaluates, because evaluation gathers them.
     """
     with run.ledger.evaluating():
         return _spread_out(run) if run.spread is not None else _of_whole_replicas(run)
@@ -95,7 +95,7 @@ def _mean_of_replicas(run: Parts) -> Iterator[float]:
 
 
 def known_evaluated(run: Parts, known: list[Bucket]) -> Evaluated:
-    """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
+    """Evaluates the parameters that rank 0 knows. Uses a copy, because the model itself may change."""
     kept = [] if run.twin is None else [*run.twin.parameters(), *run.twin.buffers()]
     with torch.no_grad(), run.ledger.evaluating(sum(x.nbytes for x in kept)):
         with run.host.alone:

@@ -194,7 +194,7 @@ class Following(Training):
             return 0
 
     def _begun(self) -> Any:
-        """Returns when the step began, including the loop's own work before its forward, such as reading a batch."""
+        """Returns when the step began. It includes the loop's own work before its forward, such as reading a batch."""
         return self.led.began
 
     async def _heed(self, requests: list[dict[str, Any]]) -> None:

@@ -2,10 +2,10 @@
 
 [Note: Formed or not] A new rank holds no state of the run when it meets the old ranks. It has no vote and enters no
 average until the new generation has formed. A generation has formed when each rank has reported in the store that it
-holds the full state, and all digests are equal. Until then the previous generation stands, and each old rank keeps its
-former state. If a rank dies or a connection is cut, the old ranks go back to that state. They vote again, in the last
-generation and without the new ranks, which leave. A rank that has met an error never reports that it holds the state.
-So either all ranks go on in the new generation, or none does.
+holds the full state, and all digests are equal. Until then each old rank keeps its former state. If a rank dies or a
+connection is cut, the old ranks go back to that state. They vote again in the previous generation, and the new ranks
+leave. A rank that has met an error never reports that it holds the state. So either all ranks go on in the new
+generation or none does.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def confirm(session: Session) -> None:
 
 
 def undo(session: Session, error: BaseException) -> bool:
-    """Puts this rank back into the previous generation, with its former state, because the next did not form.
+    """Puts this rank back into the previous generation with its former state: the next did not form.
 
     Returns whether a rank or a connection was lost, so that the old ranks can vote again. If so, a new rank raises
     Spare.

@@ -1,7 +1,7 @@
 """Writes checkpoints on a thread and a wire of their own, so that no step waits for the disk.
 
-The images are copies, made between two steps. An error, such as a full disk, ends only this checkpoint. A Mark gives
-the reason, and training goes on.
+The images are copies, made between two steps. An error such as a full disk ends only this checkpoint. A Mark gives the
+reason, and training goes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rank leaves after the current step, because its machine is about to end.
 
-[Note: Preemption] Slurm, Kubernetes and spot instances send SIGTERM, and end a process some time later. A rank that
+[Note: Preemption] Slurm, Kubernetes and spot instances send SIGTERM some time before they end a process. A rank that
 receives it writes that into the run's store. The first rank reads the store with every beat of its pulse, so no kernel
-is needed; if it dies, its successor reads the store. The first rank then makes an ordinary request, which all ranks
+is needed. If it dies, its successor reads the store. The first rank then makes an ordinary request, which all ranks
 obey before the same step. If no rank can go on, the run keeps a checkpoint and ends with a reason.
 """
 
@@ -32,7 +32,7 @@ class Preempted(RuntimeError):
 
 
 def announce(session: Session) -> None:
-    """Tells all other ranks, from any thread, that this rank leaves before one of their next steps."""
+    """Tells all other ranks that this rank leaves before one of their next steps. May run on any thread."""
     text = f"{named([session.member])} is preempted: it leaves after the step in hand"
     session.mark(SOME, {"ranks": [session.member], "step": session.rank.step, "text": text})
     store = connect_store(*session.where, session.base)

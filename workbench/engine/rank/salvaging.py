@@ -1,4 +1,4 @@
-"""Finds out, when ranks are lost, which checkpoints exist and which ranks are missing."""
+"""Finds out which checkpoints exist and which ranks are missing after a loss."""
 
 from __future__ import annotations
 

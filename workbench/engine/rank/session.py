@@ -55,11 +55,10 @@ class Session:
     training: the loop with all its parts, as soon as every rank has made its own
     member:   this rank's number, the same in all generations; members: the numbers of all members, by place
     rank, generation, leaving: of the present generation, which ends when a rank is lost
-    voting:   the store in which the members vote on which of them are left
-    undone:   the plan of a next generation that did not form
-    words:    this rank's report from when it left the generation, until the next generation has formed
+    voting:   the store in which the members vote; undone: the plan of a next generation that did not form
+    words:    this rank's report since it left its generation, until the next has formed
     used:     how many examples of the data's order were used up when this generation began
-    wires:    open wires; files: the files of this run that rank 0 removes at its end
+    wires:    open wires; files: the run's files that rank 0 removes at its end
     stopping: whether the run ends before its last step; ours: whether a fault may end the process
     """
 
@@ -105,14 +104,12 @@ class Session:
 
     host_store = staticmethod(host_store)
 
-    # -- requests from outside --
-
     def start(self) -> None:
         lighten()
         self._thread.start()
 
     def request(self, what: dict[str, Any]) -> None:
-        """Queues a change, pause, resume, step or stop on rank 0; the next ticket carries it to all ranks."""
+        """Queues a change, pause, resume, step or stop on rank 0. The next ticket carries it to all ranks."""
         self.inbox.put(what)
 
     def hurry(self) -> None:
@@ -212,8 +209,6 @@ class Session:
             raise RuntimeError(f"rank {self.member} is not set up: it has no model yet")
         return self.training
 
-    # -- the thread --
-
     def _live(self) -> None:
         pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
         read = gauge(self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v))
@@ -249,7 +244,7 @@ class Session:
         return self.training
 
     def keeper(self, training: Any) -> Keeper | None:
-        """Returns the object that writes this run's checkpoints; None without a run directory."""
+        """Returns the writer of this run's checkpoints; None without a run directory."""
         return Keeper(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
 
     def saved(self) -> Regained | None:
@@ -300,8 +295,6 @@ class Session:
         if self.training is not None:
             self.training.meeting.retire()
         self.cut()
-
-    # -- the record --
 
     def mark(self, name: str, detail: dict[str, Any], t: float | None = None) -> None:
         """Writes a Mark. While a generation forms, the training thread's Marks wait until it has formed."""

@@ -120,7 +120,7 @@ class Parts(Life):
         self.restart_data(self.session.used)
 
     def _take_over(self, before: Parts) -> None:
-        """Takes model, optimizer, data and what this rank has learned of them from the previous generation."""
+        """Takes over model, optimizer, data and what was learned of them from the previous generation."""
         self.learner, self.model, self.layout = before.learner, before.model, before.layout
         self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
         self.layout.clear()
@@ -140,7 +140,7 @@ class Parts(Life):
         return optimizer
 
     def example(self, wanted: Experiment) -> Any:
-        """Returns a batch, the same on all ranks, that is not taken from the training data's order."""
+        """Returns a batch that is equal on all ranks and not taken from the training data's order."""
         return example(self.learner, wanted, self.session.device)
 
     @property
@@ -287,8 +287,6 @@ class Parts(Life):
         """On rank 0: makes all ranks pause, stop or go back after a bad loss. The kernel acts for other ranks."""
         if self.rank.id == 0:
             self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
-
-    # -- the record --
 
     @property
     def now(self) -> float:

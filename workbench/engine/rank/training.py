@@ -174,12 +174,10 @@ class Training(Turnable):
         self.say("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:
-        """Asks for the ticket, if one is due, so that it overlaps the update."""
+        """Asks for the ticket if one is due, so that it overlaps the update."""
         if self.host.met and not self.tickets.asked:
             if self.tickets.raised(self.lane.completed) or self.host.lanes.aside:  # other lanes have no flag
                 self.tickets.ask()
-
-    # -- between steps --
 
     async def evaluate(self, together: bool) -> None:
         began, self.lane.step = self.now, self.rank.step

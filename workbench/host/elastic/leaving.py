@@ -46,7 +46,7 @@ def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:
 
 
 def went_back(run: Any) -> bool:
-    """Puts `run`'s rank at a boundary, if it is not at one. Returns whether it holds only a part of the state."""
+    """Puts `run`'s rank at a boundary if it is not at one. Returns whether it holds only a part of the state."""
     parts, run.bounds, rollback = False, [], run.rollback
     if rollback is not None:
         run.rank.step += rollback.back()
@@ -58,7 +58,7 @@ def went_back(run: Any) -> bool:
 
 def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked = NOTHING,
          process: Sequence[Any] = ()) -> Said:  # fmt: skip
-    """Returns the report of a rank that went back. saved: if it holds `parts`, the steps of checkpoints that it sees"""
+    """Returns the report of a rank that went back. saved: the steps of checkpoints that it sees if it holds `parts`"""
     e, rank, rollback = run.experiment, run.rank, run.rollback
     used = run.reads.used_before(rank.step) if run.reads is not None else ()
     return Said(member, rank.step, run.obeyed, e.strategy.trains(rank.id, rank.size), *asked, e.plain(), list(process),
@@ -67,7 +67,7 @@ def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked 
 
 
 class StateBefore:
-    """A rank's state before it enters a generation, kept until the generation has formed.
+    """A rank's state before it enters a generation, until the generation has formed.
 
     A generation changes parameters, buffers, optimizer state, settings and plans. `restore` puts all of it back. Make
     this before `hand_down`.
@@ -104,7 +104,7 @@ class StateBefore:
 
 
 def _put_back(run: Any, state: State) -> None:
-    """Copies these values, by name, into the whole model and optimizer of `run`. Values are flat."""
+    """Copies these flat values by name into the whole model and optimizer of `run`."""
     layout, optimizer = run.layout, run.optimizer
     with torch.no_grad():
         for name, x in [*handover.parameters(layout).items(), *run.model.named_buffers()]:
@@ -152,7 +152,7 @@ def _count_ranks_behind(run: Any, came: Came) -> None:
 
 
 def _adopt(run: Any, e: Experiment, step: int) -> None:
-    """Adopts the settings of the furthest rank, as far as they affect what a rank keeps."""
+    """Adopts settings of the furthest rank that affect what a rank keeps."""
     was = run.experiment
     run.rate.change(was, e, step)
     if e.bucket_mb != was.bucket_mb:

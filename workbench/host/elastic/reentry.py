@@ -44,10 +44,10 @@ class Salvaged(NamedTuple):
 class Came(NamedTuple):
     """How ranks came to a new generation, the same on all of them.
 
-    members:  by place from now on, the rank's number since the run's beginning
-    places:   by place from now on, its place in the previous generation
+    members:  the ranks' numbers in the run, by place from now on
+    places:   their places in the previous generation, by place from now on
     furthest: the places with the most steps and changes
-    trained:  the places that trained and have the newest mean of all ranks; other ranks only served, or lack it
+    trained:  the places that trained and have the newest mean of all ranks; other ranks only served or lack it
     step:     the next step
     salvaged: how a state in parts is put together again; None if nothing was in parts
     behind:   how many ranks trained and lack the newest mean
@@ -68,10 +68,9 @@ def _as_it_is(e: Experiment) -> Experiment:
 
 def fitting(e: Experiment, left: Sequence[int],
             able: Callable[[Experiment], Experiment] = _as_it_is) -> tuple[Experiment, tuple[int, ...]]:  # fmt: skip
-    """Returns (`e` for the ranks that go on, their places): the first ranks of `left`, as many as can train.
+    """Returns (`e` for the ranks that go on, their places): the first of `left`, as many as can train.
 
-    left: places in the previous generation, in order of preference; able: raises KnobError if the model cannot be
-    trained so
+    left: places in the previous generation, preferred ones first; able: raises KnobError if the model cannot be trained
 
     A partition that needs more ranks than are left becomes one that needs fewer or none. Raises KnobError if no number
     of ranks can train.

@@ -1,8 +1,7 @@
-"""Reassembles a model that was divided among ranks, after some of them were lost.
+"""Reassembles a model that was divided among ranks after some of them were lost.
 
-One `move` serves all ranks. It takes the pieces that ranks hold of one boundary (`host/elastic/salvage.py` chooses the
-boundary). Every rank of a complete group then holds the whole model. A new generation begins from there, as with whole
-replicas.
+One `move` serves all ranks. It takes the pieces that ranks hold of one boundary (`host/elastic/salvage.py` chooses it).
+Then every rank of a complete group holds the whole model. A new generation begins from there, as with whole replicas.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State
 
 
 async def _remembered(run: Any, like: State, here: State) -> list[str]:
-    """Returns the slots that any rank has; with sizes only, all slots if any rank has one."""
+    """Returns the slots that any rank has. With sizes only: all slots if any rank has one."""
     if not run.layout.sizes_only:
         return await handover.kept_slots(run, like, here)
     return list(like) if any(await run.gather(int(any(name in here for name in like)))) else []
 
 
 def _of(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
-    """Returns this rank's `n` values; zeros if its optimizer has no state yet, or if there are no values."""
+    """Returns this rank's `n` values; zeros if its optimizer has no state yet or there are no values."""
     of = name.partition(":")[2]
     found = mine.state.get(of) if mine is not None else None
     return like[of].new_zeros(n) if found is None or found.is_meta else found

@@ -19,7 +19,7 @@ from workbench.rank import Bucket
 
 
 async def come_together(run: Changing, stay: tuple[int, ...]) -> None:
-    """Gives every rank the whole model, and completes what its strategy has in flight. stay: places that go on"""
+    """Gives every rank the whole model and completes what its strategy has in flight. stay: places that go on"""
     was = run.experiment
     await drained(run.flow)
     if was.strategy.in_flight:
@@ -57,7 +57,7 @@ async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
 
 
 def _owed(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
-    """Returns a copy of this rank's part of a buffer for a bucket: (n,), zero where it has none."""
+    """Returns a copy of this rank's part of a buffer for a bucket: (n,) with zeros where it has none."""
     whole = torch.zeros_like(bucket.data)
     for part in bucket.parts:
         if part.name in pieces:

@@ -37,15 +37,15 @@ def updates_last(strategy: Any) -> bool:
 class Rollback:
     """One rank's way back.
 
-    wanted: whether the run goes on without a lost or hanging rank, so that ranks go back
+    wanted: whether the run goes on without a lost or hanging rank
     free:   whether going back needs no copies
     open:   whether the rank is in something that cannot be undone
     kept:   boundaries at which this rank stood if ranks hold parts, the newest last
     void:   after this rank went back: whether the state that it holds is invalid
-    outer:  after it went back: the whole outer momentum at that time, as `Strategy.hands_on` gives it
+    outer:  after it went back: its whole outer momentum at that time, as `Strategy.hands_on` gives it
     coming: whether ranks are assembling the whole state for a resize
-    together: this rank's whole state in a resize, if ranks held parts before; other ranks may lack theirs
-    copies: how many ranks had each piece at the last boundary, if they hold parts; 0: not known yet
+    together: this rank's whole state in a resize if ranks held parts before; other ranks may lack theirs
+    copies: how many ranks had each piece at the last boundary if they hold parts; 0: not known yet
     """
 
     def __init__(self, run: Any) -> None:
@@ -86,7 +86,7 @@ class Rollback:
 
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:
-        """Encloses a step, or something that `changes` the whole rank. After an error inside, `back` can undo it."""
+        """Encloses a step or something that `changes` the whole rank. After an error inside, `back` can undo it."""
         if self._was is not None:  # nested in a step or change
             yield
             return
@@ -138,19 +138,19 @@ class Rollback:
         self._updated = True
 
     def has_all(self, stays: bool) -> None:
-        """Notes that this rank has the whole model. stays: if not, an heir already has its compressor's residual."""
+        """Notes that this rank has the whole model. stays: False if an heir already has its compressor's residual"""
         if self._parts and not self.run.experiment.strategy.tables:
             here = stood(self.run, self._here, copied=False)._replace(spread=None, cut=None, sharded=False)
             self.together = here if stays else here._replace(memory={})
 
     def past(self) -> None:
-        """Ends what was going on. It succeeded, although by an exception, and no rank goes back from it."""
+        """Ends what was going on. It succeeded, although by an exception, so no rank goes back from it."""
         self._was, self.open = None, False
         if self.together is not None:
             self.void, self.kept = True, deque([self.together])
 
     def back(self) -> int:
-        """Puts this rank at a boundary, if it is not at one. Returns 1 if the step that it was in counts, else 0.
+        """Puts this rank at a boundary if it is not at one. Returns 1 if the step that it was in counts, else 0.
 
         While `open`, a rank cannot go back.
         """
@@ -184,7 +184,7 @@ class Rollback:
         return dict(strategy.hands_on(run.rank.replicas, run.state) or {}) if strategy.has_outer else None
 
     def bounds(self) -> list[Boundary]:
-        """Returns all boundaries from which this rank can go on, after it went `back`; the newest last."""
+        """Returns the boundaries from which this rank can go on after it went `back`, the newest last."""
         if self.void or (in_parts(self.run.experiment) and self._elsewhere):
             return list(self.kept)
         kept = [b for b in self.kept if b.bound != self._here]
@@ -213,7 +213,7 @@ class Rollback:
         return found
 
     def _keep(self, state: dict[Key, Tensor]) -> None:
-        """Copies `state`, into earlier copies of the same shape if there are any."""
+        """Copies `state`, if possible into earlier copies of the same shape."""
         for key in self._kept.keys() - state.keys():
             del self._kept[key]
         with torch.no_grad():

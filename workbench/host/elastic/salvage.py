@@ -1,8 +1,8 @@
 """Finds the parts of a run's state that are left after a loss, with their steps and ranks.
 
-If ranks are whole replicas, every remaining rank has the whole state. Under a partition or a sharding strategy, a rank
-holds one of several pieces. It may be a step ahead of another rank. It has copies of the last boundaries at which it
-stood (`host/elastic/rollback.py`). The remaining ranks go back to the newest boundary at which they have every piece
+If ranks are whole replicas, every remaining rank has the whole state. Under a partition or a sharding strategy a rank
+holds one of several pieces. It may be a step ahead of another rank. It keeps the last boundaries at which it stood
+(`host/elastic/rollback.py`). The remaining ranks go back to the newest boundary at which they have every piece
 together. If replicas drift apart, each complete replica goes back to a boundary of its own. The ranks take the mean of
 the replicas that have the newest mean of all ranks.
 """
@@ -19,14 +19,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Pieces(NamedTuple):
-    """How many pieces the state is cut into, and by place which piece a rank has."""
+    """The number of pieces that the state is cut into, and the piece of each place."""
 
     ways: int
     at: tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """Where all pieces are. sources: groups of places, each with all pieces; steps: by place, the boundary's step
+    """Where all pieces are. sources: groups of places, each with all pieces; steps: each place's boundary
 
     step: the step with which training goes on
     """
@@ -78,7 +78,7 @@ def newest(at: Mapping[Key, int | None]) -> set[Key]:
 
 
 def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
-    """Returns where the whole state is, of the newest step with all pieces; None if it is nowhere.
+    """Returns where the whole state is at the newest step with all pieces; None if it is nowhere.
 
     there: for each remaining place, the steps of its boundaries after the same changes; for each step, the step before
     which all ranks last had the same parameters (None: unknown)

@@ -25,7 +25,7 @@ from workbench.settings import KnobError
 class Survivor:
     """A remaining rank, as its host knows it.
 
-    member, place, size: its number in the run, and its place among `size` ranks of the ended generation
+    member, place, size: its number in the run and its place among `size` ranks of the ended generation
     run:        its training loop; mark: writes a Mark
     missed:     returns the counted ranks that are not in these members: lost ranks, and new ranks that still run
     checkpoint: returns the path of the checkpoint before a step
@@ -105,7 +105,7 @@ def _settled(who: Survivor, heard: Heard) -> Next:
 
 
 def _brought(who: Survivor, heard: Heard) -> Next:
-    """Goes on from the ranks that have everything, because a rank was lost while they assembled the state."""
+    """Goes on from the ranks that have everything: a rank was lost while they assembled the state."""
     whole = {place: one for place, one in heard.by_place.items() if one.whole}
     first = max(whole.values(), key=lambda one: (*one.far, -one.member))
     holders = tuple(sorted(place for place, one in whole.items() if one.far == first.far))
@@ -122,7 +122,7 @@ def _settings(who: Survivor, heard: Heard, of: Said) -> Experiment:
 
 
 def nowhere(e: Experiment, reason: str = "") -> str:
-    """Returns why the run cannot go on, and which setting would have let it."""
+    """Returns why the run cannot go on and which setting would have let it."""
     strategy, way = type(e.strategy).__name__, type(e.partition).__name__
     if reason:
         return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
@@ -141,7 +141,7 @@ def nowhere(e: Experiment, reason: str = "") -> str:
 
 def _together(who: Survivor, heard: Heard, first: Said, e: Experiment, found: Found, at: salvage.Pieces,
               how: str) -> Next:  # fmt: skip
-    """Goes on from the pieces. Raises KnobError if so many ranks cannot train, or lack a piece."""
+    """Goes on from the pieces. Raises KnobError if so many ranks cannot train or lack a piece."""
     left = salvage.first_to_stay(found, at.at, heard.left)
     if e.strategy.shards and at.ways > 1:  # a rank without this boundary does not know how shards were laid out
         left = [place for place in left if place in found.steps]

@@ -17,7 +17,7 @@ from workbench.host.elastic.salvage import alike, newest
 class Resized(Exception):
     """Raised once the ranks have come together, before a generation of other ranks begins.
 
-    members: of that generation, by place; experiment: for them; number: the request's
+    members: of that generation by place; experiment: for them; number: the request's
     used:    how many examples of the data's order are used up; preempted: ranks that leave because of preemption
     """
 
@@ -36,14 +36,13 @@ class Said(NamedTuple):
     trained:  whether its model is the run's; else it only served
     asked:    requests that it has received and not obeyed; done: answers to its latest requests
     paused, credit: whether it makes no steps; how many it makes before it pauses again
-    settings: the experiment, as plain values
+    settings: the experiment as plain values
     process:  its host, its pid and when the process began
-    parts:    whether it holds only a part of the state, or did before it went back
-    bounds:   boundaries that it can go back to, the newest last; each is the next step, the number of changes before it
-        and `Boundary.apart`
+    parts:    whether it holds only a part of the state or did before it went back
+    bounds:   boundaries that it can go back to, the newest last: (next step, changes before it, `Boundary.apart`)
     remembers: whether its optimizer has any state
     saved:    the steps before which it sees checkpoints of this run
-    whole:    whether it holds everything, because ranks that held parts were coming together
+    whole:    whether it holds everything because ranks with parts were coming together
     used:     at its last boundaries: the next step, and how many examples of the data's order were used up
     """
 
@@ -81,7 +80,7 @@ class Heard(NamedTuple):
 
     @property
     def first(self) -> Said:
-        """The furthest rank's report, which counts."""
+        """The report of the furthest rank, which counts."""
         return max(self.by_place.values(), key=lambda said: (*said.far, -said.member))
 
     @property
@@ -91,7 +90,7 @@ class Heard(NamedTuple):
 
     @property
     def voted(self) -> list[list[int]]:
-        """The vote as recorded: the remaining members, and the step that each makes next."""
+        """The vote as recorded: each remaining member, and the step that it makes next."""
         return sorted([said.member, said.step] for said in self.by_place.values())
 
     @property
