@@ -183,13 +183,13 @@ def test_what_cannot_be() -> None:
 
 
 @pytest.mark.parametrize(("second", "pace", "went_on"), [
-    (7, (), (6.17, 9.34)), (24, (), (6.17, 26.34)), (7, (Change(18, "pace", 30_000),), (6.17, 9.34)),
+    (7, (), (1.5, 2.4)), (14, (), (1.5, 3.8)), (7, (Change(10, "pace", 6_000),), (1.5, 2.4)),
 ])  # fmt: skip
 def test_a_second_loss_before_others_have_come_for_the_first(
     second: int, pace: Any, went_on: tuple[float, float]
 ) -> None:
     """The clock does not run ahead to those who come, and two who come at one boundary come together."""
-    e = Experiment(ranks=4, steps=60, pace=1000, strategy=DDP(), on_death="replace", eval_every=0)
+    e = Experiment(ranks=4, steps=60, pace=200, strategy=DDP(), on_death="replace", eval_every=0)
     changes = [Change(5, "fabric.faults", [Crash(rank=1)]), Change(second, "fabric.faults", [Crash(rank=0)]), *pace]
     run = simulate(e, changes=changes)
     said = [(t, m) for _, t, m in run.details("members")]

@@ -15,7 +15,7 @@ class Crash(Fault):
     `on_death` says what the others do, who notice it when they next exchange something with that rank. The engine is
     ended by SIGKILL where the lab has started it; elsewhere only the rank leaves, its engine lives, and with
     on_death="replace" nobody comes for it. In a simulation it is missed 0.23 s later, the others have begun again
-    0.27 s after the last of them has noticed, and with on_death="replace" others are there 19.6 s after that: medians
+    0.27 s after the last of them has noticed, and with on_death="replace" others are there 2.0 s after that: medians
     of real ranks that were killed on two busy cores.
 
     When to use it: to see which strategies and partitions outlive a rank, what that costs, and what is lost with it.

@@ -25,7 +25,7 @@ from workbench.sim.rank.mortal import Join
 from workbench.sim.rank.session import Session
 
 VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
-REPLACED = 19.6  # seconds until replacements join, on engines yet to start: the median in docs/data/replaced.json
+REPLACED = 2.0  # seconds until replacements join, on engines yet to start: the median in docs/data/replaced.json
 
 Body = Callable[[Experiment, int], Any]
 
