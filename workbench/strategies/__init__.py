@@ -1,4 +1,4 @@
-"""How ranks agree: one strategy per file, each a frozen dataclass with one coroutine; they are found by looking."""
+"""The strategies: one per file, a frozen dataclass with one coroutine, discovered on import."""
 
 from typing import Any
 

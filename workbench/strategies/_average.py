@@ -1,4 +1,4 @@
-"""The mean of all ranks' parameters, which is what many strategies leave behind, and a sum by messages."""
+"""The mean of the ranks' parameters, and a sum by messages around a ring."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from workbench.strategies._mean import mean_of_all
 
 
 async def average(rank: Rank) -> None:
-    """The parameters become their mean over all ranks, bit for bit the same on each."""
+    """Sets the parameters of all ranks to their mean, bit-identical on each rank."""
     await mean_of_all(rank, await rank.params())
 
 
 async def sum_by_messages(rank: Rank, bucket: Bucket) -> None:
-    """`bucket` becomes the sum over all ranks, round the ring: for ranks that keep a step, but do not meet for changes.
+    """Sets `bucket` to its sum over all ranks, by messages around the ring.
 
-    The bytes are those of an all-reduce. Within one sum every rank hears of what rank 0 knew when it began.
+    It serves ranks that keep a common step but do not meet for changes. It sends an all-reduce's bytes. Within one sum
+    every rank receives what rank 0 knew when the sum began.
     """
     parts = [bucket.shard(k, rank.size).data for k in range(rank.size)]
     left, right = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size

@@ -1,4 +1,4 @@
-"""The contract of a synchronisation strategy: what most need, on one screen; `_capabilities` has what some can do."""
+"""The contract of a strategy: what most strategies need. `_capabilities` has optional parts."""
 
 from __future__ import annotations
 
@@ -27,25 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Remembering, OneMemory, Family):
-    """How ranks agree: knobs, `init` for what is remembered, and one coroutine that is one step.
+    """How ranks train together: knobs, `init` for its state, and one coroutine for a step.
 
-    Claims are class variables; the laws in tests/laws check each.
+    Claims are class variables; the laws in tests/laws check each of them.
 
-    dtypes:     element types of the parameters that it trains; hosts refuse a model with others
-    exact:      one step equals one step on the joined batch of all ranks
-    periodic:   ranks may differ between rounds; the canonical state is their mean
-    exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
-    clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
-    skips:      what it remembers has nothing of a step's gradients when that step's update is left out
-    moves_frozen: a parameter that is frozen during the run would move all the same, by a momentum of the strategy's
-                own or by rounding, so hosts refuse to freeze it. Any other strategy leaves it alone once ranks have
-                averaged it
-    plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
-    opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
-    sees_all:   its step goes by all gradients of a replica, or by its examples, so a rank must be a whole replica
-    narrows:    ranks train sub-models (`rank.narrow`), so the task must show of which units they can be
-    follows:    a step is one forward, one backward and one update by the optimizer, in this order, so that it can be a
-                loop's own that makes them
+    dtypes:       element types of the parameters that it trains; hosts refuse other models
+    exact:        one step equals one step on the joined batch of all ranks
+    periodic:     ranks may differ between rounds; the canonical state is their mean
+    exchanges:    "gradients", "moments", "displacements" or "parameters"; compressors act on all but "parameters"
+    clips:        at `update` all gradients that it uses exist, so hosts can limit their norm
+    skips:        if a host leaves out a step's update, the state contains none of that step's gradients
+    moves_frozen: its own momentum or rounding moves parameters that are frozen during the run, so hosts refuse to
+                  freeze them. Any other strategy keeps them unchanged after the ranks' next averaging
+    plain:        on one rank its step is the optimizer's alone, without an outer momentum or moments of its own
+    opaque:       the exchange is torch's own, so its compressor and buckets cannot be changed
+    sees_all:     its step needs all gradients or examples of a replica, so a rank must be a whole replica
+    narrows:      ranks train sub-models (`rank.narrow`), so the task must declare its units
+    follows:      a step is one forward, backward and optimizer update in this order, so a user's own loop can make them
     """
 
     home: ClassVar[str] = "workbench.strategies"
@@ -66,47 +64,51 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     follows: ClassVar[bool] = False
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
-        """The mesh in which this strategy arranges the `size` ranks that train, as (name, size), neighbours last.
+        """Returns the mesh of the `size` ranks that train as (name, size) pairs, with neighbouring ranks in the last
+        dimension.
 
-        `rank.group(name)` is then this rank among those along that dimension. One dimension, "data", is all of them.
+        `rank.group(name)` is then this rank within that dimension. The default is one dimension, "data", with all
+        ranks.
         """
         return (("data", size),)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
-        """What this strategy remembers between steps on one rank; None for nothing.
+        """Creates the strategy's state on one rank, kept between steps; None for no state.
 
-        params: the parameters as `rank.params()` gives them, the same on all ranks at this moment; `rank.role` is known
+        params: the parameters as `rank.params()` returns them, the same on all ranks at this moment; `rank.role` is set
         """
         return None
 
     @abstractmethod
     async def step(self, rank: Rank, state: Any) -> int | None:
-        """One step of training on one rank; returns for how many it counts if not for one, as when it caught up."""
+        """Makes one training step on one rank; returns how many steps it counts for if not 1, for example after
+        catching up.
+        """
 
     async def leave(self, rank: Rank, state: Any) -> None:
-        """Finishes what is under way, so that the mean of the ranks is the canonical state."""
+        """Finishes exchanges under way, so that the mean of the ranks is the canonical state."""
 
     def left(self, state: Any) -> str | None:
-        """After `leave`, what it cut short on this rank, in words for the record; or None."""
+        """Returns a sentence for the record about what `leave` cut short on this rank; or None."""
         return None
 
     def refuses_size(self, size: int) -> str | None:
-        """Why it cannot run on `size` ranks, in a sentence that says what would do; or None."""
+        """Returns why it cannot run on `size` ranks, as a sentence with an alternative; or None."""
         return None
 
     def refuses_model(self, parts: list[Part]) -> str | None:
-        """Why it cannot train a model of these parameters, in a sentence that says what would do; or None."""
+        """Returns why it cannot train a model of these parameters, as a sentence with an alternative; or None."""
         return None
 
     def refuses_values(self, params: Mapping[str, Tensor]) -> str | None:
-        """Why it cannot begin with these parameters, by name, in a sentence that says what would do; or None.
+        """Returns why it cannot begin with these parameters, by name, as a sentence with an alternative; or None.
 
-        Asked of those that this rank holds whole; `init` is given all.
+        Hosts pass the parameters that this rank holds whole. `init` receives all of them.
         """
         return None
 
     def refuses(self, compressor: Any) -> str | None:
-        """Why `compressor` cannot work under this strategy, in a sentence that says what would; or None."""
+        """Returns why `compressor` cannot work under this strategy, as a sentence with an alternative; or None."""
         if self.opaque and not compressor.immediate:
             return (
                 f"{type(self).__name__} sends gradients by torch's own rules and cannot use "

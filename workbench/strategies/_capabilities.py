@@ -1,6 +1,6 @@
-"""What some strategies can do besides, in groups: each has the answers of a strategy that cannot, and names its law.
+"""Optional capabilities of strategies, in groups with defaults for strategies without them.
 
-A strategy overrides what it needs of a group and leaves the others alone. The laws are in tests/laws.
+Each group names its law, which tests/laws checks.
 """
 
 from __future__ import annotations
@@ -14,107 +14,108 @@ from workbench.rank import Bucket, Memory, Rank
 class Serving:
     """Some ranks hold parameters and do not train. Law: a switch in and out leaves all ranks with one state.
 
-    tables: embedding tables, which the task names, lie with one rank each, and with them what the optimizer remembers
-            of them: what other ranks have of them is old
+    tables: one rank holds each embedding table of the task, with its optimizer state; other ranks' copies are old
     """
 
     tables: ClassVar[bool] = False
 
     def owner(self, table: int, size: int) -> int:
-        """Where `tables` lie with one rank each: the rank that has number `table` of those that the task names."""
+        """Returns the rank that holds embedding table number `table`."""
         return 0
 
     def trains(self, index: int, size: int) -> bool:
-        """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
+        """Whether rank `index` of `size` trains. Otherwise it is a server, which only runs `background`."""
         return True
 
     def batches(self, size: int) -> int:
-        """How many batches of one rank make the global batch that a learning rate may be scaled with."""
+        """Returns how many batches of one rank make the global batch, which may scale the learning rate."""
         return sum(self.trains(r, size) for r in range(size))
 
 
 class Apart:
     """Ranks do not meet in every step. Law: what both hosts send agrees, and a change acts on all ranks.
 
-    alike:    ranks that are equally fast all do the same at the same time, and meet in collectives alone: so with sizes
-              only one may stand for all. What it keeps may be a few bytes more than others keep (a shorter last shard)
-    lockstep: all ranks ask the same operations in the same order. False means asynchronous: ranks do not meet each
-              step, and changes wait until all have drained.
+    alike:    equally fast ranks do the same at the same time and meet only in collectives, so a simulation with sizes
+              only may use one rank for all. Memory may differ by a few bytes (a shorter last shard)
+    lockstep: all ranks issue the same operations in the same order. Otherwise ranks are asynchronous, and a change
+              waits until all ranks have drained
     """
 
     alike: ClassVar[bool] = False
     lockstep: ClassVar[bool] = True
 
     def propagation(self, size: int) -> int:
-        """Steps until every rank has heard, through messages, what rank 0 says; 0: they meet, or come when called.
+        """Returns the steps until messages carry a report of rank 0 to every rank; 0 if ranks meet or can be called.
 
-        For strategies whose ranks only wait for those they exchange messages with: all of them act on a change at
-        a step that rank 0 names, and each message tells it.
+        For strategies whose ranks wait only for message partners. All ranks apply a change at a step that rank 0
+        chooses and every message carries.
         """
         return 0
 
     def propagation_in(self, size: int, step: int) -> int:
-        """`propagation` in step `step`, where a common step is kept only for a while, up to a step of the run."""
+        """Returns `propagation` in step `step`, for strategies with a common step only up to a step of the run."""
         return self.propagation(size)
 
     def newest(self, rank: Rank, state: Any) -> int:
-        """On rank 0, where `propagation` > 0: the newest step any rank may have begun, if others may overtake it."""
+        """Returns, on rank 0 with `propagation` > 0, the newest step that any rank may have begun."""
         return rank.step
 
     def steps_apart(self, state: Any) -> int | None:
-        """For a `periodic` strategy: steps since all ranks last had the same parameters; None if it cannot tell.
+        """Returns, if `periodic`, the steps since all ranks last had the same parameters; None if unknown.
 
-        If a rank is lost while the others take their mean, some have it and some do not: those that have it count.
+        If a rank is lost during an averaging, only some ranks have the mean. The ranks that have it count.
         """
         return None
 
     def anchor(self, state: Any) -> Memory | None:
-        """What remembers in slot "anchor" the parameters that all ranks last had; None if nothing does."""
+        """Returns the Memory whose slot "anchor" has the parameters that all ranks last had in common; None without
+        one.
+        """
         return None
 
     async def known(self, rank: Rank, state: Any) -> Any:
-        """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.
+        """Returns the last parameters that all ranks agree on, as far as this rank knows; None for this rank's own.
 
-        It asks nobody, so that no rank waits when rank 0 evaluates; None for this rank's own.
+        For ranks without a common step. It sends nothing, so that no rank waits when rank 0 evaluates.
         """
         return None
 
 
 class Beside:
-    """A second coroutine runs beside the steps. Law: it ends before the strategy is left, and a change restarts it."""
+    """A second coroutine runs next to the steps. Law: it ends before the strategy is left, and a change restarts it."""
 
     async def background(self, rank: Rank, state: Any) -> None:
-        """A second coroutine beside `step`, with a thread and a wire of its own; it changes parameters by `params`.
+        """Runs next to `step`, on a thread and connection of its own; changes parameters through `params`.
 
-        Symmetric ones loop `while await rank.again()`, which comes round at most once per step; a server loops on
-        `recv` until it gets None. It ends when all steps stand still, before `leave` is asked, and begins again.
+        Symmetric ranks loop `while await rank.again()`, at most once per step. A server loops on `recv` until it
+        returns None. The coroutine ends when all steps have stopped, before `leave`, and begins again afterwards.
         """
 
     @property
     def has_background(self) -> bool:
-        """Does this strategy run anything beside `step`?"""
+        """Whether this strategy has a `background`."""
         return type(self).background is not Beside.background
 
 
 class Unfinished:
     """A step may end with exchanges under way. Law: a change at any step loses nothing of what is under way.
 
-    in_flight: exchanges are under way, or things are kept by bucket, when a step ends; `drain` ends that before
-               anything is changed, and before buckets are cut anew
-    late_update: a step's update, too, may be made in the next one, which needs `in_flight`; `drain` makes it. So it is
-                 drained before an evaluation and before the learning rate changes, too, and ranks are whole replicas
+    in_flight:   exchanges or state by bucket outlast a step; `drain` finishes them before any change and before buckets
+                 are cut again
+    late_update: a step's update may also be made in the next step, which needs `in_flight`. The host also drains before
+                 an evaluation or a new learning rate. Ranks are whole replicas
     """
 
     in_flight: ClassVar[bool] = False
     late_update: ClassVar[bool] = False
 
     async def drain(self, rank: Rank, state: Any) -> None:
-        """Where exchanges are `in_flight`: finishes them, to go on with the same `state`. Without it: `leave`."""
+        """Finishes exchanges that are `in_flight` and keeps `state` usable. Default: `leave`."""
         await self.leave(rank, state)  # type: ignore[attr-defined]  # a Strategy
 
     @property
     def can_drain(self) -> bool:
-        """Can it finish what is under way without being left? In lockstep it does so when the run is over, too."""
+        """Whether it can finish exchanges without being left. In lockstep it also does so at the run's end."""
         return type(self).drain is not Unfinished.drain
 
 
@@ -123,19 +124,19 @@ class InPieces:
 
     @property
     def by_pieces(self) -> bool:
-        """Does it cut the model? Then hosts first try on one batch that the model's parts compute what it does."""
+        """Whether it cuts the model. Hosts then first check the model's parts on one batch."""
         return False
 
 
 class Sharding:
-    """Ranks keep parts of what others keep, too. Law: what the parts make together is bit-equal through any switch.
+    """Ranks shard what all of them need. Law: the shards together are bit-identical through any switch.
 
-    shards: what each rank keeps its part of: of p ranks the r-th keeps the r-th of p slices of every bucket, as
-            `Bucket.shard` cuts it; "optimizer state", which only optimizers that step each element by itself allow,
-            "gradients", once they are summed, and "parameters", but while they are read
-    shared_along: the dimensions of the mesh along which they are dealt out; ranks that differ in others keep the same.
-            None named: all of them
-    offloads: it keeps some of its shards away from the device, as one rank alone may do, too
+    shards:       what each rank keeps a shard of: "optimizer state" (for optimizers that step each element by itself),
+                  "gradients" (once they are summed), "parameters" (except while they are read). Of p ranks the r-th
+                  keeps the r-th of p slices of every bucket, as `Bucket.shard` cuts it
+    shared_along: the mesh dimensions along which shards are dealt out; ranks that differ in other dimensions keep the
+                  same shard. Empty: all dimensions
+    offloads:     it keeps some of its shards away from the device, also on one rank alone
     """
 
     shards: ClassVar[frozenset[str]] = frozenset()
@@ -143,66 +144,65 @@ class Sharding:
     offloads: ClassVar[bool] = False
 
     async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
-        """Before a forward, a backward or an evaluation reads `bucket`: brings all of its parameters here.
+        """Gathers all parameters of `bucket` before a forward, a backward or an evaluation reads it.
 
-        following: the buckets that this pass is known to read next and that are not whole either, in their order; take
-                   no more than begin to come
+        following: the buckets that this pass will read next and that are not whole, in their order; take only those to
+                   gather now
         """
 
     async def recall(self, rank: Rank, state: Any) -> None:
-        """Where it `offloads`, before an optimizer is made anew, it is left, or buckets are cut anew and nothing is set
-        `aside`: all comes back to the device, as it lay there. It may be away again from the next step on.
+        """Returns all offloaded shards to their places on the device.
+
+        For strategies that `offloads`: before a new optimizer is made, before the strategy is left, and before buckets
+        are cut again with nothing set `aside`.
         """
 
     def aside(self, state: Any) -> list[Bucket]:
-        """Where it `offloads`, before buckets are cut anew: its shards of parameters that are away, of which it then
-        knows no longer. None are: all is to be recalled.
+        """Returns and forgets its offloaded parameter shards before buckets are cut again; empty: `recall` all instead.
         """
         return []
 
     async def stow(self, rank: Rank, state: Any, bucket: Bucket) -> None:
-        """After that: this rank's shard of a new bucket is here, and what the optimizer remembers of it; they go."""
+        """Offloads this rank's shard of a new bucket and its optimizer state, after `aside`."""
 
     async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:
-        """The pass reads `bucket` no more: keeps this rank's shard of it. Asked of shards, too, when a pass is over."""
+        """Keeps only this rank's shard of `bucket` after a pass has read it; also called for shards at a pass's end."""
 
 
 class Outer:
-    """An outer momentum outlives the strategy. Law: a switch to another with one, at a round's end, goes on with it."""
+    """An outer momentum outlives the strategy. Law: a switch at a round's end to another with one continues it."""
 
     def hands_on(self, rank: Rank, state: Any) -> Any:
-        """After `leave`: an outer momentum, if it has one, as displacements by parameter's name; else None."""
+        """Returns, after `leave`, its outer momentum as displacements by parameter name; None without one."""
         return None
 
     def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
-        """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
+        """Continues, after `init`, with the momentum that the previous strategy `hands_on`."""
 
     @property
     def has_outer(self) -> bool:
-        """Would it go on with an outer momentum?"""
+        """Whether it would continue with an outer momentum."""
         return type(self).takes is not Outer.takes
 
 
 class Remembering:
-    """What a rank remembers beside the parameters is its own. Law: what it remembers when it is left has a rule.
+    """A rank's state is its own. Law: each part of it has a rule for when the strategy is left.
 
-    own: by name, what becomes of it then: names of buffers and parts of a Memory, and of attributes of its state, or
-         patterns of them ("sent *")
+    own: the rules by name, of buffers and parts of a Memory and attributes of the state, or of patterns ("sent *")
 
-    "sum": a part of what is owed or travels, which `leave` brings to those whom it is for. "mean": a replica of one
-    value, of which `leave` makes the ranks' mean. "keep": goes on under a next strategy that `takes` it. "drop": of no
-    meaning afterwards.
+    "sum": part of a sum that is owed or under way, which `leave` delivers. "mean": a replica of one value, which
+    `leave` averages. "keep": continues under a next strategy that `takes` it. "drop": has no meaning afterwards.
     """
 
     own: ClassVar[dict[str, str]] = {}
 
 
 class OneMemory:
-    """Several steps at once on one vector of parameters. Law: no update of one is lost where they do not meet.
+    """Several steps run at once on one vector of parameters. Law: no update is lost while steps do not collide.
 
-    workers: how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
-    shared:  all workers of one machine, whatever their rank, have one vector of parameters in common; on the engine all
-             ranks are on that machine, and `leave` has nothing to average
+    workers: how many `step`s run at once on each training rank; `rank.worker` distinguishes them
+    shared:  all workers of one machine share one vector of parameters, and `leave` averages nothing; on the engine all
+             ranks are on that machine
     """
 
     workers: ClassVar[int] = 1

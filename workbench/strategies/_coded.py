@@ -1,4 +1,4 @@
-"""The mean over ranks through a codec: what crosses is coded on the way to who adds up, and again on the way to all."""
+"""The mean over ranks through a codec: encoded for the rank that sums, then for all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from workbench.rank import Rank, each, outlined
 
 
 async def mean(rank: Rank, x: Tensor, coder: Coder, name: str) -> Tensor:
-    """(n,) -> (n,) float32: about the mean over ranks, the same bits on all of them.
+    """Returns about the mean over ranks, (n,) -> (n,) float32, bit-identical on all ranks.
 
-    Each rank adds up one of `size` chunks in float32 and tells all others what it found. Bytes sent per rank: those of
-    2 (p-1) payloads of ceil(n / p) elements, where an all-gather of everybody's codes would send p-1 of n.
+    Each rank sums one of `size` chunks in float32 and sends the encoded sum to all ranks. A rank sends the bytes of 2
+    (p-1) payloads of ceil(n / p) elements. An all-gather of every rank's codes would send p-1 payloads of n.
     """
     n, size = x.numel(), rank.size
     chunk = -(-n // size)
@@ -32,11 +32,11 @@ def _outlined(rows: Tensor, coder: Coder) -> list[Tensor]:
 
 @outlined(_outlined)
 def _encoded(rows: Tensor, coder: Coder) -> list[Tensor]:
-    """Each row's payload, part by part: (rows, ...)."""
+    """Returns each row's payload, part by part: (rows, ...)."""
     return [torch.stack(parts) for parts in zip(*(coder.encode(row) for row in rows), strict=True)]
 
 
 @outlined(lambda every, coder, like: like.new_empty(len(every[0]) * like.numel()))
 def _decoded(every: list[Tensor], coder: Coder, like: Tensor) -> Tensor:
-    """All payloads one after the other: (rows * n,)."""
+    """Returns all decoded payloads, concatenated: (rows * n,)."""
     return torch.cat([coder.decode(one, like) for one in zip(*every, strict=True)])

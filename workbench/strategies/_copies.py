@@ -1,4 +1,4 @@
-"""Copies of the parameters that a strategy keeps: an anchor, a centre, what neighbours know."""
+"""Copies of the parameters that a strategy keeps, such as an anchor or a centre."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from workbench.rank import Bucket, Memory
 
 
 def copies(params: Sequence[Bucket], *names: str) -> Memory:
-    """A Memory that holds a copy of `params` in each of `names`: where all ranks are equal, everybody's."""
+    """Returns a Memory that holds a copy of `params` in each slot of `names`."""
     memory = Memory()
     keep(memory, params, *names)
     return memory
 
 
 def keep(memory: Memory, params: Sequence[Bucket], *names: str) -> None:
-    """Copies `params` into each of `names`."""
+    """Copies `params` into each slot of `names`."""
     for bucket in params:
         for name in names:
             memory.flat(name, bucket).copy_(bucket.data)

@@ -1,4 +1,4 @@
-"""A user's own graph: edges ("0-1 1-2 2-0") or rows of weights ("0.5 0.5; 0.5 0.5") as text, read and judged."""
+"""A user's own graph as text: edges ("0-1 1-2 2-0") or weights ("0.5 0.5; 0.5 0.5"), parsed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 from workbench.settings import KnobError
 
-CLOSE = 1e-6  # how far from 1 a row or a column may add up
+CLOSE = 1e-6  # tolerance for the sum of a row or a column
 LIKE = "'0-1 1-2 2-0', or p rows of p weights such as '1/2 1/2; 1/2 1/2'"
 
 _PAIR = re.compile(r"(\d+)\s*([->])\s*(\d+)")
 
 
 class Drawn(NamedTuple):
-    """A graph as it was written: who sends to whom, and the weights if they were given."""
+    """A parsed graph: its arrows, and the weights if the text has them."""
 
-    arrows: frozenset[tuple[int, int]]  # (from, to), without a rank's own
+    arrows: frozenset[tuple[int, int]]  # (from, to), without loops
     rows: tuple[tuple[float, ...], ...] | None  # rows[i][j]: the share of j's value that i takes
 
 
 @lru_cache(maxsize=64)
 def drawn(text: str, size: int) -> Drawn:
-    """Reads `text` for `size` ranks. Raises KnobError, saying what would be allowed."""
+    """Parses `text` for `size` ranks. Raises KnobError with an example of an allowed text."""
     pairs = _PAIR.findall(text)
     if pairs and not _PAIR.sub("", text).strip(" ,;\n"):
         arrows = {(int(a), int(b)) for a, _, b in pairs} | {(int(b), int(a)) for a, how, b in pairs if how == "-"}
@@ -47,7 +47,7 @@ def drawn(text: str, size: int) -> Drawn:
 
 @lru_cache(maxsize=64)
 def both_ways(text: str, size: int) -> tuple[tuple[float, ...], ...]:
-    """The doubly stochastic matrix that `text` means, edges with Metropolis weights. Raises KnobError."""
+    """Returns the doubly stochastic matrix of `text`; edges get Metropolis weights. Raises KnobError."""
     graph = drawn(text, size)
     if graph.rows is None:
         if alone := [(a, b) for a, b in sorted(graph.arrows) if (b, a) not in graph.arrows]:
@@ -67,7 +67,7 @@ def both_ways(text: str, size: int) -> tuple[tuple[float, ...], ...]:
 
 @lru_cache(maxsize=64)
 def one_way(text: str, size: int) -> tuple[tuple[float, ...], ...]:
-    """The column-stochastic matrix that `text` means, edges with equal shares of each sender. Raises KnobError."""
+    """Returns the column-stochastic matrix of `text`; each sender shares equally over its edges. Raises KnobError."""
     graph = drawn(text, size)
     if graph.rows is None:
         share = [1 / (1 + sum(a == r for a, _ in graph.arrows)) for r in range(size)]
@@ -101,19 +101,19 @@ def _add_up(text: str, sums: list[tuple[str, int, float]], rule: str) -> None:
 
 
 def _filled(weights: dict[tuple[int, int], float], own: list[float]) -> tuple[tuple[float, ...], ...]:
-    """The matrix with these weights by (from, to), and `own` on its diagonal."""
+    """Returns the matrix with these weights by (from, to), and `own` on its diagonal."""
     ranks = range(len(own))
     return tuple(tuple(own[i] if i == j else weights.get((j, i), 0.0) for j in ranks) for i in ranks)
 
 
 def _second(rows: tuple[tuple[float, ...], ...]) -> float:
-    """The second largest |eigenvalue| of a doubly stochastic matrix."""
+    """Returns the second largest |eigenvalue| of a doubly stochastic matrix."""
     w = torch.tensor(rows, dtype=torch.float64)
     return float(torch.linalg.eigvals(w - 1 / len(rows)).abs().max())
 
 
 def _unreached(arrows: frozenset[tuple[int, int]], size: int) -> tuple[int, int] | None:
-    """Two ranks of which the first cannot reach the second; None if all reach all."""
+    """Returns two ranks of which the first cannot reach the second; None if all ranks reach all."""
     for flipped in (False, True):
         reached, new = {0}, {0}
         while new:

@@ -1,4 +1,4 @@
-"""What the ShadowSyncs share: embedding tables on servers, whose rows trainers look up and step by messages."""
+"""Shared by the ShadowSyncs: embedding tables on servers; trainers look up and step rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Ask(IntEnum):
-    """What a worker asks of a server."""
+    """Kinds of requests that a worker sends to a server."""
 
     LOOK_UP = 0
     PUSH = 1
@@ -31,9 +31,9 @@ class Ask(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Embeddings(Shadowing):
-    """The last ranks hold the tables; the others train, by workers that wait for rows only.
+    """The last ranks hold the tables; the other ranks train with workers that wait for rows only.
 
-    What becomes of all but the tables is that of the strategy with a shadow from which a member derives besides.
+    A member also derives from a strategy with a shadow, which handles the other parameters.
     """
 
     servers: int = knob(1, 1, 64, unit="ranks", doc="the last ranks, which hold the tables and do not train")
@@ -58,7 +58,7 @@ class Embeddings(Shadowing):
         return servers[table % len(servers)]
 
     def serving(self, size: int) -> list[int]:
-        """The ranks that serve; one alone has its tables itself."""
+        """Returns the ranks that serve; one rank alone holds its tables itself."""
         return list(range(size - self.servers, size)) if size > 1 else [0]
 
     async def replica(self, rank: Rank) -> list[Bucket]:
@@ -69,7 +69,7 @@ class Embeddings(Shadowing):
 
     @abstractmethod
     def peers(self, rank: Rank) -> Rank:
-        """Among whom a trainer's shadow goes round by round."""
+        """Returns the ranks with which a trainer's shadow makes its rounds."""
 
     async def background(self, rank: Rank, state: Any) -> None:
         if rank.role == "server":
@@ -96,7 +96,7 @@ class Embeddings(Shadowing):
 
     async def known(self, rank: Rank, state: Any) -> list[Bucket]:
         known = [bucket.like(bucket.data.clone()) for bucket in await rank.params()]
-        common = await super().known(rank, state)  # None before the first round: all that is known is the rank's own
+        common = await super().known(rank, state)  # None before the first round: this rank knows only its own
         for bucket, its in zip(without(known, rank.tables), common or [], strict=common is not None):
             bucket.data.copy_(its.data)
         if rank.index == 0 and rank.size > 1:
@@ -109,20 +109,20 @@ class Embeddings(Shadowing):
         return known
 
     async def _ask(self, rank: Rank, server: int, *numbers: float, ids: Iterable[Tensor] = ()) -> None:
-        """A heading, and row numbers behind it: whole numbers below 2^53 are exact in it."""
+        """Sends a heading with row numbers behind it, in float64: whole numbers below 2^53 are exact."""
         await rank.send(torch.cat([torch.tensor(numbers, dtype=torch.float64), *ids]), server, "turn")
 
     def _by_server(self, rank: Rank, rows: Rows) -> dict[int, Rows]:
-        """Whom to ask for what: by server the rows of each of its tables."""
+        """Returns, by server, the rows to request of each of its tables."""
         found: dict[int, Rows] = {}
         for k, name in enumerate(rank.tables):
             found.setdefault(self.owner(k, rank.size), {})[name] = rows.get(name, NONE)
         return found
 
     async def _serve(self, rank: Rank, state: Any) -> None:
-        """A server's answers, one for each turn that comes."""
+        """Runs a server: answers each turn that arrives."""
         mine = [name for k, name in enumerate(rank.tables) if self.owner(k, rank.size) == rank.index]
-        asked: dict[tuple[int, int], Rows] = {}  # by worker which rows it has looked up
+        asked: dict[tuple[int, int], Rows] = {}  # by worker, the rows of its last look-up
         while (turn := await rank.recv(None, None, "turn")) is not None:
             numbers, who = turn[0].tolist(), turn[1]
             tables = tables_in(await rank.params(), mine)
@@ -143,20 +143,22 @@ class Embeddings(Shadowing):
                     await rank.send(joined(tables.values()), who, "tables")
 
     async def _met_in(self, rank: Rank, state: Any, who: int, number: int, start: int, stop: int) -> None:
-        """Where shadows meet servers: `who`'s comes with these elements of the replica's bucket `number`."""
+        """Handles a shadow of rank `who` with these elements of the replica's bucket `number`; only if shadows meet
+        servers.
+        """
 
 
 class AmongTrainers:
-    """Beside Embeddings: trainers' shadows meet among themselves, and servers know of no round.
+    """A mixin for Embeddings: trainers' shadows meet among themselves, and servers take no part in rounds.
 
-    When it is left the trainers' mean goes on.
+    When the strategy is left, the result is the trainers' mean.
     """
 
     def peers(self, rank: Rank) -> Rank:
         return rank.group("data")
 
     async def leave(self: Any, rank: Rank, state: Any) -> None:
-        """Every rank, also those that serve, gets the mean of those that train."""
+        """Gives every rank, servers included, the mean of the training ranks."""
         for bucket in await self.replica(rank):
             if rank.role == "server":
                 bucket.data.zero_()

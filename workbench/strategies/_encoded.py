@@ -1,4 +1,4 @@
-"""A tensor as one message in a compressor's few bits, whose length both ends know from its shape."""
+"""A tensor as one message in a compressor's code; both ends know its length from the shape."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from workbench.rank import Memory, outlined, sizes_of
 
 @outlined(lambda compressor, memory, x: room(compressor, x))
 def packet(compressor: Compressor, memory: Memory, x: Tensor) -> Tensor:
-    """(...) -> all that the compressor makes of `x`, end to end: (nbytes,) uint8."""
+    """Encodes `x` and returns all parts concatenated: (...) -> (nbytes,) uint8."""
     made = _coder(compressor, memory).encode(x)
     return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in made])
 
 
 def room(compressor: Compressor, x: Tensor) -> Tensor:
-    """Where a packet of such a tensor is taken in: (nbytes,) uint8."""
+    """Returns an empty buffer for a packet of such a tensor: (nbytes,) uint8."""
     return x.new_empty(sum(n for n, _, _ in _known(compressor, x)), dtype=torch.uint8)
 
 
 @outlined(lambda compressor, message, like: like.new_empty(like.shape))
 def opened(compressor: Compressor, message: Tensor, like: Tensor) -> Tensor:
-    """What a packet says, in the shape and the dtype of `like`."""
+    """Decodes a packet, in the shape and the dtype of `like`."""
     at, payload = 0, []
     for nbytes, shape, kind in _known(compressor, like):
         payload.append(message[at : at + nbytes].clone().view(kind).view(shape))
@@ -37,7 +37,8 @@ _parts: dict[Any, tuple[tuple[int, torch.Size, torch.dtype], ...]] = {}
 
 
 def _known(compressor: Compressor, x: Tensor) -> tuple[tuple[int, torch.Size, torch.dtype], ...]:
-    """Bytes, shape and dtype of each tensor that is made of such a one; the same for every message of its kind."""
+    """Returns bytes, shape and dtype of each part of an encoded `x`; the same for every tensor of its shape and dtype.
+    """
     key = compressor, x.shape, x.dtype
     if key not in _parts:
         made = _coder(compressor, Memory()).encode(sizes_of(x))

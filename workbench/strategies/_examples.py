@@ -1,4 +1,4 @@
-"""Batches seen as examples: taking some of them out, and adding others'."""
+"""Batches as examples: taking some out, and adding those of other ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from workbench.rank import Rank, StrategyError
 
 
 async def injected(rank: Rank, batch: Any, sharing: list[int], share: float) -> Any:
-    """`batch` and after it, by messages, the examples that the other ranks of `sharing` give away.
+    """Returns `batch` followed by the examples that the other ranks of `sharing` send.
 
-    Each of them sends the first `share` of its own examples, at least one, to all other ranks. A batch is a tensor,
-    or tuples, lists and dicts of tensors, of any dtype, with the examples in dimension 0; what else is in it stays.
+    Each of these ranks sends the first `share` of its own examples, at least one, to all other ranks. A batch is a
+    tensor, or tuples, lists and dicts of tensors, of any dtype, with the examples in dimension 0. Other values in it
+    stay. Raises StrategyError if the tensors disagree on the number of examples.
     """
     own = list(_tensors(batch))
     examples = {t.shape[0] if t.dim() else 0 for t in own}
@@ -38,7 +39,7 @@ async def injected(rank: Rank, batch: Any, sharing: list[int], share: float) -> 
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Every tensor of a batch, in an order that is the same on all ranks."""
+    """Yields every tensor of a batch, in the same order on all ranks."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (dict, list, tuple)):
@@ -47,7 +48,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _with(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same batch of other tensors."""
+    """Returns the same batch with other tensors."""
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, dict):

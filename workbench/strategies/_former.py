@@ -1,16 +1,19 @@
-"""What runs that were recorded earlier say of a strategy, in today's names."""
+"""Settings of strategies in older records, translated to today's names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Plain = dict[str, Any]
-LOCAL_SGD = ("start", "group", "group_every")  # knobs that LocalSGD had
-GROUPS = {"group": 1, "group_every": 1}  # and what they were where there were no groups
+LOCAL_SGD = ("start", "group", "group_every")  # former knobs of LocalSGD
+GROUPS = {"group": 1, "group_every": 1}  # their values without groups
 
 
 def local_sgd(name: str, settings: Plain) -> tuple[str, Plain]:
-    """LocalSGD had a `start`, and groups; these are strategies of their own. name: today's, of which this was said"""
+    """Translates LocalSGD's former `start` and groups to PostLocalSGD and HierarchicalLocalSGD.
+
+    name: today's name of the strategy in the record
+    """
     now = {**settings}
     if "start" in now:
         now["warmup"] = now.pop("start")
@@ -23,13 +26,13 @@ def local_sgd(name: str, settings: Plain) -> tuple[str, Plain]:
 
 
 def async_server(name: str, settings: Plain) -> tuple[str, Plain]:
-    """AsyncServer could be `synchronous`."""
+    """Translates AsyncServer's former knob `synchronous` to SyncServer."""
     now = {**settings}
     return ("SyncServer" if now.pop("synchronous", name == "SyncServer") else "AsyncServer"), now
 
 
 def one_bit_adam(name: str, settings: Plain) -> tuple[str, Plain]:
-    """The warm-up of OneBitAdam had DeepSpeed's name."""
+    """Translates OneBitAdam's former `freeze_step`, DeepSpeed's name of its warm-up."""
     now = {**settings}
     now["warmup"] = now.pop("freeze_step")
     return name, now

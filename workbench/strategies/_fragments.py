@@ -1,4 +1,4 @@
-"""A model cut into fragments by its layers, whatever its buckets are."""
+"""A model cut into fragments by its layers, independent of its buckets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from workbench.rank import Bucket, Part
 
 
 def layers(parts: Sequence[Part]) -> dict[str, list[Part]]:
-    """The parameters by layer: a module with parameters of its own. Layers and parameters in the order of their names.
+    """Returns the parameters by layer, a module with parameters of its own; both in the order of their names.
 
-    Numbers count as numbers: `blocks.10` comes after `blocks.9`. Buckets come in another order with every size.
+    Numbers count as numbers: `blocks.10` comes after `blocks.9`. The order of buckets changes with their size.
     """
     found: dict[str, list[Part]] = {}
     for part in sorted(parts, key=lambda p: _natural(p.name)):
@@ -23,10 +23,10 @@ def layers(parts: Sequence[Part]) -> dict[str, list[Part]]:
 
 
 def fragments(parts: Sequence[Part], count: int) -> list[list[str]]:
-    """The names of each of `count` fragments' parameters, layers kept whole.
+    """Returns the parameter names of each of `count` fragments, with whole layers.
 
-    Layers are dealt out from the largest to the smallest, each to the fragment that has least so far. So those of
-    equal size are dealt out in turn: fragment f has layers f, f + count, f + 2 count, ...
+    Layers are dealt out from the largest to the smallest, each to the smallest fragment so far. So layers of equal size
+    are dealt out in turn: fragment f has layers f, f + count, f + 2 count, ...
     """
     every = sorted(layers(parts).values(), key=_numel, reverse=True)
     held: list[list[Part]] = [[] for _ in range(count)]
@@ -36,7 +36,7 @@ def fragments(parts: Sequence[Part], count: int) -> list[list[str]]:
 
 
 class Fragment:
-    """One fragment of the parameters: views into the buckets, and a copy of them as one Bucket of its own."""
+    """One fragment of the parameters: views into the buckets, and a copy of them as a Bucket."""
 
     __slots__ = ("bucket", "views")
 
@@ -50,13 +50,13 @@ class Fragment:
         self.bucket = Bucket(index, torch.cat(self.views), tuple(parts), 0)
 
     def write(self, data: Tensor) -> None:
-        """(n,) -> the model's parameters."""
+        """Writes (n,) into the model's parameters."""
         for view, piece in zip(self.views, data.split([view.numel() for view in self.views]), strict=True):
             view.copy_(piece)
 
 
 def fragment(buckets: Sequence[Bucket], index: int, count: int) -> Fragment:
-    """One of `count` fragments of the parameters in `buckets`, as they are now."""
+    """Returns one of `count` fragments of the current parameters in `buckets`."""
     names = fragments([part for bucket in buckets for part in bucket.parts], count)
     return Fragment(index, names[index], buckets)
 

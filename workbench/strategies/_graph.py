@@ -1,6 +1,6 @@
-"""Who talks to whom: the graphs that gossip runs on, and the weights with which neighbours are mixed.
+"""The graphs of gossip: which ranks exchange in a round, and their mixing weights.
 
-A graph is one of GRAPHS or a user's own, as the text that _edges.py reads.
+A graph is one of GRAPHS or a user's own, as the text that _edges.py parses.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import NamedTuple
 from workbench.settings import KnobError
 from workbench.strategies._edges import both_ways, one_way
 
-PAIRINGS = ("butterfly", "shift_one")  # each rank with one other in each round
+PAIRINGS = ("butterfly", "shift_one")  # each rank with one other rank in each round
 GRAPHS = ("ring", "chain", "complete", "torus", "hypercube", "exponential", *PAIRINGS)
 PUSHES = ("exponential", "ring", "chain", "complete")
 
 
 class Round(NamedTuple):
-    """What one rank does in one round: whom it sends to, and with which share it takes each rank's value in."""
+    """One rank's part in one round: the ranks it sends to, and its weight for each rank's value."""
 
-    to: tuple[int, ...]  # upwards from this rank, so that on regular graphs no two send to the same port at once
-    shares: dict[int, float]  # by source in rising order, its own among them; they add up to 1
+    to: tuple[int, ...]  # upwards from this rank, so that on regular graphs no two ranks send to the same port at once
+    shares: dict[int, float]  # by source in rising order, with its own; they add up to 1
 
 
 class Push(NamedTuple):
-    """What one rank does in one round of push-sum: what it keeps and gives away adds up to 1."""
+    """One rank's part in one round of push-sum: its kept and given shares add up to 1."""
 
     keeps: float
     gives: dict[int, float]  # by receiver, upwards from this rank
-    sources: tuple[int, ...]  # who gives to it, in rising order
+    sources: tuple[int, ...]  # ranks that give to it, in rising order
 
 
 def neighbours(graph: str, size: int, index: int) -> set[int]:
-    """The ranks that `index` exchanges with, in the named graphs that are the same in every round."""
+    """Returns the ranks that `index` exchanges with, on named graphs that are the same in every round."""
     if graph == "ring":
         return {(index - 1) % size, (index + 1) % size} - {index}
     if graph == "chain":
@@ -49,10 +49,10 @@ def neighbours(graph: str, size: int, index: int) -> set[int]:
 
 
 def partner(graph: str, size: int, index: int, number: int) -> int:
-    """Whom `index` is paired with in round `number`.
+    """Returns the partner of rank `index` in round `number`.
 
     "butterfly": the rank whose number differs in one bit, the lowest first. "shift_one" (Bagua's): each rank of the
-    lower half with one of the upper half, shifted by one in each round.
+    lower half has one of the upper half, shifted by one in each round.
     """
     if graph == "butterfly":
         return index ^ (1 << (number % bits(size)))
@@ -61,10 +61,11 @@ def partner(graph: str, size: int, index: int, number: int) -> int:
 
 
 def mixing_round(graph: str, mix: float, size: int, index: int, number: int) -> Round:
-    """Round `number` of rank `index`, with Metropolis weights: 1 / (1 + the larger degree of the two) per neighbour.
+    """Returns round `number` of rank `index` with Metropolis weights, 1 / (1 + the larger degree of the two) per
+    neighbour.
 
-    `mix` < 1 goes only that part of the way. The rows and columns of the matrix of all ranks' shares add up to 1, and
-    it is symmetric but for "exponential" and a matrix of the user's own.
+    `mix` < 1 goes only that part of the way. The rows and columns of the matrix of all ranks' shares add up to 1. The
+    matrix is symmetric except for "exponential" and a matrix of the user's own.
     """
     if size == 1:
         return Round((), {0: 1.0})
@@ -89,9 +90,9 @@ def mixing_round(graph: str, mix: float, size: int, index: int, number: int) -> 
 
 
 def push_round(graph: str, size: int, index: int, number: int) -> Push:
-    """Round `number` of rank `index` in push-sum: each rank keeps as much as it gives to each of its receivers.
+    """Returns round `number` of rank `index` in push-sum: a rank keeps as much as it gives to each receiver.
 
-    The columns of the matrix of all ranks' shares add up to 1; its rows do not on "chain" and many a user's graph.
+    The columns of the matrix of all ranks' shares add up to 1. Its rows do not on "chain" and many user graphs.
     """
     if size == 1:
         return Push(1.0, {}, ())
@@ -109,7 +110,7 @@ def push_round(graph: str, size: int, index: int, number: int) -> Push:
 
 
 def hops(graph: str, size: int) -> int:
-    """Rounds until what rank 0 says has reached every rank, carried from neighbour to neighbour."""
+    """Returns the rounds until a report of rank 0 has reached every rank, passed from neighbour to neighbour."""
     if size == 1:
         return 1
     if graph == "torus":
@@ -120,14 +121,14 @@ def hops(graph: str, size: int) -> int:
 
 
 def push_hops(graph: str, size: int, late: int) -> int:
-    """The same in push-sum, where a message may be taken `late` rounds after that in which it was sent."""
+    """Returns the same for push-sum, if a message may be received `late` rounds after it was sent."""
     if graph in ("chain", "complete", "ring") or size == 1:
         return ({"complete": 1}.get(graph, size - 1) or 1) * (late + 1)
     return _carried(graph, size, late, push=True)
 
 
 def refused(graph: str, size: int) -> str | None:
-    """Why `graph` cannot be drawn on `size` ranks, in a sentence that says what would do; or None."""
+    """Returns why `graph` cannot connect `size` ranks, as a sentence with an alternative; or None."""
     if graph in ("hypercube", "butterfly") and size & (size - 1):
         least = 1 << (bits(size) - 1)
         return f"a {graph} needs a power of two, not {size} ranks; use {least} ranks or graph='ring'"
@@ -140,26 +141,26 @@ def refused(graph: str, size: int) -> str | None:
 
 
 def push_refused(graph: str, size: int) -> str | None:
-    """The same for push-sum."""
+    """Returns the same for push-sum."""
     return None if graph in GRAPHS else _refused(one_way, graph, size)
 
 
 def bits(size: int) -> int:
-    """The rounds of doubling until `size` ranks are reached."""
+    """Returns the rounds of doubling until `size` ranks are reached."""
     return max(1, (size - 1).bit_length())
 
 
 def rows(size: int) -> int:
-    """The shorter side of the squarest rectangle of `size` ranks."""
+    """Returns the shorter side of the squarest rectangle of `size` ranks."""
     return max(k for k in range(1, isqrt(size) + 1) if size % k == 0)
 
 
 @lru_cache(maxsize=256)
 def _carried(graph: str, size: int, late: int, push: bool) -> int:
-    """Rounds until a word of rank 0 has reached all, from the worst round to begin in."""
+    """Returns the rounds until a report of rank 0 has reached every rank, from the worst round to begin in."""
     longest = 0
-    for first in range(bits(size) if graph == "exponential" else 1):  # "shift_one" is alike from any round
-        tells = {0: first}  # from which round on a rank passes it on
+    for first in range(bits(size) if graph == "exponential" else 1):  # "shift_one" is the same from any round
+        tells = {0: first}  # by rank, the first round in which it passes the report on
         number = first
         while len(tells) < size:
             for r in [r for r, begins in tells.items() if begins <= number]:

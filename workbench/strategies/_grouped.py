@@ -1,10 +1,10 @@
-"""What strategies share whose ranks form groups of neighbours."""
+"""Groups of neighbouring ranks: which sizes they divide, and their mesh."""
 
 from __future__ import annotations
 
 
 def refuses(group: int, size: int) -> str | None:
-    """Why `size` ranks cannot form groups of `group`, in a sentence that says what would do; or None."""
+    """Returns why `size` ranks cannot form groups of `group`, as a sentence with an alternative; or None."""
     if size % group == 0:
         return None
     fit = ", ".join(str(g) for g in range(1, size + 1) if size % g == 0)
@@ -12,5 +12,5 @@ def refuses(group: int, size: int) -> str | None:
 
 
 def dims(group: int, size: int) -> tuple[tuple[str, int], ...]:
-    """The mesh of groups of `group` consecutive ranks."""
+    """Returns the mesh of groups of `group` consecutive ranks."""
     return (("between", size // group), ("within", group))

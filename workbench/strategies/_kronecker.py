@@ -1,6 +1,6 @@
-"""A layer's curvature as a Kronecker product: its running factors, their damped inverses, and a gradient between them.
+"""A layer's curvature as a Kronecker product: running factors and their damped inverses.
 
-Nothing here knows ranks but by number; what is sent to whom is the strategy's text.
+This file knows ranks only by number. The strategy decides what they send.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Factors, Memory, outlined
 
-INPUTS, OUTPUTS = "inputs", "outputs"  # buffers of a Memory: the factors by weight, and their inverses
+INPUTS, OUTPUTS = "inputs", "outputs"  # buffers of a Memory, by weight: the factors; with INVERSE, their inverses
 INVERSE = " inverse"
 
 
@@ -28,29 +28,30 @@ class Layer(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """Elements of both factors, or of their inverses, as they are sent: each is symmetric, so half is enough."""
+        """Elements sent for both factors, or for their inverses: each is symmetric, so half is enough."""
         return _triangle(self.inputs) + _triangle(self.outputs)
 
     @property
     def products(self) -> int:
-        """Floating-point operations of putting a gradient between the two inverses."""
+        """Floating-point operations to multiply a gradient by both inverses."""
         return 2 * self.inputs * self.outputs * (self.inputs + self.outputs)
 
 
 def seen(factors: Iterable[Factors]) -> list[Layer]:
-    """The layers that these factors are of."""
+    """Returns the layers of these factors."""
     return [Layer(f.weight, f.bias, len(f.inputs), len(f.outputs)) for f in factors]
 
 
 def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
-    """By weight, which of `size` ranks inverts its factors: the dearest layer first, each to whom has least to do.
+    """Returns, by weight, which of `size` ranks inverts its factors: the costliest first, each to the least loaded
+    rank.
 
     A matrix of n rows costs n^3.
     """
     return _dealt(tuple(layers), size)
 
 
-@lru_cache(maxsize=16)  # every rank asks it, in every step
+@lru_cache(maxsize=16)  # every rank calls it in every step
 def _dealt(layers: tuple[Layer, ...], size: int) -> dict[str, int]:
     load, owner = [0] * size, {}
     for layer in sorted(layers, key=_cost, reverse=True):
@@ -60,24 +61,24 @@ def _dealt(layers: tuple[Layer, ...], size: int) -> dict[str, int]:
 
 
 def cubes(layers: Iterable[Layer]) -> int:
-    """Floating-point operations of inverting the factors of these, about."""
+    """Returns about the floating-point operations to invert the factors of these layers."""
     return sum(map(_cost, layers))
 
 
 def packed(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """(n,): the upper triangles of symmetric matrices, one after the other."""
+    """Returns the upper triangles of symmetric matrices, concatenated: (n,)."""
     return torch.cat([_upper(matrix) for pair in pairs for matrix in pair])
 
 
 def unpacked(flat: Tensor, layers: Sequence[Layer]) -> list[tuple[Tensor, Tensor]]:
-    """By layer its two matrices, of what `packed` made; symmetric to the bit."""
+    """Returns each layer's two matrices from the result of `packed`; they are exactly symmetric."""
     sizes = [n for layer in layers for n in (layer.inputs, layer.outputs)]
     whole = [_whole(x, n) for x, n in zip(flat.split([_triangle(n) for n in sizes]), sizes, strict=True)]
     return list(zip(whole[::2], whole[1::2], strict=True))
 
 
 def fold(memory: Memory, layers: Sequence[Layer], new: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
-    """Running averages: the new factors count for `share`."""
+    """Updates the running averages: the new factors have weight `share`."""
     for layer, pair in zip(layers, new, strict=True):
         for name, matrix in zip((INPUTS, OUTPUTS), pair, strict=True):
             known = memory.parts.setdefault(name, {})
@@ -88,27 +89,28 @@ def fold(memory: Memory, layers: Sequence[Layer], new: Sequence[tuple[Tensor, Te
 
 
 def invert(memory: Memory, layer: Layer, damping: float) -> tuple[Tensor, Tensor]:
-    """(A + pi sqrt(damping) I)^-1 and (G + sqrt(damping) / pi I)^-1, pi^2 the ratio of their mean eigenvalues.
+    """Returns (A + pi sqrt(damping) I)^-1 and (G + sqrt(damping) / pi I)^-1; pi^2 is the ratio of their mean
+    eigenvalues.
 
-    Both are the identity where no row has been seen, or no gradient.
+    Both are the identity if the layer has seen no row, or no gradient.
     """
     return _inverses(memory.parts[INPUTS][layer.weight], memory.parts[OUTPUTS][layer.weight], damping)
 
 
 def keep(memory: Memory, layer: Layer, pair: tuple[Tensor, Tensor]) -> None:
-    """These are the layer's inverses now."""
+    """Stores a layer's inverses."""
     for name, matrix in zip((INPUTS, OUTPUTS), pair, strict=True):
         memory.parts.setdefault(name + INVERSE, {})[layer.weight] = matrix
 
 
 def preconditioned(memory: Memory, layer: Layer, gradient: Tensor) -> Tensor:
-    """(o, i): G^-1 gradient A^-1."""
+    """Returns G^-1 gradient A^-1, (o, i)."""
     left, right = memory.parts[OUTPUTS + INVERSE][layer.weight], memory.parts[INPUTS + INVERSE][layer.weight]
     return left @ gradient.to(left.dtype) @ right
 
 
 class Gradients:
-    """The gradients of a model, by layer: (o, i), with the bias's as the last column."""
+    """The gradients of a model by layer: (o, i), with the bias's gradient as the last column."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self._of = {p.name: b.data[p.start : p.stop].view(p.shape) for b in buckets for p in b.parts}
@@ -118,7 +120,7 @@ class Gradients:
         return torch.cat([weight, self._of[layer.bias][:, None]], 1) if layer.bias else weight
 
     def put(self, layer: Layer, gradient: Tensor) -> None:
-        weight = self._of[layer.weight].flatten(1)  # of a convolution: a row for each channel
+        weight = self._of[layer.weight].flatten(1)  # of a convolution: one row per channel
         weight.copy_(gradient[:, : weight.shape[1]])
         if layer.bias:
             self._of[layer.bias].copy_(gradient[:, -1])
@@ -157,7 +159,7 @@ def _inverses(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, 
 
 
 def _inverse(matrix: Tensor, damping: float) -> Tensor:
-    """In double precision; no number at all where the matrix is not positive, as when training has diverged."""
+    """Returns the inverse, computed in double precision; nan if the matrix is not positive, as after divergence."""
     damped = matrix.to(torch.float64, copy=True)
     damped.diagonal().add_(damping)
     root, wrong = torch.linalg.cholesky_ex(damped)

@@ -1,4 +1,4 @@
-"""Means over ranks: over all of them, or over those of the group that a Rank stands for."""
+"""Means over ranks: over all ranks, or over the group that a Rank stands for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from workbench.rank import Bucket, Rank
 
 
 async def mean_of_all(rank: Rank, buckets: list[Bucket]) -> None:
-    """Each bucket becomes its mean over the ranks, uncompressed; one all-reduce per bucket, all under way at once."""
+    """Sets each bucket to its uncompressed mean over the ranks; all its all-reduces run at once."""
     pending = []
     for bucket in buckets:
         bucket.data.div_(rank.size)
@@ -16,5 +16,5 @@ async def mean_of_all(rank: Rank, buckets: list[Bucket]) -> None:
 
 
 async def summed(rank: Rank, bucket: Bucket) -> None:
-    """The bucket's sum over the ranks, uncompressed."""
+    """Sets the bucket to its uncompressed sum over the ranks."""
     await rank.all_reduce(bucket.data, "sum", bucket.name)

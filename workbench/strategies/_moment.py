@@ -1,4 +1,4 @@
-"""Adam whose momentum crosses the wire, its variance frozen: what QAdam and OneBitAdam have in common."""
+"""Adam that exchanges its momentum with a frozen variance; base of QAdam and OneBitAdam."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from workbench.strategies._base import Strategy
 
 
 class Moments:
-    """What one rank remembers: both moments, and the weight of the gradients that are in each: 1 - beta^t."""
+    """State of one rank: both moments, and the weight of the gradients in each, 1 - beta^t."""
 
     def __init__(self, scaled: bool) -> None:
-        self.scaled = scaled  # for the whole stay: the residual is in these units
+        self.scaled = scaled  # fixed until the strategy is left, because the residual is in these units
         self.steps = 0
         self.memory = Memory()
         self.m_weight = 0.0
         self.v_weight = 0.0
 
     def of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """m and v of a bucket's parameters."""
+        """Returns m and v of a bucket's parameters."""
         return self.memory.flat("m", bucket), self.memory.flat("v", bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentExchange(Strategy):
-    """Warm-up is Adam on averaged gradients; then v is frozen and ranks exchange m, each moved by its own gradient.
+    """Warms up as Adam on mean gradients; then v is frozen, and ranks exchange m plus their own gradients.
 
-    Both moments are kept here and equal on all ranks. The task's optimizer is never asked and keeps its state.
+    Both moments are this strategy's state and equal on all ranks. The task's optimizer is not used.
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay rate of the first moment m, which ranks exchange")
@@ -42,7 +42,7 @@ class MomentExchange(Strategy):
     scaled: bool = knob(False, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
     weight_decay: float = knob(0.0, 0.0, 10.0, doc="decoupled weight decay: a step shrinks by lr times this")
 
-    dtypes: ClassVar[tuple[str, ...]] = FLOATS[1:]  # float16 has no number as small as eps, or as many a square
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS[1:]  # float16 can represent neither eps nor the squares
     alike: ClassVar[bool] = True
     moves_frozen: ClassVar[bool] = True
     exchanges: ClassVar[str] = "moments"
@@ -55,7 +55,7 @@ class MomentExchange(Strategy):
     @property
     @abstractmethod
     def warm_steps(self) -> int:
-        """Steps of warm-up."""
+        """The steps of warm-up."""
 
     def init(self, rank: Rank, params: list[Bucket]) -> Moments:
         return Moments(self.scaled)
@@ -75,21 +75,22 @@ class MomentExchange(Strategy):
         await rank.update(by=partial(self._move, await rank.params(), rank.lr, state))
 
     def _move(self, params: list[Bucket], lr: float, state: Moments) -> None:
-        """One step by the moments."""
+        """Makes one step by the moments."""
         for bucket in params:
             m, v = state.of(bucket)
             bucket.data.mul_(1 - lr * self.weight_decay)
             bucket.data.addcdiv_(m, self._root(v, state), value=-lr / state.m_weight)
 
     async def _gradients(self, rank: Rank, bucket: Bucket, state: Moments) -> None:
-        """Both moments of the mean gradient, which crosses whole."""
+        """Updates both moments with the mean gradient, sent uncompressed."""
         m, v = state.of(bucket)
         grad = await rank.all_reduce(bucket.data, "sum", bucket.name)
         m.lerp_(grad, 1 - self.beta1)
         v.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
 
     async def _momenta(self, rank: Rank, bucket: Bucket, state: Moments) -> None:
-        """The mean of the ranks' m. What had no gradient in the warm-up has no v, and does not move."""
+        """Sets m to the mean of the ranks' m. An element without gradients in the warm-up has no v and does not move.
+        """
         m, v = state.of(bucket)
         known = v > 0
         bucket.data.mul_(1 - self.beta1).add_(m, alpha=self.beta1 / rank.size).mul_(known)
@@ -102,5 +103,5 @@ class MomentExchange(Strategy):
         m.copy_(bucket.data).mul_(known)
 
     def _root(self, v: Tensor, state: Moments) -> Tensor:
-        """sqrt(v_hat) + eps."""
+        """Returns sqrt(v_hat) + eps."""
         return (v / state.v_weight).sqrt_().add_(self.eps)

@@ -1,14 +1,15 @@
-"""The outer optimizer of SlowMo, BMUF, DiLoCo and Streaming DiLoCo: what they make of the ranks' mean displacement.
+"""The outer optimizer of SlowMo, BMUF, DiLoCo and Streaming DiLoCo.
 
-Ranks train alone from a common anchor. How far they have got on average, d = (1/p) sum_j (params_j - anchor), is taken
-as one large gradient (with its sign turned), on which a momentum works:
+Ranks train alone from a common anchor. Their mean displacement, d = (1/p) sum_j (params_j - anchor), is used as one
+large gradient with opposite sign. A momentum acts on it:
 
     momentum <- m momentum + gain d
     anchor   <- anchor + rate momentum                    heavy-ball
     anchor   <- anchor + rate (gain d + m momentum)       Nesterov, as torch.optim.SGD(nesterov=True) writes it
 
-The first step has momentum = gain d. Only the units differ, so one can hand its momentum on to another: what a unit of
-it is as a displacement is 1 for DiLoCo, 1 / zeta for BMUF, minus the learning rate for SlowMo, which keeps gradients.
+The first step has momentum = gain d. The strategies differ only in units, so one can hand its momentum on to another.
+As a displacement a unit of momentum is 1 for DiLoCo and 1 / zeta for BMUF. For SlowMo, which keeps gradients, it is
+minus the learning rate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from workbench.strategies._copies import copies
 
 
 class Outer(NamedTuple):
-    """One outer optimizer: heavy-ball or Nesterov momentum on mean displacements."""
+    """An outer optimizer: heavy-ball or Nesterov momentum on mean displacements."""
 
     momentum: float
     gain: float = 1.0
@@ -31,7 +32,7 @@ class Outer(NamedTuple):
     nesterov: bool = False
 
     def step(self, anchor: Tensor, momentum: Tensor, moved: Tensor) -> None:
-        """One outer step, in place; `moved` is d and is used up."""
+        """Makes one outer step in place; overwrites `moved`, which is d."""
         moved.mul_(self.gain)
         momentum.mul_(self.momentum).add_(moved)
         if self.nesterov:
@@ -41,15 +42,15 @@ class Outer(NamedTuple):
 
 
 class OuterState:
-    """What one rank remembers: how long it has trained alone, and in slots "anchor" and "momentum" the outer state."""
+    """State of one rank: steps trained alone, and the outer state in slots "anchor" and "momentum"."""
 
     def __init__(self, params: list[Bucket]) -> None:
         self.since = 0
-        self.rates = 0.0  # the sum of the learning rates of these steps
+        self.rates = 0.0  # sum of the learning rates of these steps
         self.memory = copies(params, "anchor")
 
     def trained(self, rank: Rank) -> None:
-        """One step alone is done."""
+        """Counts one step that this rank trained alone."""
         self.since += 1
         self.rates += rank.lr
 
@@ -60,21 +61,21 @@ class OuterState:
 
 
 def handed(memory: Memory, unit: float) -> dict[str, Tensor] | None:
-    """The outer momentum as displacements, by parameter; None where there is none yet. See `Strategy.hands_on`."""
+    """Returns the outer momentum as displacements by parameter; None without one. See `Strategy.hands_on`."""
     kept = memory.buffers.get("momentum", {})
     return {name: piece * unit for name, piece in kept.items()} or None
 
 
 def taken(memory: Memory, momentum: dict[str, Tensor] | None, unit: float) -> None:
-    """Goes on with what another strategy has `handed` on."""
+    """Continues with the momentum that another strategy has `handed` on."""
     if momentum and unit:
         memory.buffers["momentum"] = {name: piece / unit for name, piece in momentum.items()}
 
 
 async def outer_step(rank: Rank, state: OuterState, outer: Outer | None) -> None:
-    """All ranks tell each other how far they have got, make the same outer step and begin again from its anchor.
+    """Averages the ranks' displacements, makes the same outer step on all ranks, and restarts them from its anchor.
 
-    Without an outer optimizer they go to their mean, and the momentum is left as it is.
+    Without an outer optimizer ranks go to their mean, and the momentum does not change.
     """
     pending = []
     for bucket in await rank.params():

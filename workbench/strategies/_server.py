@@ -1,4 +1,4 @@
-"""What strategies with a server share: messages between it and the ranks, and what each side keeps of the model."""
+"""Shared by strategies with a server: its messages with ranks, and both sides' copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from workbench.strategies._copies import copies
 
 
 class Copies:
-    """What one rank keeps of the parameters.
+    """One rank's copies of the parameters.
 
-    In "base" its own as they were when they were last the server's or were last pushed; in "centre", on a rank that
-    serves, the server's.
+    Slot "base" has its parameters at the last fetch from the server or the last push. On a server, slot "centre" has
+    the server's parameters.
     """
 
     def __init__(self, params: list[Bucket]) -> None:
@@ -28,25 +28,25 @@ async def tell(rank: Rank, to: int, kind: str, *numbers: int) -> None:
 
 
 async def told(rank: Rank, kind: str, source: int | None = None) -> tuple[list[int], int] | None:
-    """The next heading of `kind` and who sent it; None when nothing more can come."""
+    """Returns the next heading of `kind` and its sender; None when no more can arrive."""
     got = await rank.recv(None, source, kind)
     return None if got is None else (got[0].tolist(), got[1])
 
 
 async def answer(rank: Rank, server: int) -> list[int]:
-    """The heading of what `server` answers."""
+    """Returns the heading of the next answer of `server`."""
     numbers, _ = await rank.recv(None, server, "answer")
     return list(numbers.tolist())
 
 
 async def post(rank: Rank, to: int, what: str, buckets: Iterable[Bucket]) -> None:
-    """Sends buckets, each as a message of its own."""
+    """Sends buckets, each as its own message."""
     for bucket in buckets:
         await rank.send(bucket.data, to, f"{what} {bucket.name}")
 
 
 async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -> list[Bucket]:
-    """What `source` posted for the places of `buckets`, in new memory."""
+    """Receives the buckets that `source` posted, shaped like `buckets`, in new memory."""
     found = []
     for bucket in buckets:
         data, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), source, f"{what} {bucket.name}")
@@ -55,14 +55,14 @@ async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -
 
 
 def leaves_none(servers: int, size: int) -> str | None:
-    """Why `size` ranks cannot train with so many servers among them, in a sentence that says what would do; or None."""
+    """Returns why `servers` of `size` ranks leave none to train, as a sentence with an alternative; or None."""
     if servers < size:
         return None
     return f"servers={servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
 
 
 def dense_only(name: str, compressor: Any) -> str | None:
-    """Why `compressor` cannot work where messages carry what is exchanged; or None."""
+    """Returns why `compressor` cannot work with a strategy that sends messages; or None."""
     if compressor.immediate:
         return None
     return f"{name} sends messages, which {compressor} cannot encode; use Dense with it, or LocalSGD or DDP"

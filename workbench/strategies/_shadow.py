@@ -1,4 +1,4 @@
-"""What strategies with a shadow share: how often it synchronises, on the record, and what its round begins with."""
+"""Shared by strategies with a shadow: records of its rounds, and how a round begins."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class Shadowing(Strategy):
     piece_kb: ClassVar[float] = 0.0
 
     async def replica(self, rank: Rank) -> list[Bucket]:
-        """What of the parameters the shadow keeps together."""
+        """Returns the parameters that the shadow synchronises."""
         return list(await rank.params())
 
 
 class Shadow:
-    """What one rank remembers of its shadow: in which step its last round began, and what it keeps."""
+    """State of one rank's shadow: the step in which its last round began, and its memory."""
 
     def __init__(self, rank: Rank, memory: Memory) -> None:
         self.memory = memory
         self._last = rank.step
 
     async def synchronised(self, rank: Rank, step: int) -> None:
-        """A round is over that began in `step`, from 1: the Sample "sync gap" says how many after the one before."""
+        """Ends a round that began in `step`, from 1; the Sample "sync gap" is the distance from the round before."""
         await rank.sample("sync gap", step - self._last)
         self._last = step
 
 
 def pieces(x: Tensor, piece_kb: float) -> tuple[Tensor, ...]:
-    """(n,) in views of at most so many kB each; 0: in one."""
+    """Splits (n,) into views of at most `piece_kb` kB each; 0: one view."""
     numel = int(piece_kb * 1e3) // x.element_size() if piece_kb else x.numel()
     return x.split(max(numel, 1))
 
 
 async def ranks_mean(rank: Rank, bucket: Bucket, piece_kb: float = 0.0) -> tuple[Bucket, Bucket]:
-    """The parameters of `bucket` as they are now, and their mean over all ranks, which comes later, piece by piece."""
+    """Returns a copy of `bucket`'s parameters and their mean over all ranks, all-reduced piece by piece."""
     before = bucket.like(bucket.data.clone())
     mean = bucket.like(before.data / rank.size)
     for piece in pieces(mean.data, piece_kb):

@@ -1,4 +1,4 @@
-"""What strategies share whose ranks each keep a shard of every bucket: sums into shards, and shards into the whole."""
+"""Shared by strategies that shard buckets: sums into shards, and shards into whole buckets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from workbench.rank import Bucket, Handle, Op, Rank, as_real, outlined, values_o
 
 
 class Outstanding:
-    """Children of one lane of which only so many are under way at a time: one more waits for the oldest.
+    """Limits the children under way in one lane: to start one more, it waits for the oldest.
 
-    then: what is to follow with what one has returned
+    then: called with each child's result
     """
 
     def __init__(self, rank: Rank, most: int, lane: str = "comm",
@@ -32,7 +32,7 @@ class Outstanding:
         self._handles.append(await self.rank.start(child, self.lane, name))
 
     async def all(self) -> list[Any]:
-        """What the children returned, in the order of their start."""
+        """Returns the children's results in the order of their start."""
         while self._handles:
             await self._wait()
         return self._results
@@ -44,9 +44,9 @@ class Outstanding:
 
 
 class Among(NamedTuple):
-    """One rank among all, among those that each keep a shard of a bucket, and among those that keep the same shard.
+    """One rank among all ranks, among those that shard a bucket, and among those with the same shard.
 
-    replicas: None where all share
+    replicas: None if all ranks share
     """
 
     rank: Rank
@@ -55,10 +55,12 @@ class Among(NamedTuple):
 
 
 async def summed(among: Among, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
-    """One forward and backward: this rank's shards of the sums over ranks, shortened where `rank.clip` says so.
+    """Makes one forward and backward; returns this rank's shards of the sums over ranks, scaled down if `rank.clip` is
+    set.
 
-    outstanding: exchanges under way at a time; alone: does the memory of a bucket go once it is summed? leaves: does
-    the shard then go to the host, too?
+    outstanding: how many exchanges may be under way at a time
+    alone:       whether a bucket's memory is freed once it is summed
+    leaves:      whether the shard then goes to the host, too
     """
     rank = among.rank
     going = Outstanding(rank, outstanding, "offload")
@@ -78,15 +80,16 @@ async def summed(among: Among, outstanding: int, alone: bool, leaves: bool = Fal
 
 
 async def asked(op: Op) -> Any:
-    """A child that asks for this alone."""
+    """Runs a single Op as a child."""
     return await op
 
 
 async def reduced(among: Among, bucket: Bucket, alone: bool = False) -> Bucket:
-    """This rank's shard of the bucket's sum over the ranks; in the bucket's own memory, or `alone`, and that is free.
+    """Returns this rank's shard of the bucket's sum over the ranks, in the bucket's memory; `alone` frees that memory.
 
-    Of p ranks g share: it sends (g-1)/g of the bucket among them, and, where they are not all, 2 (q-1)/q of a g-th
-    among the q = p/g that keep the same shard. A compressor sends what it does for the whole bucket, among all.
+    Of p ranks g share a bucket. A rank sends (g-1)/g of the bucket among them. If g < p it also sends 2 (q-1)/q of a
+    g-th among the q = p/g ranks with the same shard. A compressor sends its bytes for the whole bucket, among all
+    ranks.
     """
     rank, sharers, replicas = among
     shard = bucket.shard(sharers.index, sharers.size)
@@ -109,7 +112,7 @@ async def reduced(among: Among, bucket: Bucket, alone: bool = False) -> Bucket:
 
 
 async def gathered(rank: Rank, bucket: Bucket) -> None:
-    """Every rank's shard into `bucket`, whose own shard is there: sends (p-1)/p of the bucket."""
+    """Gathers every rank's shard into `bucket`, which contains its own: sends (p-1)/p of the bucket."""
     if rank.size == 1:
         return
     shard = bucket.shard(rank.index, rank.size).data
@@ -117,14 +120,14 @@ async def gathered(rank: Rank, bucket: Bucket) -> None:
 
 
 async def assembled(rank: Rank, shard: Tensor, bucket: Bucket) -> Tensor:
-    """(n,): the parameters of `bucket`, of which every rank gives its shard, in new memory: sends (p-1)/p of them."""
+    """Gathers all shards of `bucket` into new memory and returns the parameters, (n,): sends (p-1)/p of them."""
     length = -(-bucket.data.numel() // rank.size)
     rows = await rank.all_gather(_filled(shard, length), f"params {bucket.index}")
     return rows.view(-1)[: bucket.data.numel()]
 
 
 async def shortened(rank: Rank, shards: list[Bucket], longest: float) -> None:
-    """Scales these gradients down to `longest` where all ranks' together are longer: one number is added up."""
+    """Scales the gradients down to `longest` if the norm over all ranks is larger; ranks all-reduce one number."""
     squares = torch.stack([_square(shard.data) for shard in shards]).sum().view(1)
     await rank.all_reduce(squares, "sum", "norm")
     if (total := float(values_of(squares, otherwise=-1.0))) < 0:  # sizes only: there is no norm
@@ -132,18 +135,18 @@ async def shortened(rank: Rank, shards: list[Bucket], longest: float) -> None:
     norm = math.sqrt(total)
     await rank.sample("grad_norm", norm)
     factor = longest / (norm + 1e-6)
-    for shard in [] if factor >= 1.0 else shards:  # one that is no number makes all gradients so, as in torch
+    for shard in [] if factor >= 1.0 else shards:  # a norm that is no number makes all gradients so, as in torch
         shard.data.mul_(factor)
 
 
 def _filled(x: Tensor, n: int) -> Tensor:
-    """(n,): `x`, and zeros behind it where it is shorter."""
+    """Returns `x`, padded with zeros to (n,)."""
     return x if x.numel() == n else pad(x, (0, n - x.numel()))
 
 
 @outlined(lambda into, x: None)
 def fill(into: Tensor, x: Tensor) -> None:
-    """`into` takes the values of `x`."""
+    """Copies the values of `x` to `into`."""
     into.copy_(x)
 
 

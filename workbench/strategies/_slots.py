@@ -1,4 +1,4 @@
-"""What becomes of each rank's momenta (all that its optimizer remembers) when parameters are averaged."""
+"""What happens to each rank's optimizer state (its slots) when parameters are averaged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MOMENTUM = ("keep", "average", "zero")
 
 
 async def combine_slots(rank: Rank, momentum: str) -> None:
-    """Keeps, averages or zeroes what the optimizer remembers; averages over all ranks, or those of the group `rank` is.
+    """Keeps, averages or zeroes the optimizer state, over the ranks that `rank` stands for.
 
-    "average" sends the slots as one vector, fp32 at least: as many bytes as the parameters for SGD with momentum,
+    "average" sends the slots as one vector, in fp32 at least: as many bytes as the parameters for SGD with momentum,
     twice as many for Adam.
     """
     if momentum == "keep" or not (slots := await rank.slots()):
@@ -32,9 +32,9 @@ async def combine_slots(rank: Rank, momentum: str) -> None:
 
 
 async def bring_together(rank: Rank) -> None:
-    """Makes what the optimizers remember the same on all ranks: their mean, or zero where some remember less.
+    """Makes optimizer states the same on all ranks: their mean, or zero if their sizes differ.
 
-    They do where a parameter never had a gradient on one rank. 16 bytes tell.
+    Sizes differ if a parameter never had a gradient on one rank. Ranks compare them with 16 bytes.
     """
     numel = sum(slot.numel() for slot in await rank.slots())
     bounds = (await rank.params())[0].data.new_tensor([numel, -numel], dtype=torch.int64)
@@ -44,7 +44,7 @@ async def bring_together(rank: Rank) -> None:
 
 
 def _joined(slots: list[Tensor]) -> Tensor:
-    """All slots as one vector: (n,) fp32, or wider if one of them is, where the largest of them lives."""
+    """Returns all slots as one vector: (n,) in fp32 or the widest slot's dtype, on the device of the largest slot."""
     largest = max(slots, key=lambda slot: slot.numel())
     widest = reduce(torch.promote_types, (slot.dtype for slot in slots), torch.float32)
     flat = torch.empty(sum(s.numel() for s in slots), dtype=widest, device=largest.device)

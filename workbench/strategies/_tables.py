@@ -1,4 +1,4 @@
-"""What a strategy with embedding servers needs of tables: apart from all else, and rows of theirs end to end."""
+"""Embedding tables for strategies with servers: separate from other parameters, rows packed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Part
 
-Rows = dict[str, Tensor]  # by table, which rows: (n,) int64
+Rows = dict[str, Tensor]  # by table, row numbers: (n,) int64
 
 
 def without(buckets: Iterable[Bucket], tables: Collection[str]) -> list[Bucket]:
-    """What of these buckets belongs to no table: of each its stretches between tables, which view it."""
+    """Returns the stretches of these buckets between tables, as buckets that view them."""
     found = []
     for bucket in buckets:
         for is_table, run in groupby(bucket.parts, lambda part: part.name in tables):
@@ -27,24 +27,24 @@ def without(buckets: Iterable[Bucket], tables: Collection[str]) -> list[Bucket]:
 
 
 def tables_in(buckets: Iterable[Bucket], names: Collection[str]) -> dict[str, Tensor]:
-    """By name, in the order of `names`, the tables as they lie in these buckets: (rows, width) views."""
+    """Returns the tables in these buckets by name, in the order of `names`: (rows, width) views."""
     lie = {p.name: b.data[p.start : p.stop].view(p.shape) for b in buckets for p in b.parts}
     return {name: lie[name] for name in names}
 
 
 def joined(parts: Iterable[Tensor]) -> Tensor:
-    """Matrices end to end: (n,)."""
+    """Returns matrices concatenated: (n,)."""
     return torch.cat([part.reshape(-1) for part in parts])
 
 
 def put(tables: dict[str, Tensor], rows: Rows, flat: Tensor) -> None:
-    """Writes rows that came end to end where they belong."""
+    """Writes concatenated rows to their places in `tables`."""
     for name, values in parted(rows, flat, tables):
         tables[name][rows[name]] = values.to(tables[name].device)
 
 
 def parted(rows: Rows, flat: Tensor, tables: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(n, width) of each table, in the order of `rows`, of what came end to end."""
+    """Yields each table's rows, (n, width), in the order of `rows`, from the concatenated `flat`."""
     widths = {name: tables[name].shape[1] for name in rows}
     for (name, width), piece in zip(
         widths.items(), flat.split([len(rows[name]) * widths[name] for name in rows]), strict=True

@@ -1,4 +1,4 @@
-"""AdaAlter: AdaGrad whose denominators ranks agree upon in rounds, together with the parameters."""
+"""AdaAlter: AdaGrad whose denominators the ranks average in rounds, with the parameters."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from workbench.strategies._base import Strategy
 
 
 class _State:
-    """What one rank remembers: the sums of squares as all know them, its own since, and for how many steps."""
+    """State of one rank: the averaged sums of squares, this rank's own sums, and the steps since."""
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.since = 0
 
     def sums(self, params: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) each, fp32 at least: what was agreed upon last, and that with this rank's own squares since."""
+        """Returns (n,) twice, in fp32 at least: the sums of the last averaging, and these plus this rank's squares
+        since.
+        """
         kind = torch.promote_types(params.data.dtype, torch.float32)
         return self.memory.flat("agreed", params, kind), self.memory.flat("own", params, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaAlter(Strategy):
-    """AdaGrad for ranks that train alone between averagings: parameters and sums of squares are averaged together.
+    """Averages parameters and AdaGrad's sums of squares together, between steps that ranks train alone.
 
         params_i <- params_i - lr grad_i / sqrt(b0^2 + B + t eps^2)       t = 1 ... H, the steps since B was agreed upon
         A_i      <- A_i + grad_i^2
         after H steps:   params_i <- (1/p) sum_j params_j,   B, A_i <- (1/p) sum_j A_j,   t <- 0
 
-    B is the same on all ranks, so all divide alike; t eps^2 stands for the squares that B has not seen yet. AdaGrad
-    adds a step's squares before it divides by them; here they count from the next round on (the "alter"), which lets
-    H = `every` be more than one. With H = 1 it is AdaAlter as ranks compute it that agree after every step.
+    B is the same on all ranks, so all ranks divide by the same number. t eps^2 stands for the squares that B does not
+    include yet. AdaGrad adds a step's squares before it divides by them. Here they count from the next round on (the
+    "alter"), so that H = `every` can be more than 1. With H = 1 it is the AdaAlter whose ranks average after every
+    step.
 
-    It is a strategy and no optimizer: an optimizer turns a rank's gradients into a step and knows of no other rank,
-    but here the denominator depends on when ranks agreed last. The task's optimizer rests with its state and is not
-    asked; only the learning rate is the same. A stay begins with B = 0. Each rank sends 4 (p-1)/p times the model's
-    bytes per round, waited for: as much as two averagings.
+    AdaAlter is a strategy because its denominator depends on when ranks last averaged, and an optimizer sees one rank
+    only. The task's optimizer keeps its state and is not used. The learning rate is the task's. B is 0 when the
+    strategy is entered. Each rank sends 4 (p-1)/p times the model's bytes per round, as much as two averagings, and
+    waits for it.
 
-    When to use it: the task wants AdaGrad (sparse features, language models with large vocabularies) and the wire is
-    slow. `eps` near the size of a gradient keeps late rounds from being too bold.
+    When to use it: the task wants AdaGrad (sparse features, language models with large vocabularies) and the network is
+    slow. An `eps` near the size of a gradient limits the steps late in a round.
 
     Reference: Xie, Koyejo, Gupta and Lin, "Local AdaAlter: Communication-Efficient Stochastic Gradient Descent with
     Adaptive Learning Rates", 2019, https://arxiv.org/abs/1911.09030

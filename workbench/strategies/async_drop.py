@@ -1,4 +1,4 @@
-"""AsyncDrop: each task trains a sub-model of the server's model, which mixes in the entries that come back."""
+"""AsyncDrop: ranks train sub-models of the server's model, which mixes in their entries."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
 from workbench.strategies._server import dense_only, tell, told
 
-ASK, PUSH = 0, 1  # what a rank tells the server
+ASK, PUSH = 0, 1  # message kinds from a rank to the server
 SERVER = 0
 
 
 class _Task:
-    """What a rank has been given: which entries, in which version, and what part of each layer's units."""
+    """A task of one rank: the entries of its sub-model, the model's version, and the share of units that it keeps."""
 
     def __init__(self, entries: Entries, version: int, keep: float) -> None:
         self.entries, self.version, self.keep = entries, version, keep
 
 
 class _Passed:
-    """How many mixings pass during a task of each rank, for a whole model; and who is how fast by that."""
+    """Measures how slow each rank is: mixings during one of its tasks, per share of the model that the task keeps."""
 
     def __init__(self, size: int) -> None:
-        self._of = [inf] * size  # none came yet: slow
-        self._order = [(inf, r) for r in range(size)]  # the fastest first
+        self._of = [inf] * size  # no task has returned: slowest
+        self._order = [(inf, r) for r in range(size)]  # fastest first
 
     def place(self, rank: int) -> int:
-        """How many ranks are faster."""
+        """Returns how many ranks are faster."""
         return bisect_left(self._order, (self._of[rank], rank))
 
     def note(self, rank: int, passed: float) -> None:
-        """So many have during one more task; the last ones count for most."""
+        """Records the mixings that passed during one more task; the newest value counts for half."""
         before = self._of[rank]
         del self._order[self.place(rank)]
         self._of[rank] = passed if before == inf else 0.5 * (before + passed)
@@ -47,19 +47,19 @@ class _Passed:
 
 
 class _State:
-    """What one rank remembers: on the server the model, what it was at first, and how slow ranks are."""
+    """State of one rank; on the server also the model, the model at entry, and the ranks' speeds."""
 
     def __init__(self, rank: Rank, params: list[Bucket]) -> None:
         self.memory = copies(params, "model", "first") if rank.index == SERVER else Memory()
         self.chance = Memory(rank.memory.seed + 50_021)
-        self.version = 0  # of the model: how often it was mixed
-        self.tasks: dict[int, _Task] = {}  # by rank, what it is at work on
+        self.version = 0  # how often the model was mixed
+        self.tasks: dict[int, _Task] = {}  # by rank, its current task
         self.passed = _Passed(rank.size if rank.index == SERVER else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncDrop(Strategy):
-    """Ranks train sub-models at their own pace: some hidden units of each layer, by matrices that are really smaller.
+    """Trains smaller sub-models on ranks that work at their own pace, and mixes them into the server's model.
 
         rank:    ask;  w_S <- the entries S of w that the server sends
                  w_c <- `local` steps of the optimizer, which begins anew, on the sub-model of S;   push w_c
@@ -67,30 +67,31 @@ class AsyncDrop(Strategy):
                  s_u <- sum |w - w_0| over the entries of unit u;   units k F / p ... k F / p + q F in descending s
                  w_S <- (1 - alpha) w_S + alpha w_c              whenever a push comes; all other entries stay
 
-    So fast ranks train what changes most, slow ones what is stable, and a late push overwrites little of what others
-    have learned meanwhile. w_0 is the model as it was when the stay began. With `choose` = "random" units are drawn for
-    each task (the paper's AsyncDrop without heterogeneity). How slow a rank is the server sees by how many tasks of
-    others come back during one of its own, for what that keeps: an order that is on the record, so that a replay
-    decides the same. q is `keep`; with `slowest` below 1 slower ranks keep less, too.
+    So fast ranks train the units that change most and slow ranks the stable ones. A late push then overwrites little of
+    what other ranks have learned. w_0 is the model when the strategy was entered. `choose` = "random" draws the units
+    of each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks return
+    during one of its own, per share of the model that it keeps. This order is in the record, so a replay makes the same
+    decisions. q is `keep`. With `slowest` below 1 slower ranks keep fewer units.
 
-    A unit is a hidden feature, a channel or an attention head: where the task's `split` says Colwise() and Rowwise(),
-    or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's columns, so that
-    the sub-model makes q of their operations, q^2 where a layer is cut on both sides. Other parameters are in every
-    sub-model. Each way the sub-model's entries cross the wire, and to the rank a byte for each unit besides. With
-    `scaled` the weights that read q F of F units are 1 / q times as large while they are trained, as under dropout;
-    without it, as in the paper, the whole model gives its next layer 1 / q times what sub-models are used to.
+    A unit is a hidden feature, a channel or an attention head, where the task's `split` has Colwise() and Rowwise() or
+    two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's columns. So the
+    sub-model makes q of their operations, or q^2 if a layer is cut on both sides. Other parameters are in every
+    sub-model. Its entries are sent each way, and one byte per unit to the rank. With `scaled` the weights that read q F
+    of F units are 1 / q times as large during training, as under dropout. Without it, as in the paper, the whole
+    model's next layer receives 1 / q times as much as in sub-models.
 
-    A step of the run is a task. The server runs beside rank 0; the run's own optimizer rests. The Sample "computed" is
-    what share of the model's operations a forward makes, "staleness" how often the model was mixed since the task was
-    given, on rank 0. What a rank does not train it keeps as it last had it; the model is the server's.
+    A step of the run is one task with a new optimizer; the run's own optimizer is not used. The server runs on rank 0,
+    next to its training. The Sample "computed" is the share of the model's operations in one forward. The Sample
+    "staleness", on rank 0, counts the mixings since the task was given out. A rank keeps old values of parameters that
+    it does not train.
 
-    When to use it: ranks differ in speed, and the slow ones' tasks take too long, or the wire is narrow. With q = 1 and
-    alpha = 1 on one rank it is the optimizer, begun anew in each task. Where ranks see other classes, units that few
-    ranks train know few of them: on Digits with alpha = 0.3 sub-models of a half learned less than whole models.
+    When to use it: ranks differ in speed and slow ranks' tasks take too long, or the network is slow. With q = 1 and
+    alpha = 1 on one rank it is the optimizer, with new state for each task. Units that few ranks train learn only these
+    ranks' classes. On Digits with alpha = 0.3 sub-models of half the units learned less than whole models.
 
-    The paper's code masks activations, and tells what a task has trained by whether it changed; here matrices are cut,
-    and all entries of a sub-model are mixed. It gives ranks their places once and for all. Its defaults are q = 0.25 in
-    the later blocks of a ResNet, alpha = 0.5 and tasks of 50 steps.
+    The paper's code masks activations, and finds the trained entries by whether they changed. Here matrices are cut,
+    and all entries of a sub-model are mixed. The paper orders the ranks once. Its defaults are q = 0.25 in the later
+    blocks of a ResNet, alpha = 0.5 and tasks of 50 steps.
 
     Reference: Dun, Hipolito, Jermaine, Dimitriadis and Kyrillidis, "Efficient and Light-Weight Federated Learning via
     Asynchronous Distributed Dropout", AISTATS 2023, https://arxiv.org/abs/2210.16105
@@ -138,7 +139,7 @@ class AsyncDrop(Strategy):
             await rank.send(entries.pick(bucket), SERVER, f"update {bucket.name}")
 
     async def _told(self, rank: Rank, units: list[Units], like: Tensor) -> list[Tensor]:
-        """Which of each of the units the server wants trained, in ascending order."""
+        """Receives from the server the units to train; returns their indices, ascending, by entry of `units`."""
         got = await told(rank, "task", SERVER)
         if got is None:
             raise StrategyError("a sub-model did not come: the server has ended")
@@ -159,7 +160,7 @@ class AsyncDrop(Strategy):
                 await self._take(rank, state, buckets, source)
 
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], units: list[Units], to: int) -> None:
-        """A task: which units, and the entries of the present model that they leave."""
+        """Sends a task: the chosen units, and the entries of the current model that belong to them."""
         place, p = state.passed.place(to), rank.size
         keep = self.keep * (1 - (1 - self.slowest) * place / max(1, p - 1))
         counts = [max(1, round(keep * each.size)) for each in units]
@@ -176,7 +177,7 @@ class AsyncDrop(Strategy):
 
     @outlined(lambda self, state, buckets, units, count, start: buckets[0].data.new_empty(count, dtype=torch.int64))
     def _chosen(self, state: _State, buckets: list[Bucket], units: Units, count: int, start: int) -> Tensor:
-        """So many of the units, (count,) in ascending order: from `start` on in the order of how much they changed."""
+        """Returns (count,) unit indices, ascending: random ones, or from `start` on by descending change."""
         where = buckets[0].data.device
         if self.choose == "random":
             by = torch.rand(units.size, generator=state.chance.generator(where), device=where)
@@ -186,7 +187,7 @@ class AsyncDrop(Strategy):
         return order[start : start + count].sort().values
 
     async def _take(self, rank: Rank, state: _State, buckets: list[Bucket], source: int) -> None:
-        """Mixes in what a rank has trained; entries that it did not have stay as they are."""
+        """Mixes a rank's trained entries into the model; the other entries stay as they are."""
         task = state.tasks.pop(source)
         staleness = state.version - task.version
         await rank.sample("staleness", staleness)
@@ -202,7 +203,7 @@ class AsyncDrop(Strategy):
         return [b.like(state.memory.flat("model", b)) for b in buckets] if rank.index == SERVER else list(buckets)
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """The server's model is everybody's; all tasks have come back, for a step ends with its push."""
+        """Gives every rank the server's model. No task is open, because a step ends with its push."""
         for bucket in await rank.params():
             if rank.index == SERVER:
                 bucket.data.copy_(state.memory.flat("model", bucket))
@@ -210,7 +211,7 @@ class AsyncDrop(Strategy):
 
 
 def _changed(memory: Memory, buckets: list[Bucket], units: Units) -> Tensor:
-    """(F,): how far the entries of each unit are from what they were at first, added up."""
+    """Returns (F,): for each unit, the sum of its entries' absolute changes since the start."""
     cuts = {cut.param: cut for cut in units.cuts}
     score = buckets[0].data.new_zeros(units.size, dtype=torch.float32)
     for bucket in buckets:

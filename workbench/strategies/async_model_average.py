@@ -1,4 +1,4 @@
-"""Bagua's asynchronous model average: now and then the mean, in the background, added between two steps."""
+"""Bagua's asynchronous model average: averaged in the background, applied between steps."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from workbench.strategies._base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncModelAverage(Strategy):
-    """Each rank trains without ever waiting; every `every_ms` the ranks' parameters are averaged in the background.
+    """Ranks train without waiting, and average their parameters in the background every `every_ms`.
 
         step:        params_i <- optimizer_i(params_i + correction_i, grad_i);   correction_i <- 0
         background:  before <- params_i + correction_i;   mean <- (1/p) sum_j before_j;   correction_i += mean - before
 
-    An averaging is of the whole model as it was at one moment. Its correction waits until the gradient under way is
-    computed, so that forward and backward see the same parameters, and is added, so the steps made meanwhile are kept:
-    the sum over ranks of all parameters is moved by the optimizers alone. The next one begins when every rank has
-    rested for `every_ms` by its own clock. Each costs 2 (p-1)/p of the model's bytes and none of a step's time.
+    One averaging covers the whole model as it was at one moment. Its correction is applied after the gradient is
+    computed, so forward and backward see the same parameters. It is added, so the steps made during the averaging are
+    kept: only the optimizers move the sum of all ranks' parameters. The next averaging begins when every rank has
+    waited `every_ms` by its own clock. Each averaging sends 2 (p-1)/p of the model's bytes and adds nothing to a step's
+    time.
 
-    Until step `warmup` of the run gradients are averaged as in DDP, after backward, and ranks wait for each other. That
-    goes by messages between neighbours on a ring, with an all-reduce's bytes, for ranks that are to part soon do not
-    meet for changes. ShadowMA averages as often as the wire lets, bucket by bucket, and adds each correction at once.
+    Until step `warmup` of the run, ranks average gradients after backward, as DDP does, and wait for each other. They
+    use messages between neighbours on a ring, with an all-reduce's bytes, because asynchronous ranks do not meet for
+    changes. ShadowMA averages as often as the network allows, bucket by bucket, and adds each correction at once.
 
-    When to use it: ranks differ in speed, and the wire must not be busy all the time. Replicas drift apart for as
-    long as `every_ms` says.
+    When to use it: ranks differ in speed, and the network must not be busy all the time. Replicas drift apart for as
+    long as `every_ms`.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
     https://arxiv.org/abs/2107.01499
@@ -48,7 +49,7 @@ class AsyncModelAverage(Strategy):
         return int(step < self.warmup)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Memory:
-        return Memory()  # "correction": what has come and awaits the step; "mean": the last one
+        return Memory()  # "correction": arrived, not yet applied; "mean": the last average
 
     async def step(self, rank: Rank, state: Memory) -> None:
         await rank.forward()
@@ -64,7 +65,7 @@ class AsyncModelAverage(Strategy):
     async def background(self, rank: Rank, state: Memory) -> None:
         rest, warm = 0.0, self.warmup > 0
         while await rank.again(rest):
-            if warm:  # until rank 0 says that it is over
+            if warm:  # until rank 0 reports the end of the warm-up
                 told = torch.tensor([rank.step < self.warmup], dtype=torch.int32)
                 warm = bool(await rank.broadcast(told, 0, "warm-up"))
                 continue
@@ -88,7 +89,7 @@ class AsyncModelAverage(Strategy):
 
 
 def _correct(buckets: list[Bucket], state: Memory) -> None:
-    """Adds what averagings have said since the last step."""
+    """Adds the corrections that arrived since the last step to the parameters."""
     if "correction" in state.buffers:
         for bucket in buckets:
             correction = state.flat("correction", bucket)

@@ -1,4 +1,4 @@
-"""An asynchronous parameter server: nobody waits for anybody but the server."""
+"""An asynchronous parameter server: a rank waits for the server, never for another rank."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from workbench.strategies._server import Copies, answer, dense_only, leaves_none
 
 
 class _State(Copies):
-    """What one rank remembers: as a trainer since when it is on its own, as a server the parameters it holds."""
+    """State of one rank: a trainer's step counts, and a server's parameters."""
 
     def __init__(self, params: list[Bucket]) -> None:
         super().__init__(params)
-        self.version = 0  # of the centre: how often it was moved
-        self.versions: dict[int, int] = {}  # by server, that which was fetched last
-        self.owed: set[int] = set()  # servers whose answer to a push has not been read
+        self.version = 0  # how often the centre was moved
+        self.versions: dict[int, int] = {}  # by server, the version that was fetched last
+        self.owed: set[int] = set()  # servers with an unread answer to a push
         self.since_push = self.since_fetch = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncServer(Strategy):
-    """Each rank trains at its own pace, pushes what it has moved to a server and fetches the server's parameters.
+    """Ranks train at their own pace, push their displacement to a server, and fetch the server's parameters.
 
         trainer:  params_i <- optimizer_i(params_i, grad_i)                   every step
                   push d_i = params_i - base_i;   base_i <- params_i          every `push` steps
                   params_i <- centre + params_i - base_i;   base_i <- centre  every `fetch` steps
         server:   v <- m v + w d_i;   centre <- centre + r v;   version <- version + 1       whenever a push comes
 
-    w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). The staleness of a push is
-    the number of pushes that the server has taken in since its sender last fetched; it is on the record. The server's
-    own optimizer is momentum SGD on what is pushed, with learning rate r = `server_lr` and momentum m =
-    `server_momentum`; usually it just adds (r = 1, m = 0). v is forgotten when the strategy is left.
+    w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). The staleness of a push is the
+    number of pushes that the server has applied since the sender's last fetch. It is in the record. The server's own
+    optimizer is momentum SGD on the pushes, with learning rate r = `server_lr` and momentum m = `server_momentum`. By
+    default it just adds them (r = 1, m = 0). v is dropped when the strategy is left.
 
-    A trainer sends the model's bytes once per push and gets them once per fetch; the server p times as many: its port
-    is the narrow place. With `servers` = 0 the server runs beside rank 0, which trains like all others; else the last
-    `servers` ranks only serve, each an equal part of the buckets, and the others train.
+    A trainer sends the model's bytes once per push and receives them once per fetch. The server sends p times as many,
+    so its port is the bottleneck. With `servers` = 0 the server runs on rank 0, which also trains. Otherwise the last
+    `servers` ranks only serve, each an equal part of the buckets.
 
-    When to use it: ranks differ in speed for long, and wires are fast. The staler pushes are, the smaller the rate must
-    be: where each is t versions old and counts in full, plain SGD is stable up to a rate of 2 sin(pi / (2 (2 t + 1)))
-    over the curvature. SyncServer is the same with everybody waiting.
+    When to use it: ranks differ in speed for a long time, and the network is fast. The staler the pushes, the smaller
+    the learning rate must be. If each push is t versions old and has weight 1, plain SGD is stable up to a rate of 2
+    sin(pi / (2 (2 t + 1))) over the curvature. SyncServer is the same with ranks that wait for each other.
 
     Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012,
     https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; weights by staleness: Zhang et al.,
@@ -63,7 +63,7 @@ class AsyncServer(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     in_flight: ClassVar[bool] = True
-    waits: ClassVar[bool] = False  # does the server answer only when every trainer has asked?
+    waits: ClassVar[bool] = False  # whether the server answers only when every trainer has asked
     old: ClassVar[tuple[str, ...]] = ("synchronous",)
     own: ClassVar[dict[str, str]] = {
         "pushed": "sum", "owed": "sum", "base": "drop", "centre": "drop", "velocity": "drop", "since_*": "drop",
@@ -78,7 +78,7 @@ class AsyncServer(Strategy):
         return index < size - self.servers
 
     def serving(self, size: int) -> list[int]:
-        """The ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
+        """Returns the ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
         return list(range(size - self.servers, size)) or [0]
 
     def refuses_size(self, size: int) -> str | None:
@@ -118,7 +118,7 @@ class AsyncServer(Strategy):
         state.since_fetch = 0 if fetch else state.since_fetch
 
     async def _answer(self, rank: Rank, state: _State, server: int, buckets: list[Bucket]) -> None:
-        """Reads what a server answers to a push or a fetch, and takes over its part of the parameters."""
+        """Reads a server's answer to a push or a fetch, and applies its part of the parameters."""
         pushed, version, staleness = await answer(rank, server)
         state.owed.discard(server)
         if pushed:
@@ -154,7 +154,7 @@ class AsyncServer(Strategy):
             waiting = []
 
     def _move(self, memory: Memory, buckets: list[Bucket]) -> None:
-        """The server's optimizer makes one step with what was pushed."""
+        """Makes one step of the server's optimizer with the pushes."""
         for bucket in buckets:
             move = pushed = memory.flat("pushed", bucket)
             if self.server_momentum:
@@ -171,7 +171,7 @@ class AsyncServer(Strategy):
         return [bucket.like(state.memory.flat(slot, bucket)) for bucket in buckets]
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """Everybody gets the centre, moved by what trainers have not pushed; the servers may share it out anew."""
+        """Gives every rank the centre plus the unpushed displacements, so that other ranks can serve afterwards."""
         servers, buckets = self.serving(rank.size), await rank.params()
         memory = state.memory
         for k, bucket in enumerate(buckets):

@@ -12,36 +12,35 @@ from workbench.strategies._server import answer, dense_only, post, taken, tell, 
 
 
 class _State:
-    """What the server beside rank 0 remembers; on other ranks nothing."""
+    """State of the server on rank 0; empty on other ranks."""
 
     def __init__(self, version: int) -> None:
-        self.version = version  # of the parameters: the number of the step whose gradients it is waiting for
-        self.come: dict[int, list[Bucket]] = {}  # gradients of this version, by rank
-        self.means: dict[int, list[Bucket]] = {}  # by version, those that some rank has not been sent
-        self.wanting: dict[int, int] = {}  # by version, how many ranks those are
+        self.version = version  # of the parameters: the number of the step whose gradients the server is waiting for
+        self.come: dict[int, list[Bucket]] = {}  # by rank, its gradients of this version
+        self.means: dict[int, list[Bucket]] = {}  # by version, the means that some rank has not received yet
+        self.wanting: dict[int, int] = {}  # by version, how many ranks have not received it
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackupWorkers(Strategy):
-    """Of p ranks the first p - b gradients of each step count; those that come later are dropped.
+    """Counts the first p - b gradients of p ranks in each step, and drops the later ones.
 
         rank:    grad_i of params_v -> server, with its version v
         server:  mean_v <- (1/n) sum of the first n = p - b gradients of version v, in rank order;   v <- v + 1
         rank:    params <- optimizer(params, mean_v)             for each version that it has not applied yet
 
-    A rank whose gradient came too late is sent the means that it missed, applies them one after the other and goes on
-    with the newest version, so its step counts for several. All ranks apply the same means in the same order, so
-    parameters and the state of any optimizer stay equal on them, to the bit. With b = 0 it is DDP.
+    A rank whose gradient came too late receives the means that it missed and applies them one after the other, so its
+    step counts for several. All ranks apply the same means in the same order. So parameters and optimizer states stay
+    bit-identical, with any optimizer. With b = 0 it is DDP.
 
-    The server runs beside rank 0. A rank sends the model's bytes once per gradient and is sent them once per version,
-    so the server sends p - 1 times as many: its port is the narrow place, where DDP's all-reduce has none. A step
-    lasts as long as the n-th gradient takes. A late rank finishes what it has begun before it begins anew (a backward
-    cannot be broken off), so only where all ranks begin a version together is that the n-th smallest of p times,
-    H_p - H_b on average for times from the exponential distribution with mean 1. The Sample "late" is 1 where a
-    gradient was dropped, else 0.
+    The server runs on rank 0. A rank sends the model's bytes once per gradient and receives them once per version. The
+    server sends p - 1 times as many, so its port is the bottleneck, which DDP's all-reduce does not have. A step lasts
+    until the n-th gradient. A late rank first finishes its backward, which cannot be interrupted. The step takes the
+    n-th smallest of p times only if all ranks begin a version together. For exponentially distributed times with mean 1
+    this is H_p - H_b on average. The Sample "late" is 1 if a gradient was dropped, else 0.
 
-    When to use it: ranks are slow at random and wires are fast. The data of a rank that is always slow is never
-    learned, and its work is lost. A mean of n gradients has the noise of n batches: scale the learning rate by n.
+    When to use it: ranks are slow at random and the network is fast. A rank that is always slow does no useful work,
+    and its data is never learned. A mean of n gradients has the noise of n batches, so scale the learning rate by n.
 
     Reference: Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981
     """
@@ -111,7 +110,7 @@ class BackupWorkers(Strategy):
                 await self._answer(rank, state, source, version, counted=True)
 
     async def _answer(self, rank: Rank, state: _State, to: int, version: int, counted: bool) -> None:
-        """Sends a rank all means from that of `version` on, and forgets those that everybody has."""
+        """Sends a rank all means from `version` on, and deletes the means that every rank has received."""
         newest = state.version
         await tell(rank, to, "answer", newest, counted)
         for missed in range(version, newest):

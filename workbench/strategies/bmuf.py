@@ -1,4 +1,4 @@
-"""BMUF: block momentum over model averaging."""
+"""BMUF: block momentum on model averaging."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from workbench.strategies._slots import MOMENTUM, combine_slots
 
 @dataclass(frozen=True, kw_only=True)
 class BMUF(Strategy):
-    """Each rank trains on its own for a block of `every` steps; a momentum filters the mean of where they got to.
+    """Ranks train alone for blocks of `every` steps; a momentum then filters their mean displacement.
 
         params_i <- optimizer_i(params_i, grad_i)                             every step
         delta <- eta delta + zeta ((1/p) sum_j params_j - anchor)             every H steps
         W <- W + delta
         anchor <- W   or, where `form` is "nesterov", W + eta delta;    params_i <- anchor
 
-    The anchor is where all ranks begin a block. delta is in units of parameters, so what is left of it keeps its
-    length when the learning rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is
-    SlowMo(beta=eta, alpha=zeta). `buffers` says what becomes of the inner optimizer's memory after each block.
+    All ranks begin a block at the anchor. delta is in units of parameters, so the rest of it keeps its length when the
+    learning rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
+    alpha=zeta). `buffers` decides what happens to the inner optimizer's state after each block.
 
-    Sends 2 (p-1)/p of the model's bytes once per H = `every` steps while all wait. When it is left, a begun block ends
-    in the plain mean, and between blocks the anchor is what is left behind; SlowMo, DiLoCo and StreamingDiLoCo go on
-    with its momentum.
+    A rank sends 2 (p-1)/p of the model's bytes once per H = `every` steps and waits for it. If the strategy is left
+    inside a block, the result is the plain mean; between blocks it is the anchor. SlowMo, DiLoCo and StreamingDiLoCo
+    continue with its momentum.
 
-    When to use it: as SlowMo. eta = 1 - 1/p and zeta = 1 are usual, so that with p ranks what a block adds moves the
-    model p times over in the end. Implementations differ in the Nesterov form: fairseq's moves the anchor by
-    (1 + eta) delta each time.
+    When to use it: as SlowMo. eta = 1 - 1/p and zeta = 1 are usual. With p ranks a block's displacement then moves the
+    model p times as far in the end. Implementations differ in the Nesterov form: fairseq's moves the anchor by (1 +
+    eta) delta each time.
 
     Reference: Chen and Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-block
     Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016,
@@ -65,11 +65,11 @@ class BMUF(Strategy):
         await rank.forward()
         await rank.backward()
         if self.buffers == "average":
-            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
+            await rank.grads()  # a missing gradient becomes zero, so all ranks have optimizer state for every parameter
         await rank.update()
         state.trained(rank)
         if state.since >= self.every:
-            # W + eta delta advances by zeta G + eta delta, so the anchor alone need be kept
+            # W + eta delta moves by zeta G + eta delta, so storing the anchor alone is enough
             await outer_step(rank, state, Outer(self.eta, gain=self.zeta, nesterov=self.form == "nesterov"))
             await combine_slots(rank, self.buffers)
 

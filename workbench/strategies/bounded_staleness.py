@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: the fastest rank may be ahead of the slowest, but only so far."""
+"""Stale synchronous parallel: the fastest rank may lead the slowest by a bounded distance."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
 
-FREE = 64  # the end of the scale of `bound`, which stands for infinity
+FREE = 64  # the end of the scale of `bound`; it stands for infinity
 
 
 class _State(Copies):
-    """What one rank remembers: how far it is, and as of when its copy is; as a server how far all are."""
+    """State of one rank: its clock and the age of its copy; on the server, the clocks of all ranks."""
 
     def __init__(self, params: list[Bucket], size: int) -> None:
         super().__init__(params)
         self.clock = 0  # iterations that this rank has finished
-        self.seen = 0  # its copy has every update of this many iterations of every rank
-        self.asked = False  # has it asked for the server's parameters, which it has not read?
-        self.clocks = [0] * size  # by rank, updates that the server has taken in
+        self.seen = 0  # its copy includes this many iterations of every rank
+        self.asked = False  # whether it has requested the server's parameters and not read them yet
+        self.clocks = [0] * size  # by rank, the updates that the server has applied
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedStaleness(Strategy):
-    """Each rank trains at its own pace, but none begins an iteration more than s ahead of the slowest.
+    """Ranks train at their own pace, but no rank begins an iteration more than s ahead of the slowest.
 
         rank:    begin iteration c only if c - min_j c_j <= s     c_j: iterations that rank j has finished
                  params_i <- centre, if its copy is older than that allows
                  params_i <- optimizer_i(params_i, grad_i);   push what that moved;   c_i <- c_i + 1
         server:  centre <- centre + what was pushed;   answers a fetch for iteration c once min_j c_j >= c - s
 
-    So in iteration c a rank sees its own updates and every update of the first c - s iterations of all others, and
-    never has one rank finished more than s + 1 iterations more than another. A rank asks for what it needs next
-    together with its push and waits for it before it begins. Updates are summed, not averaged: s = 0 is DDP at
-    p times the learning rate with plain or momentum SGD. At 64, the end of its scale, s stands for infinity: nobody
-    waits, everybody fetches in every iteration (ASP).
+    So in iteration c a rank sees its own updates and every update of the other ranks' first c - s iterations. No rank
+    ever finishes more than s + 1 iterations more than another. A rank requests parameters together with its push, and
+    waits for them before its next iteration. Updates are summed, not averaged. So s = 0 is DDP at p times the learning
+    rate, with plain or momentum SGD. At 64, the end of its scale, s stands for infinity: ranks never wait and fetch in
+    every iteration (ASP).
 
-    A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old: once in s + 1
-    iterations where all are equally fast, in every iteration where it waits for a slower one. The server beside rank
-    0 sends what all others fetch. The Sample "ahead" is by how many iterations a rank that fetches leads the slowest.
-    So a larger s makes copies older, also where nobody is late. `eager`: a rank fetches in every iteration and waits
-    where s asks it to, so that its copy is as fresh as without a bound, for as many bytes (the eager SSP of Dai et
-    al., whose servers send without being asked).
+    A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old. That is once in s
+    + 1 iterations if all ranks are equally fast, and in every iteration if it waits for a slower rank. The server on
+    rank 0 sends every rank's fetches. The Sample "ahead" is a fetching rank's lead over the slowest, in iterations. So
+    a larger s makes copies older even if no rank is late. With `eager` a rank fetches in every iteration and waits only
+    if s requires it. Its copy is then as fresh as without a bound, for as many bytes. This is the eager SSP of Dai et
+    al., whose servers send without a request.
 
-    When to use it: every rank is slow now and then, and not always the same one; then a bound of a few iterations
-    hides it. Behind a rank that is always slow all others end up waiting, whatever the bound. The sum of p updates
-    wants a learning rate 1/p of that of DDP.
+    When to use it: every rank is slow at times, and not always the same one. A bound of a few iterations then hides it.
+    All ranks end up waiting for one that is always slow, with any bound. The sum of p updates needs a learning rate 1/p
+    of DDP's.
 
     Reference: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013,
     https://papers.nips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html; Dai et al., "High-Performance
@@ -68,7 +68,7 @@ class BoundedStaleness(Strategy):
 
     @property
     def free(self) -> bool:
-        """Is there no bound?"""
+        """Whether there is no bound."""
         return self.bound == FREE
 
     def propagation(self, size: int) -> int:
@@ -97,7 +97,7 @@ class BoundedStaleness(Strategy):
             base.copy_(bucket.data)
 
     async def _fetched(self, rank: Rank, state: _State, buckets: list[Bucket]) -> None:
-        """Waits for the server's parameters, if they were asked for, and takes them over."""
+        """Waits for the server's parameters if this rank requested them, and copies them."""
         if not state.asked:
             return
         state.asked = False
@@ -112,7 +112,7 @@ class BoundedStaleness(Strategy):
             return
         buckets = await rank.params()
         memory = state.memory
-        waiting: list[tuple[int, int]] = []  # who waits, and for which clock of the slowest
+        waiting: list[tuple[int, int]] = []  # (rank, the clock that the slowest rank must reach)
         while (got := await told(rank, "push")) is not None:
             (clock, asks, needs), source = got
             for moved in await taken(rank, source, "push", buckets):
@@ -135,7 +135,7 @@ class BoundedStaleness(Strategy):
         return [bucket.like(memory.flat("centre", bucket)) for bucket in buckets]
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """Everybody gets the centre: every update is in it."""
+        """Gives every rank the centre, which contains every update."""
         buckets = await rank.params()
         memory = state.memory
         await self._fetched(rank, state, buckets)

@@ -1,4 +1,4 @@
-"""ByteScheduler: gradients cross in pieces, what the next forward needs first going first, and that forward begins."""
+"""ByteScheduler: sends gradients in pieces, first those that the next forward needs first."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from workbench.rank import Bucket, Handle, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 
-Flying = dict[int, list[Handle]]  # by bucket, its pieces under way across the step's end
+Flying = dict[int, list[Handle]]  # by bucket, its exchanges that outlast the step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteScheduler(Strategy):
-    """DDP in pieces and in another order: the next forward begins at once, and waits before a bucket for that alone.
+    """DDP in small pieces, reordered so that the next forward begins at once and waits bucket by bucket.
 
         backward has filled bucket b:    its pieces of at most `partition_mb` wait, the first layers' the most urgent
         the wire is free:                rank 0 lets the most urgent go, of all ranks, until `credit_mb` are under way
         forward is about to read b:      wait for its pieces;  params_b <- optimizer(params_b, (1/p) sum_i grad_i,b)
 
-    Backward ends with the layers that the next forward begins with. In the order in which buckets fill ("fifo") those
-    cross last, and forward waits for all; here they overtake, and what is left crosses while forward computes. So
-    a step can last max(compute, wire), where DDP's lasts forward + max(backward, wire) and more. Each rank sends what
-    it does under DDP, 2 (p-1)/p times the model's bytes per step, and every element is summed over the same ranks;
-    where p > 2 additions may come in another order than DDP's, as with any other size of buckets.
+    Backward ends with the layers that the next forward begins with. In the order of filling ("fifo") these are sent
+    last, and forward waits for every bucket. Here they overtake, and other pieces are sent while forward computes. So a
+    step can take max(compute, network); DDP takes at least forward + max(backward, network). Each rank sends DDP's
+    bytes, 2 (p-1)/p times the model's per step, and sums the same elements. With p > 2 the order of additions may
+    differ, as with any other size of buckets.
 
-    A bucket is what is waited for and updated at a time: give it the size of a layer. What is under way is overtaken by
-    nothing: the more credit, the longer an urgent piece waits, and the fewer rounds rank 0 needs to say what goes. P3
-    is `partition_mb` = 0.2 (its slices of 50,000 parameters) with the smallest credit, one slice at a time. Which sizes
-    are best depends on the wire: `tune(lab)` searches both while ranks train, as the authors do.
+    Forward waits for one bucket at a time, so give buckets the size of a layer. Nothing overtakes the pieces under way.
+    So with more credit an urgent piece waits longer, and rank 0 needs fewer rounds to choose pieces. P3 is
+    `partition_mb` = 0.2 (its slices of 50,000 parameters) with the smallest credit, one slice at a time. The best sizes
+    depend on the network: `tune(lab)` searches both while ranks train, as the authors do.
 
-    A step ends with its update still to be made. Before anything is changed or evaluated, and when the run ends, what
-    is under way is waited for; so it is before each step that has another learning rate than the last (a warm-up).
-    Clipping is refused, for no update has all gradients before it. A compressor acts on whole buckets, and
-    `partition_mb` does nothing then. All ranks start the same pieces, so a replica must be whole.
+    A step ends before its update. Ranks finish it before a change, an evaluation, a new learning rate and the run's
+    end. Clipping is refused, because no update has all gradients before it. A compressor acts on whole buckets, without
+    `partition_mb`. All ranks start the same pieces, so a rank must be a whole replica.
 
-    When to use it: the wire takes about as long as compute. It gains nothing where backward hides the exchange, nor
-    where that takes many times as long.
+    When to use it: communication takes about as long as compute. It gains nothing if backward hides the exchange, or if
+    the exchange takes many times as long.
 
     Reference: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019,
     https://doi.org/10.1145/3341301.3359642; Jayarajan et al., "Priority-based Parameter Propagation for Distributed
@@ -72,7 +71,7 @@ class ByteScheduler(Strategy):
         async for bucket in rank.forward():
             await self._land(rank, state, bucket)
         async for bucket in rank.backward(1.0 / rank.size):
-            urgency = bucket.index + 1 if self.order == "forward" else 0  # the last to fill has the first layers
+            urgency = bucket.index + 1 if self.order == "forward" else 0  # the last bucket has the first layers
             state[bucket.index] = [
                 await rank.start(rank.compressor.reduce(rank, piece, rank.memory), name=piece.name, priority=urgency,
                                  share=piece.nbytes / (self.credit_mb * 1e6))
@@ -91,7 +90,7 @@ class ByteScheduler(Strategy):
                 yield piece
 
     async def _land(self, rank: Rank, state: Flying, bucket: Bucket) -> None:
-        """All of a bucket's gradients have come before this returns, and it is updated."""
+        """Waits for all exchanges of a bucket, and updates the bucket."""
         if bucket.index in state:
             for handle in state.pop(bucket.index):
                 await rank.wait(handle)

@@ -1,4 +1,4 @@
-"""DABMD: everyone computes until the same deadline, as much as it can; then neighbours mix by how much that was."""
+"""DABMD: ranks compute until a common deadline, then neighbours mix by their batch counts."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from workbench.strategies._graph import GRAPHS, Round, hops, mixing_round, refus
 
 MAPS = ("euclidean", "entropic")
 ORDERS = ("step, mix", "mix, step")
-SLACK = 1e-6  # seconds: a batch that ends just at the deadline is in time
+SLACK = 1e-6  # seconds: a batch that ends exactly at the deadline counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class DABMD(Strategy):
-    """Distributed any-batch mirror descent: a round lasts a fixed time, in which each rank takes what batches it can.
+    """Distributed any-batch mirror descent: a round has a fixed time, in which ranks compute as many batches as they
+    can.
 
         g_i <- mean gradient of the b_i batches that rank i has finished within `window`
         y_i <- argmin_x  <g_i, x> + D(x, x_i) / lr
         x_i <- sum_j W_ij b_j y_j / sum_j W_ij b_j,   b_i <- sum_j W_ij b_j       `rounds` times
 
     D is the Bregman divergence of the `mirror` map. "euclidean": D = |x - x_i|^2 / 2, so y_i is a step of plain SGD;
-    another optimizer makes its own step in that place. "entropic": D = sum x log(x / x_i) where each parameter keeps
-    its sum s, which is exponentiated gradient on a simplex of that size,
+    another optimizer makes its own step instead. "entropic": D = sum x log(x / x_i), and each parameter keeps its sum
+    s. This is exponentiated gradient on a simplex of size s,
 
         y_i = s x_i exp(-lr g_i) / sum(x_i exp(-lr g_i))
 
-    It takes parameters that are all above zero, which then remain so; others are refused. The run's optimizer rests.
-    With `decay` = a the step of the run's round t is lr / t^a, for which gradients are multiplied by t^-a (an optimizer
-    that is free of scale, such as Adam, does not heed that); the regret bounds of mirror descent want a = 1/2.
+    "entropic" needs parameters above zero, keeps them there, and does not use the run's optimizer. With `decay` = a the
+    step of the run's round t is lr / t^a: gradients are multiplied by t^-a, which a scale-free optimizer such as Adam
+    ignores. The regret bounds of mirror descent need a = 1/2.
 
-    `order` "step, mix" is what stands above. With "mix, step" it is x_i that is mixed, and the step is made from there,
-    with the gradient at the x_i of before: x_i <- sum_j W_ij x_j - lr g_i in the Euclidean case, as in D-PSGD. Ranks
-    then differ after a round even on "complete", by their last gradients.
+    `order` "step, mix" is the algorithm above. With "mix, step" ranks first mix x_i, then step from there with the
+    gradient at the old x_i. In the Euclidean case this is x_i <- sum_j W_ij x_j - lr g_i, as in D-PSGD. Ranks then
+    differ after a round by their last gradients, even on "complete".
 
-    W has Metropolis weights on any graph of Gossip's, also such as change from round to round. Weighted by b, a rank
-    that has seen few examples counts for little: on "complete", or with many `rounds`, the result is the step with the
-    mean gradient of all examples of all ranks. With `weighted` off it is sum_j W_ij y_j, which leaves the ranks' mean
-    where it is and lets noisy gradients of slow ranks count in full.
+    W has Metropolis weights on any graph of Gossip, also a changing one. With weights b a rank that has seen few
+    examples counts for little. On "complete", or with many `rounds`, the result is the step with the mean gradient of
+    all ranks' examples. Without `weighted` it is sum_j W_ij y_j. This keeps the ranks' mean, and noisy gradients of
+    slow ranks count in full.
 
-    No batch is begun that would end after the deadline if it took as long as the one before. The first always is, so a
-    rank whose batch takes longer than `window` keeps its neighbours waiting: take smaller batches. The Sample "batches"
-    is b_i; on real clocks no two runs have the same. A rank sends each neighbour the model's bytes and 8 more,
-    `rounds` times per step, and hides nothing. As a step is of b_i batches, the learning rate is per round.
+    A rank begins no batch that would end after the deadline if it took as long as the one before. It always begins the
+    first one, so a rank whose batch takes longer than `window` delays its neighbours: use smaller batches. The Sample
+    "batches" is b_i; on real clocks it differs from run to run. A rank sends each neighbour the model's bytes and 8
+    more, `rounds` times per step, and hides none of it. The learning rate is per round, for b_i batches.
 
-    When to use it: ranks differ in speed, for long or now and then, and data come without end. Beside DDP no rank waits
-    for the slowest, and beside AsyncServer no gradient is stale.
+    When to use it: ranks differ in speed, permanently or at times, and data is unlimited. Unlike DDP no rank waits for
+    the slowest, and unlike AsyncServer no gradient is stale.
 
-    Of the paper its abstract and this project's notes were at hand: fixed computing time, primal averaging once or
-    several times, time-varying graphs. Which of the orders is the paper's is not known here, hence both; the weights b
-    (those of Anytime Minibatch, Ferdinand
-    et al., ICLR 2019, https://arxiv.org/abs/2006.05752) are taken from there.
+    This follows the paper's abstract: fixed computing time, primal averaging once or several times, time-varying
+    graphs. The paper's order is not known here, so both exist. The weights b are those of Anytime Minibatch (Ferdinand
+    et al., ICLR 2019, https://arxiv.org/abs/2006.05752).
 
     Reference: Eshraghi and Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror
     Descent", ICML 2020, https://icml.cc/virtual/2020/poster/6727
@@ -77,7 +77,7 @@ class DABMD(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
-    sees_all: ClassVar[bool] = True  # ranks of one replica would stop at deadlines of their own
+    sees_all: ClassVar[bool] = True  # ranks of one replica would stop at different deadlines
 
     def propagation(self, size: int) -> int:
         return hops(self.edges or self.graph, size)
@@ -115,14 +115,14 @@ class DABMD(Strategy):
             await self._descend(rank)
 
     async def _descend(self, rank: Rank) -> None:
-        """The own step, from where the parameters are."""
+        """Makes this rank's own step from the current parameters."""
         if self.mirror == "entropic":
             await rank.update(by=partial(_multiply, await rank.params(), await rank.grads(), rank.lr))
         else:
             await rank.update()
 
     async def _agree(self, rank: Rank, weight: float) -> None:
-        """The round's mixings. weight: how much this rank counts for."""
+        """Mixes `rounds` times with the neighbours; `weight` is this rank's weight."""
         for k in range(self.rounds):
             number = rank.step * self.rounds + k
             part = mixing_round(self.edges or self.graph, 1.0, rank.size, rank.index, number)
@@ -132,7 +132,7 @@ class DABMD(Strategy):
         await average(rank)
 
     async def _compute(self, rank: Rank) -> int:
-        """Adds up gradients until the deadline; of how many batches."""
+        """Adds up gradients until the deadline and returns the number of batches."""
         now = await rank.clock()
         deadline, lasted, done = now + self.window * 1e-3 + SLACK, 0.0, 0
         while not done or (done < self.most and now + lasted <= deadline):
@@ -144,7 +144,7 @@ class DABMD(Strategy):
 
 
 def _multiply(params: list[Bucket], grads: list[Bucket], lr: float) -> None:
-    """The entropic step of each parameter, in logarithms so that nothing overflows; what would be 0 stays above it."""
+    """Makes the entropic step of each parameter, in logarithms against overflow; results stay above 0."""
     for bucket, grad in zip(params, grads, strict=True):
         for part in bucket.parts:
             x, g = bucket.data[part.start : part.stop], grad.data[part.start : part.stop]
@@ -154,7 +154,7 @@ def _multiply(params: list[Bucket], grads: list[Bucket], lr: float) -> None:
 
 
 async def _mix(rank: Rank, buckets: list[Bucket], part: Round, weight: float) -> float:
-    """Parameters become the weighted mean of the neighbourhood's, added up in rank order; returns their weight."""
+    """Sets the parameters to the neighbourhood's weighted mean, added in rank order; returns the total weight."""
     own = torch.tensor([weight], dtype=torch.float64)
     for other in part.to:
         await rank.send(own, other, "weight")

@@ -12,16 +12,16 @@ from workbench.strategies._base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Strategy):
-    """Every rank averages its gradients with all others in every step, while backward is still running.
+    """Averages the gradients of all ranks in every step, while backward is still running.
 
         params <- optimizer(params, (1/p) sum_i grad_i)
 
-    Replicas stay identical. Each rank sends 2 (p-1)/p times the model's gradient bytes per step. Buckets are
-    averaged as soon as they fill, in the same order on all ranks, so the exchange hides behind backward. With
-    `accumulate` = k, k batches are summed into one gradient before it is exchanged, 1/k as often.
+    Replicas stay identical. Each rank sends 2 (p-1)/p times the model's gradient bytes per step. Ranks average buckets
+    as soon as they fill, in the same order, so the exchange hides behind backward. With `accumulate` = k a rank adds
+    the gradients of k batches before each exchange, so it exchanges 1/k as often.
 
-    When to use it: always first; it is exact. It suffers when the wire is slow (see LocalSGD, compressors) or
-    when one rank is (everybody waits).
+    When to use it: always first; it is exact. It suffers if the network is slow (see LocalSGD, compressors) or if one
+    rank is slow, because all ranks wait for it.
 
     Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
     https://arxiv.org/abs/2006.15704
@@ -40,7 +40,7 @@ class DDP(Strategy):
 
     async def step(self, rank: Rank, state: Any) -> None:
         share = 1.0 / (self.accumulate * rank.size)
-        # share: each rank's loss is scaled, so that the sum over ranks is the mean gradient without a pass of its own
+        # each rank's loss is scaled, so that the sum over ranks is the mean gradient without an extra pass
         for micro in range(self.accumulate - 1):
             await rank.forward(micro=micro)
             await rank.backward(share, micro=micro)

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train alone for long, and an outer Nesterov optimizer works on how far they got."""
+"""DiLoCo: ranks train alone for long; an outer Nesterov optimizer steps by their mean."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from workbench.strategies._outer import Outer, OuterState, handed, outer_step, t
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Strategy):
-    """Each rank trains on its own for `every` steps; the mean displacement is a gradient for an outer Nesterov SGD.
+    """Ranks train alone for `every` steps; an outer Nesterov SGD uses the mean displacement as its gradient.
 
         params_i <- optimizer_i(params_i, grad_i)                             every step
         D <- (1/p) sum_j (anchor - params_j);   b <- mu b + D                 every H steps
         anchor <- anchor - eta (D + mu b);      params_i <- anchor
 
-    eta = `outer_lr`, mu = `outer_momentum`, H = `every`; the first outer step moves by eta (1 + mu) D. The inner
-    optimizer is the task's own and what it remembers stays on each rank. Sends 2 (p-1)/p of the model's bytes once
-    per H steps while all wait. With eta = 1 and mu = 0 it is LocalSGD; with H = 1, plain SGD inside and eta = 1 it is
-    DDP with Nesterov momentum mu (mu = 0: plain DDP). "heavy-ball" moves the anchor by eta b, as SlowMo does.
+    eta = `outer_lr`, mu = `outer_momentum`, H = `every`. The first outer step moves by eta (1 + mu) D. The inner
+    optimizer is the task's own, and its state stays on each rank. A rank sends 2 (p-1)/p of the model's bytes once per
+    H steps and waits for it. With eta = 1 and mu = 0 it is LocalSGD. With H = 1, plain SGD inside and eta = 1 it is DDP
+    with Nesterov momentum mu (mu = 0: plain DDP). "heavy-ball" moves the anchor by eta b, as SlowMo does.
 
     Displacements pass through the compressor. Under TopK with error feedback this is the sparsified displacement of
-    SparseLoCo, which has no outer momentum: error feedback takes its place. There the residual also decays; ours
-    does not, and our TopK picks from each bucket.
+    SparseLoCo, which has no outer momentum: error feedback takes its place. SparseLoCo also decays the residual. Ours
+    does not, and our TopK selects from each bucket.
 
-    When it is left at the end of a round, the outer parameters are what is left behind. A begun round ends in the mean
-    of the ranks, without an outer step: nothing learned is lost, and no momentum acts on part of a round. SlowMo,
-    BMUF and StreamingDiLoCo go on with b.
+    If the strategy is left at the end of a round, the outer parameters are the result. Inside a round the result is the
+    ranks' mean, without an outer step. So nothing learned is lost, and no momentum acts on part of a round. SlowMo,
+    BMUF and StreamingDiLoCo continue with b.
 
-    When to use it: wires so slow that one wants to hear of the others only every few hundred steps. The paper
-    trains with AdamW inside and H = 500, from a model that was trained in step before; the default H here is short, so
-    that a lesson sees several rounds.
+    When to use it: the network is so slow that ranks should exchange only every few hundred steps. The paper trains
+    with AdamW inside and H = 500, from a model that was first trained synchronously. The default H here is short, so
+    that a lesson shows several rounds.
 
     Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
     https://arxiv.org/abs/2311.08105; Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,

@@ -1,4 +1,4 @@
-"""Elastic averaging: replicas are tied to a common centre by a spring, and so may explore."""
+"""Elastic averaging: a spring ties the replicas to a common centre, so they may explore."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
 
-_Pending = list[tuple[Handle, Bucket, Bucket]]  # an exchange under way, the parameters, and what is added up
+_Pending = list[tuple[Handle, Bucket, Bucket]]  # (exchange under way, parameters, the sum)
 
 
 class _State:
-    """What one rank remembers: steps since the last exchange, and the centre, the same on all ranks."""
+    """State of one rank: steps since the last exchange, and the centre, which is the same on all ranks."""
 
     def __init__(self, params: list[Bucket]) -> None:
         self.since = 0
@@ -23,30 +23,30 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(Strategy):
-    """Each rank trains on its own; now and then it and a common centre pull each other closer, but not together.
+    """Ranks train alone; periodically each rank and a common centre move towards each other, but do not meet.
 
         params_i <- optimizer_i(params_i, grad_i)                          every step
         params_i <- params_i - alpha (params_i - centre)                   every `every` steps
         centre   <- centre + alpha sum_i (params_i - centre)               at the same time
         alpha = beta / p
 
-    Both lines use the old values, so the sum of all params_i and the centre stays what it was. Each exchange leaves
-    1 - alpha of the distances between ranks and 1 - (p+1) alpha of the centre's distance from their mean: with beta
-    = p / (p+1) the centre is the mean afterwards, from 2 p / (p+1) on the two swing ever further apart, and that is
-    refused. The centre lives on every rank: one all-reduce of the differences keeps all copies equal, 2 (p-1)/p of
-    the model's bytes per exchange. As in the paper's algorithm the gradient of that step is taken where the rank was
-    before; so the exchange goes on during forward and backward, and is waited for before the update.
+    Both lines use the old values, so the sum of all params_i and the centre stays constant. Each exchange leaves 1 -
+    alpha of the distances between ranks, and 1 - (p+1) alpha of the distance between the centre and the ranks' mean.
+    With beta = p / (p+1) the centre equals the mean afterwards. From beta = 2 p / (p+1) on the two diverge, so EASGD
+    refuses it. One all-reduce of the differences keeps every rank's copy of the centre equal, 2 (p-1)/p of the model's
+    bytes per exchange. As in the paper's algorithm, that step's gradient belongs to the parameters before the exchange.
+    So the exchange runs during forward and backward, and the rank waits for it before the update.
 
-    Exchanges come in every `every`-th step, before its update, so the first after `every` - 1 updates; where the
-    paper's clock is divided by tau it is after tau of them, one step later. It is not EAMSGD with a Nesterov optimizer:
-    EAMSGD pulls x_i itself and looks ahead only for the gradient, while torch's Nesterov keeps no x_i, only the point
-    ahead of it, x_i + delta v_i, and that is what would be pulled here.
+    The first exchange comes after `every` - 1 updates, in the `every`-th step and before its update. The paper
+    exchanges after tau updates, one step later. EASGD with a Nesterov optimizer is not EAMSGD. EAMSGD pulls x_i itself
+    and looks ahead only for the gradient. torch's Nesterov stores only the point ahead, x_i + delta v_i, so EASGD would
+    pull that point.
 
-    The centre is what the method learns: whoever leaves goes on from there, after one more exchange. Held-out losses
-    meanwhile are the mean's.
+    When the strategy is left, ranks make one more exchange and continue from the centre, the method's result. Held-out
+    losses during training are those of the mean.
 
-    When to use it: the wire is slow, `every` is long, and many local optima make it worth that ranks differ; LocalSGD
-    sends as much and makes them equal each time.
+    When to use it: the network is slow, `every` is long, and many local optima make differences between ranks useful.
+    LocalSGD sends as much and makes ranks equal each time.
 
     Reference: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015,
     https://arxiv.org/abs/1412.6651
@@ -85,7 +85,7 @@ class EASGD(Strategy):
         await rank.update()
 
     async def _pull(self, rank: Rank, state: _State, buckets: list[Bucket], centre: Memory) -> _Pending:
-        """Starts adding up over all ranks, bucket by bucket, by how much they pull at the centre."""
+        """Starts the sums over all ranks of the displacements that pull the centre, bucket by bucket."""
         pending = []
         for bucket in buckets:
             pull = bucket.like((bucket.data - centre.flat("centre", bucket)).mul_(self.beta / rank.size))

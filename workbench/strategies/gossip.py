@@ -1,4 +1,4 @@
-"""Gossip: every rank mixes its parameters with its neighbours' only."""
+"""Gossip: every rank mixes its parameters with those of its neighbours only."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ ORDERS = ("combine-then-adapt", "adapt-then-combine")
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Strategy):
-    """Every rank mixes its parameters with its neighbours', every `every` steps, while it computes its gradient.
+    """Mixes each rank's parameters with its neighbours' every `every` steps, while the gradient is computed.
 
         params_i <- sum_j W_ij params_j                     W_ij > 0 for neighbours j of i and for i itself
         params_i <- optimizer_i(params_i, grad_i)           the gradient is that before the mixing
 
-    W has Metropolis weights, 1 / (1 + the larger degree of i and j). Its rows and columns add up to 1, so the mean
-    of all ranks moves as in DDP, and the ranks' disagreement shrinks in each round by its second largest |eigenvalue|:
-    1/3 on a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" (one rank to send to, another to hear
-    from) and "butterfly" (the same one for both) nothing is left of it after n rounds of 2^n ranks. "shift_one" is
-    Bagua's pairing and takes any even number. `edges` is a graph of your own, by pairs of ranks, "0-1 1-2 2-0", or
-    by W itself, row by row.
+    W has Metropolis weights, 1 / (1 + the larger degree of i and j). Its rows and columns add up to 1, so the mean of
+    all ranks moves as in DDP. In each round the ranks' disagreement shrinks by W's second largest |eigenvalue|: 1/3 on
+    a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" a rank sends to one rank and receives from
+    another; on "butterfly" both are the same rank. On both graphs the disagreement of 2^n ranks is gone after n rounds.
+    "shift_one" is Bagua's pairing and takes any even number of ranks. `edges` is a graph of your own: pairs of ranks,
+    "0-1 1-2 2-0", or W itself, row by row.
 
-    A rank sends the model's bytes once to each neighbour, so twice per round on a ring and once on "exponential" and in
-    pairs; it connects to its neighbours only and waits for nobody else. In the order above the exchange hides behind
-    forward and backward. "adapt-then-combine" updates first and mixes what came out of it: nothing is hidden,
-    but the ranks end a step closer together; on "complete" with plain SGD it equals DDP.
+    A rank sends the model's bytes once to each neighbour. That is twice per round on a ring, and once on "exponential"
+    and in pairs. It connects to its neighbours only and waits only for them. In the order above the exchange hides
+    behind forward and backward. "adapt-then-combine" updates first and mixes the result. It hides nothing, but the
+    ranks end a step closer together; on "complete" with plain SGD it equals DDP.
 
-    When to use it: latency is high, or ranks are slow now and then and not always the same one. In bytes only the
-    graphs with one partner beat the all-reduce of DDP. Evaluate the mean: one rank is off by the disagreement.
+    When to use it: latency is high, or ranks are slow at times and not always the same one. Only the graphs with one
+    partner send fewer bytes than DDP's all-reduce. Evaluate the mean, because a single rank differs from it by the
+    disagreement.
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017,
     https://arxiv.org/abs/1705.09056; "shift_one": Gan et al., "BAGUA: Scaling up Distributed Learning with System
@@ -84,7 +85,7 @@ async def _tell(rank: Rank, buckets: list[Bucket], part: Round) -> None:
 
 
 async def _mix(rank: Rank, buckets: list[Bucket], part: Round) -> None:
-    """Adds up in rank order, so that ranks that take the same shares of the same values agree to the bit."""
+    """Adds the shares in rank order, so ranks with the same shares and values get bit-identical results."""
     for bucket in buckets:
         mixed: Any = None
         for other, share in part.shares.items():

@@ -1,4 +1,4 @@
-"""Hierarchical local SGD: groups of ranks average more often among themselves than all ranks do."""
+"""Hierarchical local SGD: groups of ranks average more often than all ranks together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.strategies.post_local_sgd import PostLocalSGD, PostLocalState
 
 
 class _State(PostLocalState):
-    """What one rank remembers besides: steps since its group averaged."""
+    """PostLocalState plus the steps since this rank's group averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,17 +23,17 @@ class _State(PostLocalState):
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalLocalSGD(PostLocalSGD):
-    """Each rank trains on its own; its group averages every `group_every` steps, all ranks every `every` steps.
+    """Ranks train alone; groups average every `group_every` steps, and all ranks average every `every` steps.
 
         params_i <- optimizer_i(params_i, grad_i)                        every step
         params_i <- (1/g) sum_j in group(i) params_j                     every `group_every` steps
         params_i <- anchor + (1/p) sum_j (params_j - anchor)             every H steps, in place of the group's
 
-    Each g = `group` consecutive ranks are a group (the mesh is "between" p/g × "within" g). A group's averaging sends
-    2 (g-1)/g of the model's bytes uncompressed, that of all 2 (p-1)/p of it by the compressor. Both counts begin anew
-    when all average. With `warmup` it begins as PostLocalSGD does.
+    Each g = `group` consecutive ranks are a group (the mesh is "between" p/g × "within" g). A group's averaging sends 2
+    (g-1)/g of the model's bytes uncompressed. The averaging of all ranks sends 2 (p-1)/p of them through the
+    compressor, and resets both counts. With `warmup` it begins as PostLocalSGD does.
 
-    When to use it: some wires are faster than others, as between the GPUs of a host and between hosts.
+    When to use it: some links are faster than others, for example within a host and between hosts.
 
     Reference: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217,
     section 5.2 and appendix D

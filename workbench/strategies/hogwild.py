@@ -11,20 +11,20 @@ from workbench.strategies._base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Hogwild(Strategy):
-    """Every rank reads and updates the same parameters in shared memory, at its own pace, and takes no lock.
+    """Ranks read and update the same parameters in shared memory, at their own pace and without a lock.
 
         params <- optimizer_i(params, grad_i(params))       every rank i, whenever it is ready
 
-    Nothing is sent and nobody waits: bytes are zero, and a slow rank holds up none. A gradient is computed from
-    parameters that others change meanwhile, and where two ranks update one element at the same moment one of the two
-    updates is lost. Sparse gradients (`nn.Embedding(sparse=True)`) write only the elements they are about, so ranks
-    seldom meet; a dense update reads and writes every element, also where its gradient is zero. Each rank makes a
-    whole step, so p ranks move the parameters up to p times as far per step as DDP: lower `lr` where that is too far.
-    The optimizer's state and the model's buffers are each rank's own until it is left, then their mean. In the
-    simulator an update happens at one moment, so gradients are stale there but no update is lost.
+    Ranks send nothing and never wait, so a slow rank delays no other. A gradient's parameters change while it is
+    computed. If two ranks update one element at the same moment, one of the updates is lost. Sparse gradients
+    (`nn.Embedding(sparse=True)`) write only their own elements, so ranks rarely collide. A dense update writes every
+    element, even if its gradient is zero. Each rank makes a whole step, so p ranks move the parameters up to p times as
+    far per step as DDP: lower `lr` if that is too far. Each rank keeps its own optimizer state and model buffers; their
+    mean remains when the strategy is left. In the simulator an update is instantaneous, so gradients are stale but no
+    update is lost.
 
-    When to use it: ranks on one host and gradients that are sparse, or ranks of uneven pace. It is refused
-    where ranks are on several hosts, and on GPUs, whose memory is not the host's.
+    When to use it: ranks on one host with sparse gradients, or ranks of uneven speed. It is refused on several hosts,
+    and on GPUs, because their memory is not the host's.
 
     Reference: Niu et al., "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS 2011,
     https://arxiv.org/abs/1106.5730

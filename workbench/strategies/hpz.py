@@ -1,4 +1,4 @@
-"""hpZ of ZeRO++: ZeRO stage 3 whose backward gathers parameters from second shards that lie nearer."""
+"""hpZ of ZeRO++: ZeRO stage 3 that gathers parameters for backward from nearer shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.strategies.zero_3 import ZeRO3
 
 
 class _State(dict[int, Handle]):
-    """The gatherings under way; seconds: by bucket, this rank's second shard of it, from forward to backward."""
+    """The all-gathers under way, by bucket; `seconds` has this rank's second shard from forward to backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,19 +25,19 @@ class _State(dict[int, Handle]):
 
 @dataclass(frozen=True, kw_only=True)
 class HpZ(ZeRO3):
-    """ZeRO3, and from the forward to the backward each group of g ranks keeps a second copy of the parameters.
+    """ZeRO3 with a second copy of the parameters per group of g ranks, from the forward to the backward.
 
         before forward reads a bucket:       params <- params_r of all p ranks               all-gather, among all
         once forward reads it no more:       second_r <- rank r's g-th of it
         before backward reads it:            params <- second_r of the group's g ranks       all-gather, in the group
         gradients, update:                   as ZeRO3
 
-    Each g = `group` consecutive ranks are a group. The backward's all-gather is of (g-1)/g of the model in place of
-    ZeRO3's (p-1)/p, and stays within the group: between groups a third less crosses. Second shards take
-    4 Psi / g bytes in fp32 from the end of the forward on, which the record does not count; each is let go when the
-    backward has read it.
+    Each g = `group` consecutive ranks are a group. The backward's all-gather moves (g-1)/g of the model instead of
+    ZeRO3's (p-1)/p, and stays within the group. So a third less crosses between groups. Second shards take 4 Psi / g
+    bytes in fp32 from the end of the forward on, and memory samples do not count them. A rank frees each second shard
+    after the backward has read it.
 
-    When to use it: ZeRO3 over hosts with fast wires inside and slow ones between, where 1/g of the model fits besides.
+    When to use it: ZeRO3 on hosts with fast links inside and slow links between them, if another 1/g of the model fits.
     ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ); here a compressor acts on gradients only.
 
     Reference: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", ICLR 2024,
@@ -57,7 +57,7 @@ class HpZ(ZeRO3):
 
     async def step(self, rank: Rank, state: Any) -> None:
         await super().step(rank, state)
-        state.seconds.clear()  # of what backward had no need of; parameters are others now
+        state.seconds.clear()  # shards that backward did not need; the parameters have changed
 
     async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:
         if rank.phase != "backward" or bucket.index not in state.seconds:

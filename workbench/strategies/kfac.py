@@ -1,4 +1,4 @@
-"""K-FAC: a layer's gradient goes through the inverses of two small matrices, whose making ranks share."""
+"""K-FAC: multiplies gradients by the inverses of two small matrices; ranks share the work."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from workbench.strategies._kronecker import (
 
 
 class _State:
-    """What one rank remembers: factors and inverses by layer, and of which settings these are."""
+    """State of one rank: factors and inverses by layer, and the settings of the last inversion."""
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.steps = 0
-        self.folded = 0  # times that factors came
+        self.folded = 0  # how often factors were averaged
         self.layers: list[Layer] = []
-        self.inverted: tuple[int, float, tuple[tuple[str, int], ...]] | None = None  # at which step, damping and mesh
+        self.inverted: tuple[int, float, tuple[tuple[str, int], ...]] | None = None  # its step, damping and mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +48,24 @@ class KFAC(Strategy):
         D = G^-1 grad A^-1,   grad = (1/p) sum_i grad_i
         params <- optimizer(params, nu D),   nu = min(1, sqrt(kl_clip / (lr^2 sum D . grad)))
 
-    a is what a layer is fed, with a 1 behind it where it has a bias, g the gradient of a row's own loss with respect to
-    what the layer made of it, pi^2 the ratio of the mean eigenvalues of A and G: A (x) G stands for the layer's block
-    of the Fisher matrix. g is that of the data's own labels (the empirical Fisher), as in KAISA, and the rows of a
-    sequence count as examples. A convolution is a Linear layer of patches (KFC): A is the sum of a a^T over an image's
-    T places, G the mean of g g^T over them, as if slopes at unlike places were independent of each other and of what
-    was fed. A patch of c channels has i = c k^2 elements. Everything else (embeddings, norms, convolutions in groups),
-    and layers whose parameters another module has, too, goes by the plain gradient; the Sample "preconditioned" is the
-    share of parameters that does not. Ranks do the same arithmetic, and are equal after every step.
+    a is a layer's input, plus a 1 if it has a bias. g is the gradient of one row's loss in the layer's output. The
+    ratio of the mean eigenvalues of A and G is pi^2. A (x) G approximates the layer's block of the Fisher matrix. g
+    uses the data's labels (the empirical Fisher), as in KAISA, and the rows of a sequence count as examples. A
+    convolution is a Linear layer of patches (KFC), and a patch of c channels has i = c k^2 elements. Its A is the sum
+    of a a^T over an image's T places, its G the mean of g g^T over them. This assumes that gradients at different
+    places are independent of each other and of the inputs. Other parameters use the plain gradient: embeddings, norms,
+    grouped convolutions, and layers that share parameters with another module. The Sample "preconditioned" is the share
+    of the preconditioned parameters. Ranks do the same arithmetic and are equal after every step.
 
-    Layers are dealt out: the dearest, by i^3 + o^3, first, each to the rank that has the least to invert. Of p ranks
-    g = `fraction` p keep a layer's inverses and make D of its gradient; where g < p they send it to the others in every
-    step. fraction = 1 is COMM-OPT, 1/p MEM-OPT; g is the largest divisor of p that is not above. Beside DDP's bytes an
-    all-reduce of half of A and G, then broadcasts of half of their inverses among g, and of D to p/g ranks.
-    A rank keeps i^2 + o^2 elements per layer for the factors, and again g/p of these for the inverses.
+    Layers are assigned by cost, i^3 + o^3: the most expensive first, each to the rank with the least work. Of p ranks g
+    = `fraction` p keep a layer's inverses and compute D of its gradient. If g < p they send D to the other ranks in
+    every step. fraction = 1 is COMM-OPT, 1/p MEM-OPT; g is rounded down to a divisor of p. In addition to DDP's bytes
+    ranks all-reduce half of A and G. They then broadcast half of the inverses among g ranks, and D to p/g ranks. A rank
+    keeps i^2 + o^2 elements per layer for the factors, and g/p of that for the inverses.
 
-    When to use it: few, long steps, with small layers and large batches; with SGD and momentum as the optimizer, for
-    Adam divides by sizes of its own, and a rate of the order of 0.01 to 1. The first `warmup` steps of every stay go by
-    the plain gradient at that very rate. Inverses of layers of thousands of features take seconds.
+    When to use it: few and long steps, small layers, large batches. Use SGD with momentum and a learning rate of about
+    0.01 to 1, because Adam rescales each element itself. The first `warmup` steps after each entry use the plain
+    gradient at that learning rate. Inverses of layers with thousands of features take seconds.
 
     Reference: Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML
     2015, https://arxiv.org/abs/1503.05671; Grosse and Martens, "A Kronecker-factored Approximate Fisher Matrix for
@@ -86,7 +86,7 @@ class KFAC(Strategy):
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     plain: ClassVar[bool] = False
     sees_all: ClassVar[bool] = True
-    skips: ClassVar[bool] = False  # a batch is in the factors before its update
+    skips: ClassVar[bool] = False  # the factors include a batch before its update
     own: ClassVar[dict[str, str]] = {
         "inputs*": "drop", "outputs*": "drop", "folded": "drop", "inverted": "drop", "layers": "drop",
         "steps": "drop",
@@ -129,7 +129,7 @@ class KFAC(Strategy):
         await rank.update()
 
     async def _backward(self, rank: Rank) -> list[Any]:
-        """The mean gradient under way, as under DDP."""
+        """Computes the gradient and returns the exchanges of its buckets under way, as DDP does."""
         share = 1.0 / (self.accumulate * rank.size)
         for micro in range(self.accumulate - 1):
             await rank.forward(micro=micro)
@@ -141,7 +141,7 @@ class KFAC(Strategy):
         return pending
 
     async def _agree(self, rank: Rank, state: _State, own: list[Factors]) -> None:
-        """The mean of all ranks' factors into the running averages; the k-th to come counts for 1/k at least."""
+        """Averages the factors over ranks into the running averages; the k-th average has weight 1/k or more."""
         if not own:
             return
         state.layers = seen(own)
@@ -151,14 +151,14 @@ class KFAC(Strategy):
         fold(state.memory, state.layers, unpacked(flat, state.layers), max(1 / state.folded, 1 - self.decay))
 
     def _due(self, rank: Rank, state: _State) -> bool:
-        """Are inverses old, or of other settings?"""
+        """Whether the inverses are too old, or belong to other settings."""
         if state.inverted is None:
             return True
         step, *settings = state.inverted
         return state.steps - step >= self.inverses_every or settings != [self.damping, rank.mesh.dims]
 
     async def _invert(self, rank: Rank, state: _State) -> None:
-        """Every rank inverts its layers' factors; then those that keep them get each other's."""
+        """Inverts this rank's layers; then the ranks that keep inverses exchange them."""
         keepers, owner = _along(rank, "keepers"), dealt(state.layers, rank.size)
         mine = [layer for layer in state.layers if owner[layer.weight] == rank.index]
         inverted = partial(invert, state.memory, damping=self.damping)
@@ -174,7 +174,7 @@ class KFAC(Strategy):
         state.inverted = state.steps, self.damping, rank.mesh.dims
 
     async def _precondition(self, rank: Rank, state: _State) -> None:
-        """Each layer's gradient becomes nu D, made by those that keep its inverses."""
+        """Replaces each layer's gradient by nu D, which the keepers of its inverses compute and send."""
         if not state.layers:
             return
         keepers, receivers = _along(rank, "keepers"), _along(rank, "receivers")
@@ -193,19 +193,19 @@ class KFAC(Strategy):
         _put([made[x] for x in state.layers], state.layers, gradients, rank.lr, self.kl_clip)
 
     async def _say(self, rank: Rank, state: _State) -> None:
-        """What share of the parameters is preconditioned."""
+        """Records the share of the parameters that is preconditioned."""
         whole = sum(bucket.data.numel() for bucket in await rank.params())
         await rank.sample("preconditioned", sum(x.inputs * x.outputs for x in state.layers) / whole)
 
 
 def _along(rank: Rank, dim: str) -> Rank:
-    """This rank along one dimension of the mesh; where these are all ranks, they need no group."""
+    """Returns this rank's group along `dim`, or `rank` itself if the group has all ranks."""
     group = rank.group(dim)
     return rank if group.size == rank.size else group
 
 
 def _by(who: Callable[[Layer], int], layers: list[Layer], size: int) -> Iterator[tuple[int, list[Layer]]]:
-    """The layers of each of `size` ranks that has some, in the ranks' order."""
+    """Groups the layers by rank and yields (rank, layers) in rank order, for ranks below `size` that have layers."""
     found: dict[int, list[Layer]] = {}
     for layer in layers:
         found.setdefault(who(layer), []).append(layer)
@@ -213,7 +213,7 @@ def _by(who: Callable[[Layer], int], layers: list[Layer], size: int) -> Iterator
 
 
 def _room(state: _State, layers: list[Layer], n: int) -> Tensor:
-    """(n,): where what another rank sends of these layers will be."""
+    """Returns an empty (n,) tensor to receive another rank's data for these layers."""
     return state.memory.parts["inputs"][layers[0].weight].new_empty(n)
 
 
@@ -227,7 +227,7 @@ def _joined(matrices: list[Tensor]) -> Tensor:
 
 @outlined(lambda made, layers, gradients, lr, kl_clip: None)
 def _put(made: list[Tensor], layers: list[Layer], gradients: Gradients, lr: float, kl_clip: float) -> None:
-    """nu D into the place of the gradients."""
+    """Writes nu D in place of the gradients."""
     if kl_clip:
         bends = torch.stack([(d * gradients.of(x)).sum(dtype=torch.float64) for d, x in zip(made, layers, strict=True)])
         nu = (kl_clip / (lr**2 * bends.sum().abs()).clamp_min(1e-300)).sqrt().clamp_max(1.0)

@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone for a while, then average."""
+"""Local SGD: ranks train alone for some steps, then average."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.strategies._slots import MOMENTUM, combine_slots
 
 
 class LocalState:
-    """What one rank remembers: steps since the last averaging, and the parameters agreed on then."""
+    """State of one rank: steps since the last averaging, and the parameters after it."""
 
     def __init__(self, params: list[Bucket]) -> None:
         self.since = 0
@@ -24,20 +24,20 @@ class LocalState:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Strategy):
-    """Each rank trains on its own for `every` steps, then all take the mean of where they got to.
+    """Ranks train alone for `every` steps, then all of them take the mean of their parameters.
 
         params_i <- optimizer_i(params_i, grad_i)                        every step
         params_i <- anchor + (1/p) sum_j (params_j - anchor)             every H steps
 
-    What crosses the wire is the displacement since the last averaging, 2 (p-1)/p of the model's bytes once
-    per H = `every` steps: H times fewer than DDP. Between averagings replicas drift apart, which costs some
-    loss per sample; the drift is on the dashboard. The optimizer's state stays on each rank, unless `momentum`
-    says that it is averaged ("double averaging": as many bytes again for SGD, twice as many for Adam) or zeroed
-    whenever parameters are averaged. Running statistics of normalisation layers stay each rank's own.
+    Ranks send the displacement since the last averaging, 2 (p-1)/p of the model's bytes once per H = `every` steps.
+    That is H times fewer than DDP. Between averagings replicas drift apart, which costs some loss per sample. The
+    dashboard shows the drift. By default the optimizer's state stays on each rank. `momentum` can average it ("double
+    averaging": as many bytes again for SGD, twice as many for Adam) or zero it at each averaging. Each rank keeps its
+    own running statistics of normalisation layers.
 
-    When to use it: the wire is slow and a little loss per sample is cheaper than waiting. With `every` = 1 and SGD,
-    with or without momentum, it equals DDP; with Adam it does not, for each rank keeps its own second moments.
-    PostLocalSGD begins with steps of DDP, HierarchicalLocalSGD averages more often where wires are faster.
+    When to use it: the network is slow, and a little loss per sample is cheaper than waiting. With `every` = 1 and SGD,
+    with or without momentum, it equals DDP. With Adam it does not, because each rank keeps its own second moments.
+    PostLocalSGD begins with steps of DDP. HierarchicalLocalSGD averages more often on faster links.
 
     Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019,
     https://arxiv.org/abs/1805.09767; averaging momenta: Yu et al., "On the Linear Speedup Analysis of
@@ -79,16 +79,16 @@ class LocalSGD(Strategy):
             await self.average(rank, state)
 
     async def alone(self, rank: Rank, state: Any) -> None:
-        """One step of this rank's own."""
+        """Makes one step on this rank alone."""
         await rank.forward()
         await rank.backward()
         if self.momentum == "average":
-            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
+            await rank.grads()  # a missing gradient becomes zero, so all ranks have optimizer state for every parameter
         await rank.update()
         state.since += 1
 
     async def average(self, rank: Rank, state: Any) -> None:
-        """All ranks take the mean."""
+        """Sets the parameters of all ranks to their mean."""
         pending = []
         for bucket in await rank.params():
             anchor = state.anchor.flat("anchor", bucket)

@@ -1,4 +1,4 @@
-"""Gossip on a ring with one byte per parameter: ranks send by how much they have moved."""
+"""Gossip on a ring with one byte per parameter: ranks send how far they have moved."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from workbench.strategies._graph import Round, hops, mixing_round
 
 
 class _State:
-    """What one rank remembers: its own parameters as its neighbours know them, and theirs."""
+    """State of one rank: its parameters as its neighbours know them, and its neighbours' parameters."""
 
     def __init__(self, rank: Rank, params: list[Bucket]) -> None:
         self.known = Memory()
         self.begin(rank, params)
 
     def begin(self, rank: Rank, params: list[Bucket]) -> None:
-        """All parameters are equal, so one's own are everybody's. Slots are called as ranks are."""
+        """Copies the parameters, equal on all ranks, into a slot for each rank; a slot's name is the rank's number."""
         keep(self.known, params, *map(str, ring(rank).shares))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionDecentralized(Strategy):
-    """Each rank tells its two neighbours on a ring, in 8 bits per parameter, how far it has moved.
+    """Each rank sends its two neighbours on a ring its displacement, in 8 bits per parameter.
 
         params_i <- optimizer_i(params_i, grad_i)                          every step
         z_i = params_i - w_i + sum_j W_ij w_j - w_i                        every `every` steps
         w_i <- w_i + Q(z_i);   w_j <- w_j + Q(z_j) for both neighbours;    params_i <- w_i
 
-    w_i is what the neighbours know of rank i. A rank keeps copies of theirs, which equal the originals to the bit,
-    for both add the same Q(z). W is 1/3 for each neighbour and the rank itself (1/2 on two ranks). The parameters
-    are not rounded, only the way that they have gone since the last round; what Q gets wrong of it shrinks with the
-    way. Q is ByteGrad's: the smallest element and the distance between two codes, then one byte per element. With
-    `bits` = 32 z goes as it is, and this is gossip on a ring.
+    w_i is the neighbours' copy of rank i. A rank also keeps copies of its neighbours' w. All copies are bit-identical,
+    because both sides add the same Q(z). W is 1/3 for each neighbour and the rank itself (1/2 on two ranks). Only the
+    displacement since the last round is rounded, so the rounding error shrinks with it. Q is ByteGrad's: the smallest
+    element and the distance between two codes, then one byte per element. With `bits` = 32 z is not rounded, and this
+    is gossip on a ring.
 
-    To each neighbour goes a byte per parameter and 8 per bucket, so a ring costs half the model's fp32 bytes, a third
-    of DDP's on many ranks, in two messages. It comes after the update and hides behind nothing.
+    A rank sends each neighbour one byte per parameter and 8 per bucket. So on a ring each rank sends half the model's
+    fp32 bytes in two messages. That is a third of DDP's bytes on 4 ranks, and a quarter on many ranks. The exchange
+    comes after the update and hides behind nothing.
 
-    When to use it: latency is high and bandwidth low at once. It needs memory for three more copies of the model.
+    When to use it: latency is high and bandwidth is low at the same time. It needs memory for three more copies of the
+    model.
 
     Reference: Tang et al., "Communication Compression for Decentralized Training", NeurIPS 2018 (there DCD-PSGD),
     https://arxiv.org/abs/1803.06443; on a ring with these codes: Gan et al., "BAGUA: Scaling up Distributed Learning
@@ -106,5 +108,5 @@ class LowPrecisionDecentralized(Strategy):
 
 
 def ring(rank: Rank) -> Round:
-    """Whom this rank tells, and with which shares it mixes."""
+    """Returns this rank's neighbours on the ring and its mixing shares."""
     return mixing_round("ring", 1.0, rank.size, rank.index, 0)

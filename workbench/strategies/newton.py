@@ -1,4 +1,4 @@
-"""Distributed Newton: a step solves a system with the model's curvature, by conjugate gradients on products with it."""
+"""Distributed Newton: solves for the step with the model's curvature by conjugate gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._mean import mean_of_all
 
-ENOUGH = 0.1  # of the decrease that the slope promises: a step length with less is not taken (Armijo's rule)
+ENOUGH = 0.1  # Armijo's rule: share of the decrease promised by the slope that a step length must reach
 
 
 class _State:
-    """The vectors that a solve goes by, each as long as the model: they are there from the first step on."""
+    """The vectors of a solve, each as long as the model; they exist from the first step on."""
 
     def __init__(self) -> None:
         self.memory = Memory()
@@ -30,30 +30,31 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class Newton(Strategy):
-    """Every step is the solution of (B + damping I) d = -g, found by conjugate gradients with products B v alone.
+    """Each step solves (B + damping I) d = -g by conjugate gradients, which need only products B v.
 
         g   = (1/p) sum_i grad_i,    B_i the Gauss-Newton matrix of rank i's batch
         "summed":   d = CG(v -> (1/p) sum_i B_i v + damping v, -g)              an all-reduce in every iteration
         "local":    d = (1/p) sum_i CG(v -> B_i v + damping v, -g)              GIANT: one all-reduce for all of them
         params <- params + s d,   s the first of lr, lr/2, lr/4, ... whose mean loss f has f(s) <= f(0) + 0.1 s g . d
 
-    B = J^T H J, J the Jacobian of what the model returns, H the Hessian of the loss in that. Where the model is linear
-    in its parameters it is the Hessian; else what is left of it without the model's own bends, which is never negative,
-    so conjugate gradients cannot run into a direction of negative curvature, as they do with a network's Hessian.
-    `iterations` are made, no more and no less, so all ranks ask alike. With `tries` = 1 no length is tried and s = lr;
-    where none is good enough the parameters stay. DANE (Shamir et al. 2014) solves on each rank a problem of its own
-    loss whose gradient is corrected to g; on a quadratic that solution is GIANT's.
+    B = J^T H J, with the Jacobian J of the model's output and the Hessian H of the loss in that output. If the model is
+    linear in its parameters, B is the Hessian. Otherwise B leaves out the model's own curvature and is never negative.
+    So conjugate gradients meet no direction of negative curvature, as they do with a network's Hessian. The number of
+    `iterations` is fixed, so all ranks issue the same operations. With `tries` = 1 it tries no length and s = lr. If no
+    length is good enough, the parameters stay. DANE (Shamir et al. 2014) solves a problem of each rank's own loss, with
+    its gradient corrected to g; on a quadratic its solution is GIANT's.
 
-    Set the learning rate to 1, Newton's own step: it is the longest that is tried. The task's optimizer rests and is
-    not asked. An iteration computes about what two gradients take. Per step a rank sends DDP's bytes, as many again for
-    d ("local") or for each iteration ("summed"), and a number for each try. It keeps four vectors as long as the model.
+    Set the learning rate to 1, Newton's own step, which is the longest length it tries. The task's optimizer is not
+    used. An iteration costs about as much compute as two gradients. Per step a rank sends DDP's bytes, as many again
+    for d ("local") or for each iteration ("summed"), and one number per try. It keeps four vectors as long as the
+    model.
 
-    When to use it: large batches, for g and B of a few examples are noise, and small models. "local" where the wire is
-    slow and each rank's batch has several times as many examples as the model has parameters, or `damping` is near the
-    curvature itself: along what its own batch does not bend at all, a rank goes 1/damping times the gradient.
-    On a transformer it works, but a step costs about eight of SGD's, so it is measured on Digits only. A trial: ByteGPT
-    on two ranks comes in 16 steps to 2.6 at `damping` 0.1 or 1 and `tries` = 10, SGD with momentum (lr 0.1) to 3.1; at
-    0.01 and 4 tries it is stuck after its first step, for no length is good enough.
+    When to use it: small models and large batches, because g and B of a few examples are noise. "local" suits a slow
+    network. It needs batches with several times as many examples as the model has parameters, or `damping` near the
+    curvature. Otherwise a rank moves by 1/damping times the gradient where its own batch has no curvature. It works on
+    a transformer, but a step costs about eight of SGD's, so it is measured on Digits only. In one trial ByteGPT on two
+    ranks reached 2.6 in 16 steps with `damping` 0.1 or 1 and `tries` = 10; SGD with momentum (lr 0.1) reached 3.1. With
+    0.01 and 4 tries it stopped after its first step, because no length was good enough.
 
     Reference: Wang et al., "GIANT: Globally Improved Approximate Newton Method for Distributed Optimization", NeurIPS
     2018, https://arxiv.org/abs/1709.03528; Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization
@@ -100,7 +101,7 @@ class Newton(Strategy):
         await rank.update(by=partial(_move, await rank.params(), direction, length))
 
     async def _solved(self, rank: Rank, state: _State, grads: list[Bucket]) -> list[Bucket]:
-        """About -(B + damping I)^-1 g, by conjugate gradients from zero."""
+        """Returns about -(B + damping I)^-1 g, by conjugate gradients that start at zero."""
         x, r, p = (state.of(name, grads) for name in ("direction", "residual", "conjugate"))
         for into, left, along, grad in zip(x, r, p, grads, strict=True):
             into.data.zero_()
@@ -125,7 +126,7 @@ class Newton(Strategy):
 
     async def _length(self, rank: Rank, state: _State, loss: Any, grads: list[Bucket],
                       direction: list[Bucket]) -> float:  # fmt: skip
-        """The first of the lengths that lowers the mean loss enough; 0 where none does. One number each is sent."""
+        """Returns the first length that lowers the mean loss enough, or 0; ranks send one number per length."""
         params = await rank.params()
         start, lengths = state.of("start", params), [rank.lr / 2**k for k in range(self.tries)]
         for kept, x in zip(start, params, strict=True):
@@ -151,7 +152,7 @@ def _move(params: list[Bucket], direction: list[Bucket], length: float) -> None:
 
 
 def _dot(left: list[Bucket], right: list[Bucket]) -> Tensor:
-    """() float64, of two vectors in buckets."""
+    """Returns the dot product of two vectors in buckets, () float64."""
     return torch.stack([_product(a.data, b.data) for a, b in zip(left, right, strict=True)]).sum()
 
 
@@ -162,11 +163,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 @outlined(lambda above, below: torch.empty_like(above))
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """0 where nothing is left to be divided by: the solution is there."""
+    """Returns above / below, or 0 if `below` is 0, because the solution is then reached."""
     return torch.where(below > 0, above / below, torch.zeros_like(above))
 
 
-@outlined(lambda like, loss: like.new_empty(1, dtype=torch.float64))  # nobody knows it
+@outlined(lambda like, loss: like.new_empty(1, dtype=torch.float64))  # sizes only: the value is unknown
 def _scalar(like: Tensor, loss: Tensor) -> Tensor:
-    """(1,) float64: a loss, where `like` is."""
+    """Returns a loss as (1,) float64 on the device of `like`."""
     return loss.detach().reshape(1).to(like.device, torch.float64)

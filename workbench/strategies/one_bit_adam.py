@@ -1,4 +1,4 @@
-"""1-bit Adam: after a warm-up only the signs of the momentum cross the wire, and errors are fed back."""
+"""1-bit Adam: after a warm-up ranks exchange only the momentum's signs, with error feedback."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ class OneBitAdam(MomentExchange):
         afterwards:      m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i + residual_i),   v stays
         both:            params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
-    C is the experiment's compressor, to be seen and set there: choose OneBit, whose bare name brings error feedback.
-    Any other under ErrorFeedback will do; Dense is the exact thing to compare with; one without error feedback is
-    refused, for what it loses is lost (QAdam takes it). In the first `warmup` steps
-    (DeepSpeed's `freeze_step`) gradients cross whole.
+    C is the experiment's compressor. Choose OneBit, which brings error feedback; any compressor under ErrorFeedback
+    works, and Dense is the exact reference. Others are refused, because their losses would never be sent (QAdam takes
+    them). In the first `warmup` steps (DeepSpeed's `freeze_step`) gradients are sent whole.
 
-    With `scaled`, the usual choice here, C acts on m / (sqrt(v_hat) + eps), and what comes out is multiplied again:
-    under Dense the same, with signs not. The paper codes m itself (scaled = False), so an element whose v is small is
-    given its block's magnitude and takes a step of many times lr: a small Digits, frozen after 60 steps, unlearns
-    what it knew (in 12 of 12 runs; scaled, in 9 of 60, for v may be frozen too small). DeepSpeed has a momentum mask
-    for elements whose gradient is always zero, as a sign cannot say zero; here an element without any gradient before
-    the freeze (v = 0) stays where it is.
+    With `scaled`, the default here, C acts on m / (sqrt(v_hat) + eps), and the result is multiplied back. Under Dense
+    this changes nothing; with signs it does. The paper codes m itself (scaled = False). An element with a small v then
+    gets its block's magnitude and takes a step of many times lr. A small Digits, frozen after 60 steps, unlearned in 12
+    of 12 runs; with `scaled` in 9 of 60, because v may be frozen too small. DeepSpeed masks elements whose gradient is
+    always zero, because a sign cannot encode zero. Here an element without any gradient before the freeze (v = 0) does
+    not move.
 
-    A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen, with OneBit 1/32 of that and 4 bytes per
-    scale from then on. It waits as DDP does. Both moments' bias is corrected, as in Adam's paper, and v_hat is frozen
-    with its correction; DeepSpeed corrects none, so its first steps are several times as long, and its root frozen
-    after n steps is sqrt(1 - beta2^n) of this one. Moments begin empty at every
-    entry, and the residual of the momentum is dropped on leaving; ranks are equal at every step. The task's optimizer
-    rests with its state and is not asked; weight decay is this strategy's own knob, decoupled as in AdamW.
-    `warmup` set above the steps done thaws v.
+    A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen. From then on OneBit sends 1/32 of that, and
+    4 bytes per scale. A rank waits as under DDP, and ranks are equal at every step. Both moments' bias is corrected, as
+    in Adam's paper, and v_hat is frozen with its correction. DeepSpeed corrects neither. So its first steps are several
+    times as long, and its root frozen after n steps is sqrt(1 - beta2^n) of this one. Moments are empty at each entry,
+    and the momentum's residual is dropped on leaving. The task's optimizer is not used and keeps its state. Weight
+    decay is this strategy's own knob, decoupled as in AdamW. If `warmup` is raised above the steps done, v changes
+    again.
 
-    When to use it: long runs of Adam on very slow wires. DeepSpeed advises to freeze after 15 to 25 % of all steps.
+    When to use it: long runs of Adam on very slow networks. DeepSpeed advises to freeze after 15 to 25 % of all steps.
 
     Reference: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
     ICML 2021, https://arxiv.org/abs/2102.02888

@@ -14,27 +14,27 @@ from workbench.strategies.local_sgd import LocalSGD, LocalState
 
 
 class PostLocalState(LocalState):
-    """What one rank remembers besides: steps done, and whether momenta may differ from other ranks'."""
+    """LocalState plus the steps done, and whether optimizer states may differ between ranks."""
 
     def __init__(self) -> None:
         self.since = self.steps = 0
-        self.anchor = Memory()  # from where ranks part
+        self.anchor = Memory()  # set when ranks begin to train alone
         self.alone = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(LocalSGD):
-    """The first `warmup` steps of a stay are DDP's; then each rank trains on its own, and all average now and then.
+    """Begins with `warmup` steps of DDP at each entry; then ranks train alone and average periodically.
 
         step <= warmup:   params <- optimizer(params, (1/p) sum_i grad_i)
         afterwards:       Local SGD, see there
 
-    The steps of DDP are uncompressed and leave parameters and momenta equal. `warmup` set above the steps done
-    brings ranks together again, momenta too. A rank sends 2 (p-1)/p of the model's bytes in each of the first steps,
-    and once in `every` afterwards.
+    The steps of DDP are uncompressed and leave parameters and momenta equal on all ranks. If `warmup` is raised above
+    the steps done, ranks average both and return to DDP. A rank sends 2 (p-1)/p of the model's bytes in each step of
+    DDP, and once in `every` steps afterwards.
 
-    When to use it: Local SGD from the first step on costs loss that is never made up for, as where early gradients
-    turn quickly; the authors begin it at the first decay of the rate, half way through.
+    When to use it: Local SGD from the first step on costs loss for good, for example because early gradients turn
+    quickly. The authors begin it at the first decay of the learning rate, half way through.
 
     Reference: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
     """
@@ -54,11 +54,11 @@ class PostLocalSGD(LocalSGD):
         state.steps += 1
 
     async def apart(self, rank: Rank, state: Any) -> None:
-        """A step after those of DDP."""
+        """Makes a step after the steps of DDP."""
         await LocalSGD.step(self, rank, state)
 
     async def _together(self, rank: Rank, state: Any) -> None:
-        """A step of DDP, from a common state."""
+        """Makes a step of DDP; averages parameters and momenta first if ranks have trained alone."""
         if state.alone:
             await self.leave(rank, state)
             await bring_together(rank)

@@ -1,4 +1,4 @@
-"""QAdam: after a warm-up Adam's momentum crosses the wire, where it can be compressed."""
+"""QAdam: after a warm-up ranks exchange Adam's momentum, which can be compressed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class QAdam(MomentExchange):
         afterwards:  m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i),   v stays
         both:        params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
-    Adam is not linear in the gradient, so errors of a compressed gradient do not average out. With v frozen a step
-    is linear in m, and C is whatever compressor the experiment has: ByteGrad is Bagua's choice; under Dense it is
-    momentum SGD with a fixed scale for each element. hat divides by the weight of the gradients inside, 1 - b^t, and
-    that of v is frozen with it (Bagua's goes on, so its steps grow). The gradient of each warm-up step is in both
-    moments, of the last one, too. An element without any gradient in the warm-up stays where it is while v is frozen.
-    With `scaled`, C acts on m / (sqrt(v_hat) + eps), which serves elements with small v better where C is coarse.
+    Adam is not linear in the gradient, so errors of a compressed gradient do not average out. With v frozen a step is
+    linear in m. C is the experiment's compressor: ByteGrad is Bagua's choice, and under Dense it is momentum SGD with a
+    fixed scale for each element. hat divides by the weight of the gradients inside, 1 - b^t. The weight of v is frozen
+    with v (Bagua's continues, so its steps grow). Both moments contain the gradients of all warm-up steps. An element
+    without any gradient in the warm-up does not move while v is frozen. With `scaled` C acts on m / (sqrt(v_hat) +
+    eps), which is better for elements with small v if C is coarse.
 
-    Each rank sends 2 (p-1)/p times the model's bytes per step in the warm-up, then what the compressor sends. It
-    waits as DDP does; the exchange overlaps with backward. Ranks are equal at every step, so nothing is averaged on
-    leaving. The task's optimizer rests with its state and is not asked; only the learning rate is the same. Weight
-    decay is this strategy's own knob, decoupled as in AdamW. A warm-up begins at every entry, with empty moments;
-    `warmup` set above the steps done thaws v, set below freezes it.
+    Each rank sends 2 (p-1)/p times the model's bytes per step in the warm-up, then the compressor's bytes. It waits as
+    DDP does, and the exchange overlaps with backward. Ranks are equal at every step. The task's optimizer is not used
+    and keeps its state; the learning rate is the task's. Weight decay is this strategy's own knob, decoupled as in
+    AdamW. A warm-up with empty moments begins at each entry. Raising `warmup` above the steps done thaws v, lowering it
+    below them freezes v.
 
-    When to use it: the task wants Adam and the wire is slow. About a fifth of the run is usual for the warm-up; a v
-    that is frozen too early scales some elements wrongly for good.
+    When to use it: the task wants Adam and the network is slow. A warm-up of about 20 % of the run is usual. A v that
+    is frozen too early scales some elements wrongly for the rest of the run.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
     https://arxiv.org/abs/2107.01499; Tang et al., "1-bit Adam", ICML 2021, https://arxiv.org/abs/2102.02888

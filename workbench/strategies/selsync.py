@@ -1,4 +1,4 @@
-"""Selective synchronisation: ranks agree only in the steps in which gradients change much."""
+"""Selective synchronisation: ranks average only in steps whose gradients change much."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._examples import injected
 from workbench.strategies._mean import mean_of_all
 
-LONGEST = 1000  # steps a window may span
-TINY = 1e-30  # what is divided by where no gradient was
+LONGEST = 1000  # longest window, in steps
+TINY = 1e-30  # smallest divisor, for a norm of zero
 
 
 class _State:
-    """What one rank remembers: its last gradients' norms, their mean at the last step, and its relative changes.
+    """State of one rank: its gradients' norms, their mean at the last step, and their relative changes.
 
     since: steps since the ranks last had the same parameters
     """
@@ -35,30 +35,30 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class SelSync(Strategy):
-    """Each rank watches how much its gradient changes; where one sees it change much, all synchronise, else none.
+    """Synchronises all ranks in a step if the gradient of any rank changes much, else none.
 
         n_i      <- sum over parameters of ||grad_i||
         change_i <- mean over the last `window` steps of |n_i - n_i before| / n_i before
         params_i <- optimizer_i(params_i, grad_i)                     every step
         params_i <- (1/p) sum_j params_j                              if any change_j >= delta
 
-    Means over a window weigh what is k steps old by (1 - smoothing)^k. With `norm_window` > 1 such a mean of norms
-    takes the place of n_i. Until the window is full, every step synchronises. The largest change of all ranks is
-    found by one all-reduce of 8 bytes per step, so all decide the same; 2 (p-1)/p of the model's bytes cross the
-    wire only in steps that synchronise. Both are waited for. On the record are each rank's "gradient change", to be
-    held against delta, and "synchronised", 1 or 0: the share of zeros is the LSSR, and 1 / (1 - LSSR) the saving.
+    Windowed means weigh a value that is k steps old by (1 - smoothing)^k. With `norm_window` > 1 such a mean of norms
+    replaces n_i. Until the window is full, every step synchronises. One all-reduce of 8 bytes per step finds the
+    largest change, so all ranks decide the same. Only steps that synchronise send 2 (p-1)/p of the model's bytes. Ranks
+    wait for both. The record has each rank's "gradient change", to compare with delta, and "synchronised", 1 or 0. The
+    share of zeros is the LSSR, and 1 / (1 - LSSR) the saving.
 
-    delta = 0 synchronises always, a large one never. Momenta stay each rank's own. `aggregate` = "gradients" averages
-    gradients before the update instead: as DDP in such a step, but what ranks have moved apart in others stays.
+    delta = 0 always synchronises, a large delta never. Momenta stay each rank's own. `aggregate` = "gradients" averages
+    gradients before the update instead. Such a step is DDP's, but ranks keep their differences from other steps.
 
-    For ranks whose data differ in kind, `inject_ranks` of them in turn give the first `inject_share` of their batch to
-    all others, by messages: a batch then holds others' examples, too, and is larger by as many.
+    If ranks have different kinds of data, a share `inject_ranks` of them gives examples away, in turn. Each of these
+    ranks sends the first `inject_share` of its batch to all other ranks, whose batches become larger.
 
-    When to use it: the wire is slow, and training has calm phases. Look at the changes on the record first: where
-    each step's gradient is noisy they may all lie above delta; means of norms over 25 steps make them some 25 times
-    smaller and steadier, and delta wants to be as much smaller (0.02 to 0.05 there). The authors' code takes both
-    means over 25 steps, and averages the parameters before the update; here ranks are equal after a synchronised step.
-    Simulated with sizes only, every step synchronises, for there is nothing to measure, and no examples can be shared.
+    When to use it: the network is slow, and training has calm phases. Look at the changes in the record first. If each
+    step's gradient is noisy, they may all be above delta. Means of norms over 25 steps make them about 25 times smaller
+    and steadier, and delta should shrink as much (0.02 to 0.05 there). The authors' code takes both means over 25
+    steps, and averages the parameters before the update. Here ranks are equal after a synchronised step. In a
+    simulation with sizes only every step synchronises, and ranks cannot share examples.
 
     Reference: Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization", CLUSTER 2023,
     https://arxiv.org/abs/2307.07950, and its code, https://github.com/sahiltyagi4/SelSync
@@ -102,7 +102,7 @@ class SelSync(Strategy):
         await mean_of_all(rank, await rank.params())
 
     async def _largest_change(self, rank: Rank, state: _State, grads: list[Bucket]) -> float:
-        """The largest smoothed change of any rank; infinite where one cannot tell."""
+        """Returns the largest smoothed change of any rank, or infinity if a rank cannot measure it."""
         change = inf
         self._look(state, grads)
         if state.changes:
@@ -113,9 +113,9 @@ class SelSync(Strategy):
         await rank.all_reduce(flag, "max", "gradient change")
         return float(values_of(flag, otherwise=inf))
 
-    @outlined(lambda self, state, grads: None)  # there is nothing to see
+    @outlined(lambda self, state, grads: None)  # sizes only: there are no values
     def _look(self, state: _State, grads: list[Bucket]) -> None:
-        """Takes one more gradient in."""
+        """Records the norms of one more gradient."""
         parts = [as_real(b.data[p.start : p.stop]) for b in grads for p in b.parts]
         each = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in parts]
         state.norms.append(float(torch.stack(each).sum()))
@@ -125,19 +125,19 @@ class SelSync(Strategy):
         state.before = now
 
     def _smooth(self, values: Iterable[float], window: int) -> float:
-        """The weighted mean of the last `window` values, or of all if they are fewer."""
+        """Returns the weighted mean of the last `window` values, or of all values if there are fewer."""
         last = list(values)[-window:]
         weights = [(1.0 - self.smoothing) ** age for age in range(len(last))]
         return sum(w * x for w, x in zip(weights, reversed(last), strict=True)) / sum(weights)
 
     async def _examples(self, rank: Rank) -> Any:
-        """This step's batch with what others share; None, the next as it comes, where nobody does."""
+        """Returns this step's batch with shared examples, or None (the next batch) if no rank shares any."""
         giving = self.givers(rank.step, rank.size)
         if not giving or not self.inject_share or rank.size == 1:
             return None
         return await injected(rank, await rank.batch(), giving, self.inject_share)
 
     def givers(self, step: int, size: int) -> list[int]:
-        """The ranks that give examples away in a step: as many in each, and each rank as often as any."""
+        """Returns the ranks that give examples away in a step; every step has as many, and ranks take turns."""
         count = ceil(self.inject_ranks * size - 1e-9)
         return sorted((step * count + k) % size for k in range(count))

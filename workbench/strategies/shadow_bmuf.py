@@ -1,4 +1,4 @@
-"""Block momentum in the background: a shadow filters the ranks' means, and training never waits for the wire."""
+"""Block momentum in the background: a shadow filters the ranks' mean while ranks train."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from workbench.strategies._shadow import Shadow, Shadowing, ranks_mean
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowBMUF(Shadowing):
-    """Each rank trains without ever waiting, while a shadow beside it pulls it to a global model with a momentum.
+    """Ranks train without waiting, while a shadow on each pulls it towards a global model with momentum.
 
         step:        params_i <- optimizer_i(params_i, grad_i)
         background:  before <- params_i;   mean <- (1/p) sum_j before_j
                      delta <- eta delta + zeta (mean - W);   W <- W + delta;   params_i += alpha (W - before)
 
-    W and delta are the same on all ranks. With eta = 0 and zeta = 1 W is the mean, and this is ShadowMA; with alpha = 1
-    and no step made during a round it is BMUF. As in ShadowMA the correction is added, so the steps made during a round
-    are kept; and each round costs 2 (p-1)/p of the model's bytes and none of a step's time. eta counts rounds, and how
-    many steps a round lasts is up to the wire: the Sample "sync gap" says so.
+    W and delta are the same on all ranks. With eta = 0 and zeta = 1 W is the mean, and this is ShadowMA. With alpha = 1
+    and no step during a round it is BMUF. As in ShadowMA the correction is added, so steps made during a round are
+    kept. Each round sends 2 (p-1)/p of the model's bytes and adds nothing to a step's time. eta counts rounds. The
+    Sample "sync gap" is the number of steps in a round, which depends on the network.
 
-    What is added to W in one round comes back to it with the mean in the next, alpha of it. So the momentum counts for
-    more here than in BMUF, whose blocks all begin at W: where eta and alpha are large W swings about the mean.
+    The part alpha of what a round adds to W returns to W with the next mean. So the momentum has more effect than in
+    BMUF, whose blocks all begin at W. With large eta and alpha W oscillates about the mean.
 
-    When it is left the ranks' mean goes on, and delta is forgotten.
+    When the strategy is left, the result is the ranks' mean, and delta is dropped.
 
-    When to use it: as ShadowMA, with many ranks, whose mean moves only a p-th of the way that each of them does.
+    When to use it: as ShadowMA, with many ranks. Their mean moves only 1/p as far as each of them.
 
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; adding the correction as in Bagua's asynchronous

@@ -1,4 +1,4 @@
-"""Elastic averaging in the background: a shadow and a server pull a replica and a centre together."""
+"""Elastic averaging in the background: a shadow and a server pull a replica and a centre."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from workbench.strategies._shadow import Shadow, Shadowing
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowEASGD(Shadowing):
-    """Each rank trains without ever waiting, while a shadow beside it and servers exchange it with a common centre.
+    """Ranks train without waiting, while a shadow on each exchanges its replica with a common centre on servers.
 
         step:    params_i <- optimizer_i(params_i, grad_i)
         shadow:  send before <- params_i;   params_i += alpha (centre - before)     when the centre comes back
         server:  centre <- (1 - alpha) centre + alpha before_i                      for each that comes, one by one
 
-    A shadow begins another round when the last is over and a step has been made since; the Sample "sync gap" says how
-    many steps that were. Ranks do not wait for each other: each meets the servers at a pace of its own. The centre that
-    comes back has moved already, as in the paper; so unlike EASGD's the sum of all parameters and the centre is not
-    kept. The correction is added, so the steps made during a round are kept.
+    A shadow begins a round when the last one is over and the rank has made a step since. The Sample "sync gap" is the
+    number of these steps. Each rank meets the servers at its own pace. The returned centre has already moved, as in the
+    paper. So unlike EASGD the sum of all parameters and the centre is not constant. The correction is added, so steps
+    made during a round are kept.
 
-    A trainer sends the model's bytes once per round and gets them once; the servers p times as many: their ports are
-    the narrow place. The last `servers` ranks only serve, each an equal part of the buckets, and the others train; with
-    0 one runs beside rank 0, which trains like all others and meets it for nothing, once in p - 1 rounds of theirs.
+    A trainer sends the model's bytes once per round and receives them once. The servers send p times as many, so their
+    ports are the bottleneck. The last `servers` ranks only serve, each an equal part of the buckets. With `servers` = 0
+    the server runs on rank 0, which also trains. It exchanges with itself without sending, once in p - 1 rounds of the
+    other ranks.
 
-    The centre is what the method learns: when it is left each trainer meets the centre once more, all with 1/p of
-    alpha, and everybody goes on from there.
+    When the strategy is left, all trainers meet the centre once more with 1/p of alpha, and every rank continues from
+    the centre, the method's result.
 
-    When to use it: ranks differ in speed, so that those that average (ShadowMA) go by the slowest one's rounds, and
-    servers have ports to spare.
+    When to use it: ranks differ in speed, so averaging ranks (ShadowMA) would follow the slowest one's rounds, and
+    servers have bandwidth to spare.
 
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; adding the correction as in Bagua's asynchronous
@@ -47,14 +48,14 @@ class ShadowEASGD(Shadowing):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
-    in_flight: ClassVar[bool] = True  # what a server holds goes by bucket
+    in_flight: ClassVar[bool] = True  # a server's part depends on the buckets
     own: ClassVar[dict[str, str]] = {"centre": "drop", "last": "drop", "asked": "drop"}
 
     def trains(self, index: int, size: int) -> bool:
         return index < size - self.servers
 
     def serving(self, size: int) -> list[int]:
-        """The ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
+        """Returns the ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
         return list(range(size - self.servers, size)) or [0]
 
     def refuses_size(self, size: int) -> str | None:
@@ -76,7 +77,7 @@ class ShadowEASGD(Shadowing):
             await state.synchronised(rank, step)
 
     async def _meet(self, rank: Rank, state: Shadow, step: int) -> None:
-        """A shadow's round: this rank's parameters and the centre give way to each other."""
+        """Makes a shadow's round: this rank's parameters and the centre move towards each other."""
         servers, buckets = self.serving(rank.size), await self.replica(rank)
         begun = [bucket.like(bucket.data.clone()) for bucket in buckets]
         for k, server in enumerate(servers):
@@ -93,7 +94,7 @@ class ShadowEASGD(Shadowing):
             bucket.data.add_(state.memory.flat("centre", bucket) - before.data, alpha=self.alpha)
 
     async def _serve(self, rank: Rank, state: Shadow) -> None:
-        """A server's rounds, one for each replica that comes."""
+        """Runs a server: one round for each replica that arrives."""
         rounds = 0
         while (turn := await told(rank, "turn")) is not None:
             await self._met(rank, state, turn[1])
@@ -102,7 +103,7 @@ class ShadowEASGD(Shadowing):
                 await self._meet(rank, state, rank.step)
 
     async def _met(self, rank: Rank, state: Shadow, who: int) -> None:
-        """The server's part of a round."""
+        """Makes the server's part of a round."""
         servers = self.serving(rank.size)
         mine = (await self.replica(rank))[servers.index(rank.index) :: len(servers)]
         self._give_way(state, await taken(rank, who, "shadow", mine))

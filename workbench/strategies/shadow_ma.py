@@ -1,4 +1,4 @@
-"""Model averaging in the background: training never waits for the wire."""
+"""Model averaging in the background: training never waits for the network."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from workbench.strategies._shadow import Shadow, Shadowing, ranks_mean
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowMA(Shadowing):
-    """Each rank trains without ever waiting, while a shadow beside it averages the ranks' parameters.
+    """Ranks train without waiting, while a shadow on each averages the ranks' parameters.
 
         step:        params_i <- optimizer_i(params_i, grad_i)
         background:  before <- params_i;   mean <- (1/p) sum_j before_j;   params_i += alpha (mean - before)
 
-    The correction is added, so the steps made during an averaging are kept. With alpha = 1 the sum over ranks of all
-    parameters is moved by the optimizers alone. Averagings follow one another as fast as the wire lets, at most
-    one per step; each costs 2 (p-1)/p of the model's bytes, and none of a step's time. The longer an averaging lasts,
-    the further the replicas drift apart meanwhile; the Sample "sync gap" is how many steps that were.
+    The correction is added, so steps made during an averaging are kept. With alpha = 1 only the optimizers move the sum
+    of all ranks' parameters. Averagings follow each other as fast as the network allows, at most one per step. Each
+    sends 2 (p-1)/p of the model's bytes, and adds nothing to a step's time. The longer an averaging lasts, the further
+    the replicas drift apart. The Sample "sync gap" is the number of steps from one to the next.
 
-    When to use it: the wire is much slower than a step and ranks differ in speed. LocalSGD averages as rarely
-    but makes everybody wait for it; AsyncServer loads one rank's wire.
+    When to use it: the network is much slower than a step, and ranks differ in speed. LocalSGD averages as rarely but
+    makes all ranks wait for it. AsyncServer loads one rank's network port.
 
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; adding the correction as in Bagua's asynchronous

@@ -1,4 +1,4 @@
-"""ShadowSync: embedding tables on servers, several workers per trainer, and a shadow that keeps the rest together."""
+"""ShadowSync: embedding tables on servers, parallel workers, and a shadow for the replica."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from workbench.strategies.shadow_easgd import ShadowEASGD
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowSync(Embeddings, ShadowEASGD):
-    """Embedding tables on servers; all else replicated, trained by workers that wait for rows only, kept by a shadow.
+    """Embedding tables on servers; workers train the replicated parameters, and a shadow synchronises them.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows
                  params_i <- optimizer_i(params_i, grad_i)                     all but the tables
         server:  table[ids] <- optimizer(table[ids], gradient of rows)         for each push, one by one
         shadow:  as ShadowEASGD, of all but the tables
 
-    The tables are those of the task's own model whose rows its `lookups` names: table k lies with server k mod s, and
-    with it what the optimizer remembers of it. A push steps its rows alone, as torch's SparseAdam does: momenta of
-    other rows rest, and one step counter stands for the whole table. Trainers read and change rows of one table in any
-    order, so a row may have moved between look-up and push. `workers` steps go on at once on each trainer, each with a
-    batch and gradients of its own, on the same parameters without a lock; its optimizer steps one by one.
-    A step of the record is one of each worker's.
+    The tables are the parameters whose rows the task's `lookups` name. Server k mod s holds table k and its optimizer
+    state. A push steps only its own rows, as torch's SparseAdam does; one step counter serves the whole table. Trainers
+    read and change rows in any order, so a row may change between look-up and push. Each trainer runs `workers` steps
+    at once, on the same parameters without a lock. Each worker has its own batch and gradients; the trainer's optimizer
+    makes their steps one by one. A step of the record is one step of each worker.
 
-    A worker sends 8 bytes for each distinct row that its batch reads and the bytes of the row's gradient, and gets
-    those of the row: 8 r + 4 r w and 4 r w for r rows of w numbers in fp32, and in headings 40 bytes for each server
-    that it asks and 8 for each table. The shadow's rounds cost what ShadowEASGD's do, of the model without its tables.
-    On a port what is sent later waits, so a round goes bucket by bucket in pieces of `piece_kb`, each sent when the one
-    before has come back: a look-up waits for a piece of each trainer's at most, and not for rounds.
+    A worker sends 8 bytes for each distinct row of its batch, and the row's gradient. It receives the row. For r rows
+    of w numbers in fp32 this is 8 r + 4 r w and 4 r w. Headings add 40 bytes for each server asked and 8 for each
+    table. A shadow's round costs what ShadowEASGD's does, for the model without its tables. Messages on a port wait for
+    earlier ones. So a round sends each bucket in pieces of `piece_kb`, each after the answer to the one before. A
+    look-up then waits for at most one piece of each trainer.
 
-    When it is left the centre goes on, and every rank gets the tables with what the optimizer remembers of them. An
-    evaluation brings rank 0 all of them. One rank alone has its tables itself.
+    When the strategy is left, the result is the centre, and every rank receives the tables with their optimizer state.
+    For an evaluation rank 0 fetches all tables. One rank alone holds its tables itself.
 
-    When to use it: tables are most of the model and a batch reads few of their rows, as in recommenders; all but the
-    tables is small, so its exchange may lag behind.
+    When to use it: tables are most of the model and a batch reads few of their rows, as in recommenders. The exchange
+    of the few other parameters may lag behind.
 
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; of rows alone: torch.optim.SparseAdam

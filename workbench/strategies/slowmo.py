@@ -14,24 +14,24 @@ from workbench.strategies._slots import MOMENTUM, combine_slots
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMo(Strategy):
-    """Each rank trains on its own for `every` steps; a slow momentum then works on how far all got on average.
+    """Ranks train alone for `every` steps; a slow momentum then acts on their mean displacement.
 
         params_i <- optimizer_i(params_i, grad_i)                                    every step
         u <- beta u + (anchor - (1/p) sum_j params_j) / lr                           every H steps
         anchor <- anchor - alpha lr u;    params_i <- anchor
 
-    u is in units of gradients, so it keeps its meaning when the learning rate changes; `lr` is the mean learning rate
-    of the round's steps, so that one set in the middle of a round does not blow u up. `buffers` says what becomes of
-    the inner optimizer's memory after each round: each rank keeps its own, it is zeroed, or averaged.
+    u is in units of gradients, so it keeps its meaning when the learning rate changes. `lr` is the mean learning rate
+    of the round's steps, so that a change in the middle of a round does not blow up u. `buffers` keeps, zeroes or
+    averages the inner optimizer's state after each round.
 
-    It sends what LocalSGD sends, 2 (p-1)/p of the model's bytes once per H = `every` steps while all wait; "average"
-    sends the optimizer's state, too. With beta = 0 and alpha = 1 it is LocalSGD, with H = 1 and plain SGD it is DDP
-    with heavy-ball momentum beta at alpha times the rate. When it is left, a begun round ends in the plain mean;
-    BMUF, DiLoCo and StreamingDiLoCo go on with its momentum.
+    It sends LocalSGD's bytes, 2 (p-1)/p of the model once per H = `every` steps, and waits for them. "average" also
+    sends the optimizer's state. With beta = 0 and alpha = 1 it is LocalSGD. With H = 1 and plain SGD it is DDP with
+    heavy-ball momentum beta at alpha times the learning rate. If the strategy is left inside a round, the result is the
+    plain mean. BMUF, DiLoCo and StreamingDiLoCo continue with its momentum.
 
-    When to use it: wherever LocalSGD costs loss. The paper uses H = 12 over Local SGD, alpha = 1 throughout, beta
-    between 0.4 and 0.8, zeroed buffers under Nesterov SGD and kept ones under Adam. The default H here is short, so
-    that a lesson sees several rounds.
+    When to use it: wherever LocalSGD costs loss. The paper uses H = 12 over Local SGD, alpha = 1 throughout and beta
+    between 0.4 and 0.8. It zeroes buffers under Nesterov SGD and keeps them under Adam. The default H here is short, so
+    that a lesson shows several rounds.
 
     Reference: Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
     Momentum", ICLR 2020, https://arxiv.org/abs/1910.00643
@@ -63,7 +63,7 @@ class SlowMo(Strategy):
         await rank.forward()
         await rank.backward()
         if self.buffers == "average":
-            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
+            await rank.grads()  # a missing gradient becomes zero, so all ranks have optimizer state for every parameter
         await rank.update()
         state.trained(rank)
         if state.since >= self.every:
@@ -81,5 +81,5 @@ class SlowMo(Strategy):
         taken(state.memory, momentum, -rank.lr)
 
     def _outer(self, lr: float) -> Outer:
-        """With the paper's signs: the slot "momentum" is u. Where nothing was learned nothing has moved."""
+        """Returns the outer optimizer with the paper's signs: slot "momentum" is u. With lr = 0 nothing has moved."""
         return Outer(self.beta, gain=-1.0 / lr if lr else 0.0, rate=-self.alpha * lr)

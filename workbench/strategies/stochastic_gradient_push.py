@@ -1,4 +1,4 @@
-"""Stochastic gradient push: gossip along one-way streets, with a weight that tells how much has come together."""
+"""Stochastic gradient push: gossip on one-way links, with a weight that corrects for them."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from workbench.strategies._graph import PUSHES, push_hops, push_refused, push_ro
 
 
 class _Sent(NamedTuple):
-    """A round of messages that has been sent in `step` and not been taken."""
+    """A round of messages that was sent in `step` and is not received yet."""
 
     step: int
     sources: tuple[int, ...]
-    buckets: list[Bucket]  # as they were cut then
+    buckets: list[Bucket]  # as they were cut in that step
 
 
 class _State:
-    """What one rank remembers: its push-sum weight, and the rounds whose messages it has not taken."""
+    """State of one rank: its push-sum weight, and the rounds that it has not received."""
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.owed: deque[_Sent] = deque()
-        self.memory = Memory()  # "arrived": what has come and is not yet in the parameters
+        self.memory = Memory()  # "arrived": received, not yet added to the parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticGradientPush(Strategy):
-    """Each rank gives shares of its parameters away and adds what it is given; nobody need give to who gives to it.
+    """Ranks give away shares of their parameters and add the shares that they receive; links may go one way.
 
         x_i <- optimizer_i(x_i, grad_i(z_i))                             the gradient is that at z_i
         x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j                   P_ij > 0 where j sends to i, and for i itself
         z_i <- x_i / w_i                                                 w_i is 1 at first
 
-    Only the columns of P must add up to 1: what a rank keeps and gives away, 1 / (1 + receivers) each. So the sums of
-    all x_i and of all w_i stay what they are. x_i itself may drift to a multiple of the mean; z_i goes to the mean.
-    Where each rank gives to as many as it is given by, w_i stays 1 and this is gossip after the update. On "chain" and
-    most graphs of your own (`edges`: "0>1 1>2 2>0 0>2", or P row by row) it does not. The parameters of the model
-    are z_i but during the update.
+    Only the columns of P must add up to 1: the share that a rank keeps and those that it gives, 1 / (1 + receivers)
+    each. So the sums of all x_i and of all w_i stay constant. x_i itself may drift to a multiple of the mean; z_i goes
+    to the mean. If each rank has as many receivers as senders, w_i stays 1 and this is gossip after the update. On
+    "chain" and on most graphs of your own (`edges`: "0>1 1>2 2>0 0>2", or P row by row) w_i does not stay 1. The
+    model's parameters are z_i except during the update.
 
-    A rank sends the model's bytes and 8 for the weight to each receiver, once per round on "exponential", where it
-    sends 1, 2, 4, ... ranks further in turn, and on "ring". With `overlap` = 0 it waits for what was sent to it in this
-    step; with more it takes a message `overlap` steps after that in which it was sent, so exchanges hide behind the
-    next steps, and what is under way is missing from x_i and w_i alike.
+    A rank sends the model's bytes, and 8 for the weight, to each receiver. That is once per round on "ring" and on
+    "exponential", whose receiver is 1, 2, 4, ... ranks ahead in turn. With `overlap` = 0 it waits for this step's
+    messages. With more it receives a message `overlap` steps after it was sent, so exchanges hide behind the next
+    steps. Messages under way are missing from x_i and w_i alike.
 
-    When to use it: as Gossip, and where links go one way or ranks have unequal numbers of neighbours. It loses
-    to DDP where only bandwidth counts. Left, it gives sum x_i / sum w_i, which the mean of the z_i is not.
+    When to use it: as Gossip, if links go one way or ranks have different numbers of neighbours. It loses to DDP if
+    only bandwidth counts. When the strategy is left, the result is sum x_i / sum w_i, which is not the mean of the z_i.
 
     Reference: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
     https://arxiv.org/abs/1811.10792
@@ -67,7 +67,7 @@ class StochasticGradientPush(Strategy):
     own: ClassVar[dict[str, str]] = {"arrived": "sum", "weight": "sum", "owed": "sum"}
 
     def propagation(self, size: int) -> int:
-        late = self.overlap // self.every  # rounds
+        late = self.overlap // self.every  # in rounds
         return (push_hops(self.edges or self.graph, size, late) - late) * self.every + self.overlap
 
     def refuses_size(self, size: int) -> str | None:
@@ -111,7 +111,7 @@ class StochasticGradientPush(Strategy):
 
 
 async def _take(rank: Rank, state: _State, buckets: list[Bucket]) -> None:
-    """Adds the oldest round's messages to the parameters and the weight."""
+    """Receives the oldest round's messages and adds them to the parameters and the weight."""
     sent = state.owed.popleft()
     for source in sent.sources:
         for bucket in sent.buckets:

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: one fragment of the model at a time, sent while training goes on, in four bits."""
+"""Streaming DiLoCo: sends one fragment of the model at a time, in 4 bits, during training."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _Flight(NamedTuple):
     """An exchange under way."""
 
     handle: Handle
-    due: int  # the step after which it is waited for
+    due: int  # the step after which the rank waits for it
 
 
 class _State:
-    """What one rank remembers: the steps made, the outer state by place in the model, and what is under way."""
+    """State of one rank: the steps made, the outer state by place in the model, and exchanges under way."""
 
     def __init__(self, memory: Memory) -> None:
         self.steps = 0
@@ -37,7 +37,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCo(Strategy):
-    """DiLoCo that sends one fragment of the model at a time, in four bits, while the next steps are being computed.
+    """DiLoCo that sends one fragment of the model at a time, in 4 bits, while ranks compute the next steps.
 
         params_i <- optimizer_i(params_i, grad_i)                                     every step
         D <- (1/p) sum_j (anchor - params_j)  of one fragment is started              every H / F steps, each in turn
@@ -45,30 +45,32 @@ class StreamingDiLoCo(Strategy):
         params_i <- alpha params_i + (1 - alpha) anchor                               of that fragment
 
     H = `every`, F = `fragments`, T = `delay`, mu = `outer_momentum`, eta = `outer_lr`. Fragment f of F is sent after
-    every step t with t = floor((f+1) H / F) mod H, counted from when the strategy was entered. It is waited for T steps
-    later, or when it is its turn again if that comes first. Fragments are made of whole layers (modules with
-    parameters), about equally large; equal layers go to fragments in turn. They do not depend on buckets.
+    every step t with t = floor((f+1) H / F) mod H, counted from when the strategy was entered. Ranks wait for it T
+    steps later, or at its next turn if that comes first. Fragments consist of whole layers (modules with parameters)
+    and are about equally large. Equal layers go to fragments in turn. Fragments do not depend on buckets.
 
-    With `bits` = 4 a displacement is rounded to E3M0 (a sign and a power of two), added up in fp32 by the rank that a
-    chunk belongs to, rounded again and gathered. A rank sends, for a fragment of n elements, with c = ceil(n / p),
+    With `bits` = 4 a displacement is rounded to E3M0 (a sign and a power of two). The rank that owns a chunk adds it up
+    in fp32 and rounds the sum, and all ranks gather it. For a fragment of n elements a rank sends, with c =
+    ceil(n / p),
 
         2 (p-1) (ceil(c / 2) + 4 ceil(c / 256))        with 4 bits,        2 (p-1)/p 4 n        with 32
 
-    about an eighth. The most that goes in one step is one fragment, and no step is longer for it while T steps last
-    longer than its exchange. The scale (the largest magnitude of 256 elements) and the code for zero are ours: the
-    paper's could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo; with alpha = 1 each rank
-    trains alone.
+    about an eighth of it. A step sends at most one fragment, and takes no longer for it while T steps last longer than
+    its exchange. The scale (the largest magnitude of 256 elements) and the code for zero are ours, because the paper's
+    could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo. With alpha = 1 each rank trains
+    alone.
 
     An exchange starts at its fragment's turn S and is applied T steps later, at S + T, as in the paper. torchft starts
-    T steps before it, at S - T, and applies at S: with T = 0 both are the same, else its outer steps come from older
-    parameters at the same step.
+    it at S - T and applies it at S. With T = 0 both are the same; otherwise torchft's outer steps use older parameters
+    at the same step.
 
-    Any change of a knob first waits for what is under way. When it is left, the ranks' mean is what is left behind,
-    in full precision: fragments have been learning since different steps. SlowMo, BMUF and DiLoCo go on with b.
+    Before a change of any knob ranks finish the exchanges under way. When the strategy is left, the result is the
+    ranks' mean in full precision, because fragments have trained alone since different steps. SlowMo, BMUF and DiLoCo
+    continue with b.
 
-    When to use it: as DiLoCo, where its bursts are what the wire cannot carry. The paper takes fragments of three
-    transformer layers, H = 30 or 100, and alpha = 0.5 with a delay; the default H here is short and outer_lr is that
-    of DiLoCo.
+    When to use it: as DiLoCo, if the network cannot carry DiLoCo's bursts. The paper takes fragments of three
+    transformer layers, H = 30 or 100, and alpha = 0.5 with a delay. The default H here is short, and outer_lr is
+    DiLoCo's.
 
     Reference: Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
     2025, https://arxiv.org/abs/2501.18512
@@ -113,7 +115,7 @@ class StreamingDiLoCo(Strategy):
         return _State(copies([fragment(params, f, self.fragments).bucket for f in range(self.fragments)], "anchor"))
 
     def turn(self, steps: int) -> list[int]:
-        """The fragments whose turn it is after so many steps."""
+        """Returns the fragments whose turn it is after so many steps."""
         count, every = self.fragments, self.every
         return [f for f in range(count) if (f + 1) * every // count % every == steps % every]
 
@@ -137,7 +139,7 @@ class StreamingDiLoCo(Strategy):
         state.flying[index] = _Flight(handle, state.steps + self.delay)
 
     async def _land(self, rank: Rank, state: _State, index: int) -> None:
-        """Waits for a fragment; its outer step is made and merged into this rank's parameters as they are now."""
+        """Waits for a fragment, makes its outer step, and merges it into this rank's current parameters."""
         moved = await rank.wait(state.flying.pop(index).handle)
         its = await self._fragment(rank, index)
         theta = state.memory.flat("anchor", its.bucket)

@@ -1,4 +1,4 @@
-"""TEASQ-Fed: clients that are idle ask a server for work, and it mixes in what comes back by how stale it is."""
+"""TEASQ-Fed: idle clients request tasks; a server mixes in their updates by staleness."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from workbench.strategies._copies import copies
 from workbench.strategies._encoded import opened, packet, room
 from workbench.strategies._server import dense_only, tell, told
 
-ASK, PUSH = 0, 1  # what a trainer tells the server
+ASK, PUSH = 0, 1  # message kinds from a trainer to the server
 SERVER = 0
 
 
 class _State:
-    """What one rank remembers: "known" is the model as its clients were last sent it; the rest is the server's."""
+    """State of one rank: "known" is the last model sent to its clients; the other slots are the server's."""
 
     def __init__(self, rank: Rank, params: list[Bucket]) -> None:
-        self.chance = Memory(rank.memory.seed)  # of what this rank rounds as a trainer, and there as the server
+        self.chance = Memory(rank.memory.seed)  # seed for the rounding of a trainer; `serving` for that of the server
         self.serving = Memory(rank.memory.seed + 50_021)
-        self.turn = 0  # which of this rank's clients trains next, counted on and on
+        self.turn = 0  # counts this rank's tasks; picks its next client
         mine = ["model", *(f"sent {r}" for r in range(rank.size))] if rank.index == SERVER else []
         self.memory = copies(params, "known", *mine)
-        self.version = 0  # of the model: how often it was mixed
-        self.running = 0  # tasks that are under way
-        self.waiting: deque[int] = deque()  # ranks with an idle client that no task was given to
-        self.cached = 0  # updates in "cache", which is the sum of S w by the sum of S: `weight`
+        self.version = 0  # how often the model was mixed
+        self.running = 0  # tasks under way
+        self.waiting: deque[int] = deque()  # ranks with an idle client and no task
+        self.cached = 0  # updates in "cache", the sum of S w; `weight` is the sum of S
         self.weight = self.stale = 0.0
-        self.early = 0  # updates that were mixed in before there were enough, on leaving
+        self.early = 0  # updates that were mixed in on leaving, before there were `cache` of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class TEASQFed(Strategy):
-    """Idle clients ask for a task, train from the model that they are sent, and a server mixes in every K updates.
+    """Idle clients request tasks and train the model that they receive; a server mixes in every K updates.
 
         client:  ask;  w_h <- what the server sends, of version h
                  w_c <- `local` steps of the optimizer from w_h on f(w) + mu / 2 |w - w_h|^2;   push w_c - w_h
@@ -50,28 +50,27 @@ class TEASQFed(Strategy):
                  once K updates have come:   S(t) = (1 + t)^-a,  t = version - h
                      u <- sum S(t_c) w_c / sum S(t_c),   b <- alpha S(mean t_c),   w <- (1 - b) w + b u
 
-    Each rank has `clients` clients, which take turns; each has data of its own (`rank.client`), so with
-    Digits(shards="dirichlet") each sees digits of its own. n is how many all ranks have, C is `share`. No more than
-    one client of a rank is at work at once, so C limits anything only below 1 / `clients`. A step of the run is a task.
-    With `deadline` a client begins no batch after so many ms and pushes what it has, one batch at least; the Sample
-    "batches" says how many. With `weighted` an update counts for as much as the batches that it was trained on, S(t) n
-    in place of S(t), as in FedAvg; without a deadline all clients train on as many, and it changes nothing.
+    Each rank has `clients` clients, which take turns and have their own data (`rank.client`). With
+    Digits(shards="dirichlet") each client has different digits. n is the number of clients of all ranks, C is `share`.
+    At most one client of a rank works at once, so C limits anything only below 1 / `clients`. A step of the run is one
+    task. With `deadline` a client begins no batch after so many ms, and pushes after at least one batch. The Sample
+    "batches" counts them. With `weighted` an update's weight is S(t) times its number of batches, as in FedAvg. Without
+    a deadline this changes nothing.
 
-    Both ways what a model differs by from what the other side knows crosses the wire, `density` of its entries in
-    `bits` bits each: at 1 and 32, as it is. What a client does not push is lost; what the server does not send it
-    sends later, for it keeps a copy of what each rank has been sent. After every `relax` mixings twice as many
-    entries cross (0: never), as late differences are small. The Sample "staleness" is t of each update, "active" how
-    many tasks were under way when one was given out, both on rank 0's record.
+    Both sides send the difference between a model and the receiver's copy: `density` of its entries, in `bits` bits
+    each. At 1 and 32 it is sent as it is. A client's unsent entries are lost. The server sends its unsent entries
+    later, because it keeps a copy of what it has sent to each rank. After every `relax` mixings twice as many entries
+    are sent (0: never), because late differences are small. The Sample "staleness" is t of each update. The Sample
+    "active" counts the tasks under way when the server gives one out. Both are in rank 0's record.
 
-    The server runs beside rank 0. The run's optimizer keeps its state on each rank from task to task; plain SGD, the
-    paper's, has none.
+    The server runs on rank 0. The run's optimizer keeps its state on each rank from task to task; the paper's plain SGD
+    has none.
 
-    When to use it: clients differ in speed and in data, and the way to the server is narrow. Slow clients' classes
-    count for less, the more the larger a is: look at accuracy by class.
+    When to use it: clients differ in speed and in data, and the network to the server is slow. Slow clients' classes
+    count for less, especially with a large a: look at accuracy by class.
 
-    The paper was at hand in its abstract and this project's notes; the formulas are those of TEA-Fed (Zhou et al.,
-    2021), whose server this is. That differences are encoded, not models, is ours: of a model in which all but the
-    largest weights are zero nothing is left to train.
+    This follows the paper's abstract, with the formulas of TEA-Fed (Zhou et al., 2021), whose server this is. Encoding
+    differences instead of models is ours: a model whose weights are zero except the largest cannot be trained.
 
     Reference: Jia, Liu, Zhou, Tian, Dong and Dou, "Efficient Asynchronous Federated Learning with Sparsification and
     Quantization", 2023, https://arxiv.org/abs/2312.15186
@@ -128,7 +127,7 @@ class TEASQFed(Strategy):
             await rank.send(packet(codec, state.chance, moved), SERVER, f"update {bucket.name}")
 
     async def _train(self, rank: Rank, memory: Memory) -> int:
-        """A client's task; of how many batches."""
+        """Trains one client's task and returns the number of batches."""
         began, done = await rank.clock(), 0
         while done < self.local:
             await rank.forward()
@@ -159,7 +158,7 @@ class TEASQFed(Strategy):
                 await self._give(rank, state, buckets, state.waiting.popleft())
 
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], to: int) -> None:
-        """A task: the present model, as far as it differs from what `to` has been sent."""
+        """Sends a task: the current model, as its difference from what the server has sent to rank `to`."""
         await tell(rank, to, "task", state.version)
         codec = self._codec(state.version)
         for bucket in buckets:
@@ -170,7 +169,7 @@ class TEASQFed(Strategy):
 
     async def _cache(self, rank: Rank, state: _State, buckets: list[Bucket], source: int, version: int,
                      done: int) -> None:  # fmt: skip
-        """Takes in an update that was trained on so many batches, and mixes once there are enough."""
+        """Adds an update that was trained on `done` batches to the cache, and mixes if the cache is full."""
         stale = state.version - version
         await rank.sample("staleness", stale)
         share = (1 + stale) ** -self.staleness * (done if self.weighted else 1)
@@ -192,13 +191,13 @@ class TEASQFed(Strategy):
         state.cached, state.weight, state.stale = 0, 0.0, 0.0
 
     async def _come(self, rank: Rank, source: int, like: Bucket, version: int, what: str) -> torch.Tensor:
-        """What `source` has sent of a difference, for the place of `like`."""
+        """Receives a difference from `source` in the shape of `like`."""
         codec = self._codec(version)
         message, _ = await rank.recv(room(codec, like.data), source, f"{what} {like.name}")
         return opened(codec, message, like.data)
 
     def _codec(self, version: int) -> Quantised:
-        """What turns a difference into a message, while the model is of this version."""
+        """Returns the encoder of differences for this version of the model."""
         density = min(1.0, self.density * 2.0 ** min(version // self.relax if self.relax else 0, 64))
         return _codec(density, self.bits)
 
@@ -207,7 +206,7 @@ class TEASQFed(Strategy):
         return [bucket.like(state.memory.flat(name, bucket)) for bucket in await rank.params()]
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """Updates that wait for others are mixed in, which a Mark says; everybody gets the server's model."""
+        """Mixes in the cached updates, which `left` reports, and gives every rank the server's model."""
         buckets = await rank.params()
         state.early = state.cached
         if state.cached:
@@ -226,6 +225,6 @@ class TEASQFed(Strategy):
 
 @cache
 def _codec(density: float, bits: int) -> Quantised:
-    """What chooses so much of a difference and rounds what it has chosen; each message asks for it."""
+    """Returns the encoder that selects `density` of the entries and rounds them; cached for all messages."""
     chooses = TopK(density=density) if density < 1 else Dense()
     return Quantised(of=chooses, by=QSGD(bits=bits, block=64) if bits < 32 else Dense())

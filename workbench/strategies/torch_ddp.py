@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel, as the baseline that everything is measured against."""
+"""torch's own DistributedDataParallel, the baseline for all other strategies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from workbench.strategies._base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDDP(Strategy):
-    """torch.nn.parallel.DistributedDataParallel at its best, run as it is and seen only from outside.
+    """torch.nn.parallel.DistributedDataParallel with its fastest options, unmodified and observed from outside.
 
-    The host wraps the model when this strategy enters and unwraps it when it leaves; buckets are torch's
-    (`gradient_as_bucket_view`, `static_graph`), capped at the experiment's `bucket_mb`. Same bytes as DDP.
-    On an emulated Link a comm hook puts torch's buckets on it.
+    The host wraps the model when this strategy is entered and unwraps it when it is left. The buckets are torch's
+    (`gradient_as_bucket_view`, `static_graph`), capped at the experiment's `bucket_mb`. It sends the same bytes as DDP.
+    On an emulated Link a comm hook sends torch's buckets over it.
 
     With `static_graph` torch learns in the first step which parameters a step uses, and fails if that changes. Set
     `find_unused_parameters` for a model that does not use the same parameters in every step and on every rank.
 
-    When to use it: as the yardstick. Not to be confused with DDP, ours, whose buckets, compressor and
-    strategy can be changed while it runs.
+    When to use it: as the yardstick. It is not DDP, our own strategy, whose buckets, compressor and strategy can be
+    changed during a run.
 
     Reference: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704
     """

@@ -1,4 +1,4 @@
-"""torch's own fully sharded data parallelism (FSDP2), as the baseline that ZeRO3 is measured against."""
+"""torch's own fully sharded data parallelism (FSDP2), the baseline for ZeRO3."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from workbench.strategies._base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFSDP(Strategy):
-    """torch.distributed.fsdp.fully_shard as its documentation has it, run as it is and seen only from outside.
+    """torch.distributed.fsdp.fully_shard as documented, unmodified and observed from outside.
 
-    Each rank keeps its rows of every parameter, of its gradient and of what the optimizer remembers; a unit (a block of
-    a transformer, or a module of half an experiment's `bucket_mb` or more) is whole while it is computed. `fully_shard`
-    changes a model for good, so the host trains a copy, and fetches from it where the run's own model is read: at an
-    evaluation, in a switch away and at the end, when a rank holds all of the parameters beside its shards. Another
-    optimizer, size of buckets or fabric makes the copy anew.
+    Each rank keeps its rows of every parameter, gradient and optimizer state. A unit is a block of a transformer, or a
+    module of half an experiment's `bucket_mb` or more, and is whole while it is computed. `fully_shard` changes a model
+    permanently, so the host trains a copy. It copies the parameters back for an evaluation, for a switch to another
+    strategy and at the end. A rank then holds all parameters in addition to its shards. A new optimizer, bucket size or
+    fabric rebuilds the copy.
 
     A parameter that no rank used in a step is not stepped, as under DDP; fully_shard alone would step it with zeros.
-    Ranks may reach other parameters of a unit in a step than others do, but each has to compute all units: torch
-    gathers and sums unit by unit, and a rank that skips one (an expert of its own) no longer asks for the same. Where a
-    model looks at values, ranks tell each other which unit they have come to, and it ends the run in words.
+    Ranks may use different parameters of a unit, but each rank has to compute all units. torch gathers and sums unit by
+    unit. So a rank that skips one (an expert of its own) issues other collectives than the other ranks. If a model's
+    control flow depends on values, ranks compare the units that they have reached, and raise an error if these differ.
 
-    On gloo its collectives are waited for and its reduce-scatter moves an all-reduce's bytes: 4 (p-1)/p of the model's
-    bytes per step where ZeRO3 sends 3 (p-1)/p, less the units that stay whole from forward to backward. They are on the
-    record on an emulated Link only, where a reduce-scatter has the bytes it should.
+    On gloo ranks wait for its collectives, and its reduce-scatter moves an all-reduce's bytes. A step then moves 4
+    (p-1)/p of the model's bytes, and ZeRO3's 3 (p-1)/p; units that stay whole from forward to backward reduce this. The
+    record has these bytes only on an emulated Link, where a reduce-scatter has its own bytes.
 
-    When to use it: as the yardstick. Not to be confused with ZeRO3, ours, whose buckets, compressor and strategy can be
-    changed while it runs. Over gloo, on CPUs.
+    When to use it: as the yardstick, over gloo on CPUs. It is not ZeRO3, our own strategy, whose buckets, compressor
+    and strategy can be changed during a run.
 
     Reference: Zhao et al., "PyTorch FSDP", VLDB 2023, https://arxiv.org/abs/2304.11277; Rajbhandari et al., "ZeRO:
     Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, https://arxiv.org/abs/1910.02054

@@ -1,4 +1,4 @@
-"""Wavelet: two waves of batches on one rank, of which one falls while the other rises."""
+"""Wavelet: two batches on one rank; the forward of one overlaps the backward of the other."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ TICK, TOCK = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Wavelet(Strategy):
-    """Two batches per step on every rank: the second's forward takes the memory that the first's backward gives back.
+    """Two batches per step on every rank: the second's forward uses the memory that the first's backward frees.
 
         tick:  forward, piece by piece;  backward, the last piece first
         tock:  after `lead` pieces of tick's backward one piece of forward for each of tick's;  then backward
         params <- optimizer(params, (1/2p) sum of both batches' gradients over p ranks)
 
-    Both waves use the same parameters, so it equals DDP with `accumulate` = 2 and sends as much, half of DDP's bytes
-    per batch; the exchange hides behind tock's backward. Where memory is spread evenly over n pieces, about 1 + 1/n of
-    one batch's activations are kept at most; two batches side by side keep twice those of one. Where the first pieces
-    keep most, as in a convolutional network, tock is better kept back by a larger `lead`: Digits keeps 1.5 times as
-    much as one batch with 1, 1.3 with 2.
+    It equals DDP with `accumulate` = 2 and sends half of DDP's bytes per batch. The exchange hides behind tock's
+    backward. If n pieces need equal memory, a rank keeps at most about 1 + 1/n of one batch's activations; two batches
+    side by side keep twice one batch's. If the first pieces need most, as in a convolutional network, delay tock by a
+    larger `lead`. Digits then keeps 1.5 times as much as one batch with `lead` = 1, and 1.3 times with 2.
 
-    A model is cut where a Pipeline would cut it, into `pieces` or as many as it has parts; one that does not say where
-    it may be cut is one piece, and tock then begins when tick is over. A piece must not write into what it is handed,
-    but by an `inplace` layer. Batch norms see one batch after the other.
+    A model is cut where a Pipeline would cut it, into `pieces` or as many as it has parts. A model without such places
+    is one piece, and tock then begins after tick. A piece must not write into its input, except by an `inplace` layer.
+    Batch norms see one batch after the other.
 
-    In the paper waves are processes that share a GPU and one fills the idle half of the other's hardware; here they
-    take turns on one device, so memory is what is shown and a step is no shorter. Its waves also go on without end,
-    each with its own updates; these end with each step.
+    In the paper waves are processes that share a GPU, and one fills the idle half of the other's hardware. Here they
+    take turns on one device, so it shows the memory, and a step is no shorter. The paper's waves never stop and have
+    updates of their own; these end with each step.
 
-    When to use it: to see where the memory of a step goes; two batches in flight where one and a half have room.
+    When to use it: to see where the memory of a step goes; two batches at once in the memory of one and a half.
 
     Reference: Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021,
     https://proceedings.mlsys.org/paper_files/paper/2021/hash/099268c3121d49937a67a052c51f865d-Abstract.html
@@ -44,9 +43,9 @@ class Wavelet(Strategy):
     lead: int = knob(1, 1, 256, unit="pieces", doc="that tick falls before tock begins to rise")
 
     alike: ClassVar[bool] = True
-    plain: ClassVar[bool] = False  # a step takes two batches
+    plain: ClassVar[bool] = False  # a step uses two batches
     exchanges: ClassVar[str] = "gradients"
-    sees_all: ClassVar[bool] = True  # a stage's pieces are its schedule's
+    sees_all: ClassVar[bool] = True  # a stage's pieces belong to its schedule
 
     @property
     def by_pieces(self) -> bool:

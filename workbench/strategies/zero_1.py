@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer's state is shared out; parameters and gradients stay whole on every rank."""
+"""ZeRO stage 1: ranks shard the optimizer state; parameters and gradients stay whole."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from workbench.strategies._sharded import Among, Outstanding, gathered, summed
 
 @dataclass(frozen=True, kw_only=True)
 class ZeRO1(Strategy):
-    """Each rank remembers 1/p of the optimizer's state, steps that part of the model, and all get every part.
+    """Each rank keeps 1/p of the optimizer state and steps that part of the model; then all gather every part.
 
         g_r <- sum_i grad_i, of rank r's shard of every bucket         reduce-scatter, while backward runs
         params_r, state_r <- optimizer(params_r, state_r, g_r)
         params <- all ranks' params_r                                  all-gather
 
-    Of Psi parameters a rank holds 2 Psi + 2 Psi bytes of them and of their gradients in 16 bits (4 and 4 in fp32), as
-    under DDP, and K Psi / p instead of K Psi bytes of optimizer state; K is 8 for Adam in fp32, 4 for SGD with
-    momentum. It sends 2 (p-1)/p of the model's bytes per step, as DDP does. Sums are added up in the order of the
-    ranks, so the shards make together what one process would, to the bit. With clip, one number more is added up.
-    Of what crosses at most `outstanding` buckets are under way, for each takes memory while it is.
+    Of Psi parameters a rank holds 2 Psi + 2 Psi bytes of parameters and gradients in 16 bits (4 and 4 in fp32), as
+    under DDP. It holds K Psi / p instead of K Psi bytes of optimizer state; K is 8 for Adam in fp32, 4 for SGD with
+    momentum. It sends 2 (p-1)/p of the model's bytes per step, as DDP does. Sums are added in the order of the ranks,
+    so the shards together are bit-identical to one process's result. Clipping adds up one more number. At most
+    `outstanding` buckets are under way at once, because each needs memory.
 
-    When to use it: the optimizer remembers much. A rank also updates 1/p of the model only; but the all-gather comes
-    after the update, so half of the bytes hide behind nothing, where DDP's all hide behind backward as far as they can.
-    Optimizers that look at a tensor as a whole (LARS, LAMB) are refused, and a compressor acts on the gradients, never
-    on the parameters.
+    When to use it: the optimizer has much state. A rank also updates only 1/p of the model. But the all-gather comes
+    after the update, so half of the bytes hide behind nothing. DDP's bytes can all hide behind backward. Optimizers
+    that need a whole tensor (LARS, LAMB) are refused. A compressor acts on the gradients, never on the parameters.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
     https://arxiv.org/abs/1910.02054, section 5.1

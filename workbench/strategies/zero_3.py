@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters, gradients and optimizer state are shared out; a bucket is whole only while it is read."""
+"""ZeRO stage 3: ranks also shard the parameters; a bucket is whole only while it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.strategies.zero_2 import ZeRO2
 
 @dataclass(frozen=True, kw_only=True)
 class ZeRO3(ZeRO2):
-    """ZeRO2, and each rank keeps its shard of the parameters, too: a bucket is gathered before its layers are computed.
+    """ZeRO2 that also shards the parameters: ranks gather a bucket before its layers are computed.
 
         before forward or backward reads a bucket:   params <- all ranks' params_r       all-gather, `prefetch` ahead
         once it is read no more:                     params_r <- rank r's shard of it
@@ -25,20 +25,20 @@ class ZeRO3(ZeRO2):
         params_r, state_r <- optimizer(params_r, state_r, g_r)
 
     Of Psi parameters a rank holds (2 + 2 + K) Psi / p bytes in 16 bits ((4 + 4 + K) Psi / p in fp32), and the buckets
-    that are whole at the time: the one that is read, `prefetch` more, and those of weights that are used again in the
-    same pass. It sends 3 (p-1)/p of the model's bytes per step, 1.5 times as much as DDP: parameters for the forward,
-    again for the backward, and gradients; but the last layers stay from the forward to the backward, and those whose
-    input wants no gradient are not read there. Its shards make together what one process would, to the bit. Buckets of
-    the size of a layer do best.
+    that are whole. These are the bucket being read, `prefetch` more, and buckets of weights that the same pass uses
+    again. It sends 3 (p-1)/p of the model's bytes per step, 1.5 times as much as DDP: parameters for the forward,
+    parameters for the backward, and gradients. But the last layers stay from the forward to the backward. The backward
+    does not read layers whose input needs no gradient. Its shards together are bit-identical to one process's result.
+    Buckets of the size of a layer work best.
 
-    In which order the model reads its parameters is found beforehand, in a step that computes nothing; a model that
-    looks at values shows it in its first step, in which everything is whole. An evaluation goes through the shards,
-    too: every rank computes it. What is gathered then is in the lane "measuring".
+    A dry step, which computes nothing, finds the order in which the model reads its parameters. If a model's control
+    flow depends on values, its first step shows the order, with everything whole. An evaluation goes through the
+    shards, too: every rank computes it. Its all-gathers are in the lane "measuring".
 
-    When to use it: parameters are in the way, too. Every rank must read them in the same order, which is looked at in
-    the first steps and then in one of 32. When the size of buckets changes, shards are dealt out anew bucket by bucket,
-    and nobody holds the model for it. Not yet for a model that no rank can hold: each makes it whole at the start;
-    frozen parameters stay whole. FSDP (`fully_shard`) is the same with layers in the place of buckets.
+    When to use it: parameters also need too much memory. Every rank must read them in the same order; ranks check this
+    in the first steps and then in one of 32. When the size of buckets changes, shards move bucket by bucket, so no rank
+    holds the model for it. It does not yet train a model that no rank can hold, because each rank makes it whole at the
+    start. Frozen parameters stay whole. FSDP (`fully_shard`) is the same with layers instead of buckets.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
     https://arxiv.org/abs/1910.02054, section 5.3; Zhao et al., "PyTorch FSDP", VLDB 2023,
@@ -52,10 +52,10 @@ class ZeRO3(ZeRO2):
     own: ClassVar[dict[str, str]] = {"by bucket": "drop", "seconds": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> dict[int, Handle]:
-        return {}  # bucket -> its gathering, under way
+        return {}  # bucket -> its all-gather under way
 
     def among(self, rank: Rank) -> Among:
-        """Who shares with whom: all ranks."""
+        """Returns the ranks that shard a bucket together: all ranks."""
         return Among(rank, rank)
 
     async def step(self, rank: Rank, state: Any) -> None:
@@ -63,7 +63,7 @@ class ZeRO3(ZeRO2):
             await rank.update(shard)
 
     async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:
-        """What brings all of `bucket` here: a child that returns its parameters, (n,)."""
+        """Returns a coroutine that gathers all of `bucket` and returns its parameters, (n,)."""
         sharers = self.among(rank).sharers
         shard = await rank.hold(bucket.shard(sharers.index, sharers.size))
         return assembled(sharers, shard.data, bucket)
@@ -76,7 +76,7 @@ class ZeRO3(ZeRO2):
         await rank.hold(bucket.like(await rank.wait(state.pop(bucket.index))))
 
     async def reshard(self, rank: Rank, state: dict[int, Handle], bucket: Bucket) -> None:
-        if bucket.index in state:  # it was gathered ahead, and not read
+        if bucket.index in state:  # it was gathered ahead and not read
             await rank.wait(state.pop(bucket.index))
         sharers = self.among(rank).sharers
         await rank.hold(bucket.shard(sharers.index, sharers.size))

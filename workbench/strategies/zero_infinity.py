@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: stage 3 whose shards lie in the host's memory or on disk, and come when they are needed."""
+"""ZeRO-Infinity: stage 3 with shards in the host's memory or on disk until they are needed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from workbench.strategies.zero_3 import ZeRO3
 
 @dataclass
 class _State:
-    """coming: by bucket, its shard on the way to the device; gathering: its gathering, under way
+    """State of one rank; the first three attributes are by bucket.
 
-    away: by bucket, this rank's shard of the parameters, where that is kept away; slots: is the optimizer's state?
+    coming:    its shard on the way to the device
+    gathering: its all-gather under way
+    away:      this rank's shard of its parameters, if kept on host or disk
+    slots:     whether the optimizer state is there, too
     """
 
     coming: dict[int, Handle] = field(default_factory=dict)
@@ -31,7 +34,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeROInfinity(ZeRO3):
-    """ZeRO3, but each rank's shards of parameters and optimizer state live on its host or on disk, and are stepped so.
+    """ZeRO3 that keeps each rank's shards of parameters and optimizer state on host or disk, and steps them there.
 
         before forward or backward reads a bucket:   params_r from host or disk, `prefetch` + 1 ahead;
                                                      params <- all ranks' params_r       all-gather, `prefetch` ahead
@@ -39,19 +42,19 @@ class ZeROInfinity(ZeRO3):
         g_r <- sum_i grad_i, of rank r's shard, and to the host                          while backward runs
         params_r, state_r <- optimizer(params_r, state_r, g_r)      on the host; from disk one bucket ahead, and back
 
-    A device holds the buckets that are whole at the time and no more: of Psi parameters (4 + K) Psi / p bytes in fp32
-    lie on each rank's host or disk, with 4 Psi / p of gradients on the host until they are used. 4 Psi / p bytes come
-    to the device for the forward, again for the backward, and as many of gradients leave it; with a disk 2 (4 + K)
-    Psi / p besides, for the update. Every rank reads its own shards over a way of its own, so that p disks are p times
-    as fast as one. What crosses the network is ZeRO3's, and all together make what one process would, to the bit.
+    A device holds only the buckets that are whole at the time. Of Psi parameters each rank's host or disk holds (4 + K)
+    Psi / p bytes in fp32, and the host 4 Psi / p of gradients until they are used. The device receives 4 Psi / p bytes
+    for the forward and again for the backward, and sends as many of gradients. With a disk the update adds 2 (4 + K)
+    Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as one. The network
+    carries ZeRO3's bytes. All shards together are bit-identical to one process's result.
 
     The disk is written by `pwrite` and read by `pread`, past the system's cache, in the directory for temporary files
-    (TMPDIR); `fabric.host` and `fabric.disk` say how fast these ways are. One layer must fit on the device with its
-    gradient: cut one that is too large into tiles (`workbench.tasks.TiledLinear`). With clip, gradients stay on the
-    device until their norm is known.
+    (TMPDIR). `fabric.host` and `fabric.disk` set the speed of host and disk. One layer and its gradient must fit on the
+    device: cut a larger one into tiles (`workbench.tasks.TiledLinear`). With clipping, gradients stay on the device
+    until their norm is known.
 
-    When to use it: nothing else fits. A bucket of the size of a layer does best; what is prefetched hides behind
-    compute as far as that is longer.
+    When to use it: nothing else fits. Buckets of the size of a layer work best. Prefetching hides behind compute as far
+    as compute takes longer.
 
     Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
     SC 2021, https://arxiv.org/abs/2104.07857, sections 5 and 6
@@ -68,7 +71,7 @@ class ZeROInfinity(ZeRO3):
     async def step(self, rank: Rank, state: Any) -> None:
         leaves = bool(state.away) and not rank.clip
         shards = await summed(self.among(rank), self.outstanding, alone=True, leaves=leaves)
-        if not state.away:  # the first step, in which all is whole
+        if not state.away:  # the first step, in which everything is whole
             for shard in shards:
                 await rank.update(shard)
             return
@@ -85,7 +88,7 @@ class ZeROInfinity(ZeRO3):
         await self._stream(rank, shards)
 
     async def _stream(self, rank: Rank, shards: list[Bucket]) -> None:
-        """Steps shard after shard on the host: the next comes from the disk and the last returns to it meanwhile."""
+        """Steps shard after shard on the host, while the next shard is fetched and the last one is written back."""
         coming, going = deque[Handle](), Outstanding(rank, 1, "offload")
         for at, shard in enumerate(shards):
             for one in shards[at + len(coming) : at + 2]:
@@ -128,7 +131,7 @@ class ZeROInfinity(ZeRO3):
 
     async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:
         for under_way in (state.coming, state.gathering):
-            if bucket.index in under_way:  # it came ahead, and was not read
+            if bucket.index in under_way:  # it was fetched ahead and not read
                 await rank.wait(under_way.pop(bucket.index))
         sharers = self.among(rank).sharers
         shard = bucket.shard(sharers.index, sharers.size)
@@ -148,7 +151,7 @@ class ZeROInfinity(ZeRO3):
             await rank.offload(state.away[bucket.index], "optimizer state", self.on)
 
     async def recall(self, rank: Rank, state: Any) -> None:
-        """All shards are on the device again, as ZeRO3 keeps them."""
+        """Brings all shards back to the device, as ZeRO3 keeps them."""
         for shard in state.away.values():
             await rank.hold(shard.like(await rank.fetch(shard, "parameters")))
             if state.slots:

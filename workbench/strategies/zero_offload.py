@@ -1,4 +1,4 @@
-"""ZeRO-Offload: stage 2, and the host's memory and processor keep and step the shards."""
+"""ZeRO-Offload: stage 2 with optimizer state and updates on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from workbench.strategies.zero_2 import ZeRO2
 
 @dataclass
 class _State:
-    """shards: this rank's shards, while they are on the host; updates: those that run there, in order"""
+    """State of one rank.
+
+    shards:  this rank's shards, while they are on the host
+    updates: the updates that run there, in order
+    """
 
     shards: list[Bucket] = field(default_factory=list)
     updates: list[tuple[Bucket, Handle]] = field(default_factory=list)
@@ -23,24 +27,23 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeROOffload(ZeRO2):
-    """ZeRO2, but optimizer state and a copy of each rank's shard of the parameters live on its host, which steps them.
+    """ZeRO2 with the optimizer state and a copy of each rank's parameter shard on its host, which steps them.
 
         g_r <- sum_i grad_i, of rank r's shard, and to the host            while backward runs
         params_r, state_r <- optimizer(params_r, state_r, g_r)             on the host's processor
         params <- all ranks' params_r, from the host                       all-gather
 
     Of Psi parameters a device holds 2 Psi bytes in 16 bits (4 Psi in fp32) and the buckets that backward has just
-    filled; the host K Psi / p and a copy of the shards, 4 Psi / p. Between them 4 Psi / p bytes in fp32 go down and as
-    many up in each step, the least there is where optimizer state is not to cross; `fabric.host` says how fast. What
-    crosses the network is ZeRO2's, and the shards make together what one process would, to the bit. With clip,
+    filled. The host holds K Psi / p and a copy of the shards, 4 Psi / p. In each step 4 Psi / p bytes in fp32 go to the
+    host and as many return. This is the minimum if optimizer state stays on the host. `fabric.host` sets the speed. The
+    network carries ZeRO2's bytes, and the shards together are bit-identical to one process's result. With clipping,
     gradients stay on the device until their norm is known.
 
-    `delayed` is the paper's delayed parameter update: from step `delay_from` on the host steps while the device
-    computes the next forward and backward, whose gradients then are of parameters one update older. Each is applied
-    once.
+    `delayed` is the paper's delayed parameter update. From step `delay_from` on the host steps while the device
+    computes the next forward and backward. Their gradients are then one update stale. Each gradient is applied once.
 
-    When to use it: parameters fit on the device, what the optimizer remembers of them does not, and the host is not
-    slow; one rank alone gains as much. On a CPU device and host are one memory, told apart by name only.
+    When to use it: parameters fit on the device, their optimizer state does not, and the host is fast enough. One rank
+    alone gains as much. On a CPU device and host share one memory, and only the name distinguishes them.
 
     Reference: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
     https://arxiv.org/abs/2101.06840, sections 4 and 5.2
@@ -70,14 +73,14 @@ class ZeROOffload(ZeRO2):
             await self._arrive(rank, state)
 
     async def _send(self, rank: Rank, state: _State) -> None:
-        """This rank's shards come to the host."""
+        """Moves this rank's shards to the host."""
         state.shards = [bucket.shard(rank.index, rank.size) for bucket in await rank.params()]
         for shard in state.shards:
             await rank.offload(shard, "parameters", "host")
             await rank.offload(shard, "optimizer state", "host")
 
     async def _arrive(self, rank: Rank, state: _State) -> None:
-        """What the host has stepped comes to all ranks."""
+        """Waits for the host's updates, and gathers the new parameters on all ranks."""
         params = await rank.params() if state.updates else []
         for shard, update in state.updates:
             whole = params[shard.index]
@@ -92,12 +95,12 @@ class ZeROOffload(ZeRO2):
         await self._arrive(rank, state)
         for shard in state.shards:
             await rank.fetch(shard, "optimizer state")
-            await rank.fetch(shard, "parameters")  # of which the model has its own
+            await rank.fetch(shard, "parameters")  # the model has its own copy
         state.shards = []
 
 
 async def _updated(rank: Rank, shard: Bucket) -> Tensor:
-    """The host steps a shard, whose parameters come to the device, (n,)."""
+    """Steps a shard on the host and returns its new parameters on the device, (n,)."""
     await rank.update(shard, on="host")
     params: Tensor = await rank.fetch(shard, "parameters", keep=True)
     return params
