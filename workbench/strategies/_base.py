@@ -64,7 +64,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     follows: ClassVar[bool] = False
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
-        """Returns the mesh of the `size` ranks that train as (name, size) pairs, with neighbouring ranks in the last
+        """Returns the mesh of the `size` training ranks as (name, size) pairs, neighbouring ranks in the last
         dimension.
 
         `rank.group(name)` is then this rank within that dimension. The default is one dimension, "data", with all
@@ -81,9 +81,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
 
     @abstractmethod
     async def step(self, rank: Rank, state: Any) -> int | None:
-        """Makes one training step on one rank; returns how many steps it counts for if not 1, for example after
-        catching up.
-        """
+        """Makes one training step on one rank; returns how many steps it counts for, if not 1."""
 
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes exchanges under way, so that the mean of the ranks is the canonical state."""

@@ -68,9 +68,7 @@ class Apart:
         return None
 
     def anchor(self, state: Any) -> Memory | None:
-        """Returns the Memory whose slot "anchor" has the parameters that all ranks last had in common; None without
-        one.
-        """
+        """Returns the Memory whose slot "anchor" has the last parameters common to all ranks; None without one."""
         return None
 
     async def known(self, rank: Rank, state: Any) -> Any:
@@ -131,9 +129,9 @@ class InPieces:
 class Sharding:
     """Ranks shard what all of them need. Law: the shards together are bit-identical through any switch.
 
-    shards:       what each rank keeps a shard of: "optimizer state" (for optimizers that step each element by itself),
-                  "gradients" (once they are summed), "parameters" (except while they are read). Of p ranks the r-th
-                  keeps the r-th of p slices of every bucket, as `Bucket.shard` cuts it
+    shards:       the sharded values: "optimizer state" (for optimizers that step each element by itself), "gradients"
+                  (once they are summed), "parameters" (except while they are read). Of p ranks the r-th keeps the r-th
+                  of p slices of every bucket, as `Bucket.shard` cuts it
     shared_along: the mesh dimensions along which shards are dealt out; ranks that differ in other dimensions keep the
                   same shard. Empty: all dimensions
     offloads:     it keeps some of its shards away from the device, also on one rank alone
@@ -158,8 +156,7 @@ class Sharding:
         """
 
     def aside(self, state: Any) -> list[Bucket]:
-        """Returns and forgets its offloaded parameter shards before buckets are cut again; empty: `recall` all instead.
-        """
+        """Returns and forgets its offloaded parameter shards, before buckets are cut again; empty: `recall` them."""
         return []
 
     async def stow(self, rank: Rank, state: Any, bucket: Bucket) -> None:

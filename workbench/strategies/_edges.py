@@ -113,7 +113,7 @@ def _second(rows: tuple[tuple[float, ...], ...]) -> float:
 
 
 def _unreached(arrows: frozenset[tuple[int, int]], size: int) -> tuple[int, int] | None:
-    """Returns two ranks of which the first cannot reach the second; None if all ranks reach all."""
+    """Returns two ranks if the first cannot reach the second; None if all ranks reach all."""
     for flipped in (False, True):
         reached, new = {0}, {0}
         while new:

@@ -21,7 +21,7 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Ask(IntEnum):
-    """Kinds of requests that a worker sends to a server."""
+    """Kinds of requests that a trainer sends to a server."""
 
     LOOK_UP = 0
     PUSH = 1
@@ -143,9 +143,7 @@ class Embeddings(Shadowing):
                     await rank.send(joined(tables.values()), who, "tables")
 
     async def _met_in(self, rank: Rank, state: Any, who: int, number: int, start: int, stop: int) -> None:
-        """Handles a shadow of rank `who` with these elements of the replica's bucket `number`; only if shadows meet
-        servers.
-        """
+        """Handles these elements of bucket `number` from the shadow of rank `who`, if shadows meet servers."""
 
 
 class AmongTrainers:

@@ -61,11 +61,11 @@ def partner(graph: str, size: int, index: int, number: int) -> int:
 
 
 def mixing_round(graph: str, mix: float, size: int, index: int, number: int) -> Round:
-    """Returns round `number` of rank `index` with Metropolis weights, 1 / (1 + the larger degree of the two) per
-    neighbour.
+    """Returns round `number` of rank `index` with Metropolis weights.
 
-    `mix` < 1 goes only that part of the way. The rows and columns of the matrix of all ranks' shares add up to 1. The
-    matrix is symmetric except for "exponential" and a matrix of the user's own.
+    A neighbour's weight is `mix` / (1 + the larger degree of the two); `mix` < 1 goes only that part of the way. The
+    rows and columns of the matrix of all ranks' shares add up to 1. The matrix is symmetric except for "exponential"
+    and a matrix of the user's own.
     """
     if size == 1:
         return Round((), {0: 1.0})

@@ -43,10 +43,9 @@ def seen(factors: Iterable[Factors]) -> list[Layer]:
 
 
 def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
-    """Returns, by weight, which of `size` ranks inverts its factors: the costliest first, each to the least loaded
-    rank.
+    """Returns, by weight, which of `size` ranks inverts its factors.
 
-    A matrix of n rows costs n^3.
+    The costliest layer comes first, each goes to the least loaded rank. A matrix of n rows costs n^3.
     """
     return _dealt(tuple(layers), size)
 
@@ -89,10 +88,10 @@ def fold(memory: Memory, layers: Sequence[Layer], new: Sequence[tuple[Tensor, Te
 
 
 def invert(memory: Memory, layer: Layer, damping: float) -> tuple[Tensor, Tensor]:
-    """Returns (A + pi sqrt(damping) I)^-1 and (G + sqrt(damping) / pi I)^-1; pi^2 is the ratio of their mean
-    eigenvalues.
+    """Returns (A + pi sqrt(damping) I)^-1 and (G + sqrt(damping) / pi I)^-1.
 
-    Both are the identity if the layer has seen no row, or no gradient.
+    pi^2 is the ratio of their mean eigenvalues. Both inverses are the identity if the layer has seen no row or no
+    gradient.
     """
     return _inverses(memory.parts[INPUTS][layer.weight], memory.parts[OUTPUTS][layer.weight], damping)
 

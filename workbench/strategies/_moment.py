@@ -89,8 +89,7 @@ class MomentExchange(Strategy):
         v.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
 
     async def _momenta(self, rank: Rank, bucket: Bucket, state: Moments) -> None:
-        """Sets m to the mean of the ranks' m. An element without gradients in the warm-up has no v and does not move.
-        """
+        """Sets m to the mean of the ranks' m. Elements without gradients in the warm-up have no v and do not move."""
         m, v = state.of(bucket)
         known = v > 0
         bucket.data.mul_(1 - self.beta1).add_(m, alpha=self.beta1 / rank.size).mul_(known)

@@ -44,7 +44,7 @@ class Outstanding:
 
 
 class Among(NamedTuple):
-    """One rank among all ranks, among those that shard a bucket, and among those with the same shard.
+    """One rank as part of three groups: all ranks, the ranks that shard a bucket, and the ranks with the same shard.
 
     replicas: None if all ranks share
     """
@@ -55,8 +55,7 @@ class Among(NamedTuple):
 
 
 async def summed(among: Among, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
-    """Makes one forward and backward; returns this rank's shards of the sums over ranks, scaled down if `rank.clip` is
-    set.
+    """Makes one forward and backward; returns this rank's shards of the summed gradients, clipped by `rank.clip`.
 
     outstanding: how many exchanges may be under way at a time
     alone:       whether a bucket's memory is freed once it is summed

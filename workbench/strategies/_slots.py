@@ -1,4 +1,4 @@
-"""What happens to each rank's optimizer state (its slots) when parameters are averaged."""
+"""Keeping, averaging or zeroing each rank's optimizer state (its slots) at an averaging."""
 
 from __future__ import annotations
 

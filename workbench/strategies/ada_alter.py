@@ -21,9 +21,7 @@ class _State:
         self.since = 0
 
     def sums(self, params: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (n,) twice, in fp32 at least: the sums of the last averaging, and these plus this rank's squares
-        since.
-        """
+        """Returns the sums of the last averaging, and these plus this rank's new squares; (n,), fp32 at least."""
         kind = torch.promote_types(params.data.dtype, torch.float32)
         return self.memory.flat("agreed", params, kind), self.memory.flat("own", params, kind)
 
@@ -36,15 +34,13 @@ class AdaAlter(Strategy):
         A_i      <- A_i + grad_i^2
         after H steps:   params_i <- (1/p) sum_j params_j,   B, A_i <- (1/p) sum_j A_j,   t <- 0
 
-    B is the same on all ranks, so all ranks divide by the same number. t eps^2 stands for the squares that B does not
-    include yet. AdaGrad adds a step's squares before it divides by them. Here they count from the next round on (the
-    "alter"), so that H = `every` can be more than 1. With H = 1 it is the AdaAlter whose ranks average after every
-    step.
+    All ranks divide by the same B. t eps^2 stands for the squares that B does not include yet. AdaGrad adds a step's
+    squares before it divides by them. Here they count from the next round on (the "alter"), so H = `every` can be more
+    than 1. With H = 1 it is the AdaAlter whose ranks average after every step.
 
-    AdaAlter is a strategy because its denominator depends on when ranks last averaged, and an optimizer sees one rank
-    only. The task's optimizer keeps its state and is not used. The learning rate is the task's. B is 0 when the
-    strategy is entered. Each rank sends 4 (p-1)/p times the model's bytes per round, as much as two averagings, and
-    waits for it.
+    It is a strategy because its denominator depends on when ranks last averaged; an optimizer sees one rank only. It
+    replaces the task's optimizer and uses its learning rate. B is 0 when the strategy is entered. Each rank sends 4
+    (p-1)/p times the model's bytes per round and waits for them, as for two averagings.
 
     When to use it: the task wants AdaGrad (sparse features, language models with large vocabularies) and the network is
     slow. An `eps` near the size of a gradient limits the steps late in a round.

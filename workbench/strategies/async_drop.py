@@ -68,26 +68,25 @@ class AsyncDrop(Strategy):
                  w_S <- (1 - alpha) w_S + alpha w_c              whenever a push comes; all other entries stay
 
     So fast ranks train the units that change most and slow ranks the stable ones. A late push then overwrites little of
-    what other ranks have learned. w_0 is the model when the strategy was entered. `choose` = "random" draws the units
-    of each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks return
-    during one of its own, per share of the model that it keeps. This order is in the record, so a replay makes the same
+    what other ranks have learned. w_0 is the model when the strategy is entered. `choose` = "random" draws the units of
+    each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks return
+    during one of its own, per share of the model that it keeps. The order is in the record, so a replay makes the same
     decisions. q is `keep`. With `slowest` below 1 slower ranks keep fewer units.
 
-    A unit is a hidden feature, a channel or an attention head, where the task's `split` has Colwise() and Rowwise() or
-    two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's columns. So the
-    sub-model makes q of their operations, or q^2 if a layer is cut on both sides. Other parameters are in every
-    sub-model. Its entries are sent each way, and one byte per unit to the rank. With `scaled` the weights that read q F
-    of F units are 1 / q times as large during training, as under dropout. Without it, as in the paper, the whole
-    model's next layer receives 1 / q times as much as in sub-models.
+    A unit is a hidden feature, a channel or an attention head. The task's `split` marks them by Colwise() and
+    Rowwise(), or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's
+    columns. So the sub-model makes q of their operations, or q^2 if a layer is cut on both sides. Other parameters are
+    in every sub-model. Its entries are sent each way, and one byte per unit to the rank. With `scaled` the weights that
+    read q F of F units are 1 / q times as large during training, as under dropout. Without it, as in the paper, the
+    whole model's next layer receives 1 / q times as much as in sub-models.
 
-    A step of the run is one task with a new optimizer; the run's own optimizer is not used. The server runs on rank 0,
-    next to its training. The Sample "computed" is the share of the model's operations in one forward. The Sample
-    "staleness", on rank 0, counts the mixings since the task was given out. A rank keeps old values of parameters that
-    it does not train.
+    A step is one task with a new optimizer; the run's own optimizer is not used. The server runs on rank 0, next to its
+    training. The Sample "computed" is the share of the model's operations in one forward. The Sample "staleness", on
+    rank 0, counts the mixings during the task. A rank keeps old values of parameters that it does not train.
 
-    When to use it: ranks differ in speed and slow ranks' tasks take too long, or the network is slow. With q = 1 and
-    alpha = 1 on one rank it is the optimizer, with new state for each task. Units that few ranks train learn only these
-    ranks' classes. On Digits with alpha = 0.3 sub-models of half the units learned less than whole models.
+    When to use it: slow ranks' tasks take too long, or the network is slow. With q = 1 and alpha = 1 on one rank it is
+    the optimizer, with new state for each task. Units that few ranks train learn only these ranks' classes. On Digits
+    with alpha = 0.3 sub-models of half the units learned less than whole models.
 
     The paper's code masks activations, and finds the trained entries by whether they changed. Here matrices are cut,
     and all entries of a sub-model are mixed. The paper orders the ranks once. Its defaults are q = 0.25 in the later

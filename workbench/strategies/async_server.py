@@ -34,10 +34,10 @@ class AsyncServer(Strategy):
                   params_i <- centre + params_i - base_i;   base_i <- centre  every `fetch` steps
         server:   v <- m v + w d_i;   centre <- centre + r v;   version <- version + 1       whenever a push comes
 
-    w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). The staleness of a push is the
-    number of pushes that the server has applied since the sender's last fetch. It is in the record. The server's own
-    optimizer is momentum SGD on the pushes, with learning rate r = `server_lr` and momentum m = `server_momentum`. By
-    default it just adds them (r = 1, m = 0). v is dropped when the strategy is left.
+    w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). A push's staleness is the number
+    of pushes that the server has applied since the sender's last fetch. It is in the record. The server's optimizer is
+    momentum SGD on the pushes, with learning rate r = `server_lr` and momentum m = `server_momentum`. By default it
+    just adds them. v is dropped when the strategy is left.
 
     A trainer sends the model's bytes once per push and receives them once per fetch. The server sends p times as many,
     so its port is the bottleneck. With `servers` = 0 the server runs on rank 0, which also trains. Otherwise the last

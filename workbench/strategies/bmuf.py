@@ -21,8 +21,8 @@ class BMUF(Strategy):
         W <- W + delta
         anchor <- W   or, where `form` is "nesterov", W + eta delta;    params_i <- anchor
 
-    All ranks begin a block at the anchor. delta is in units of parameters, so the rest of it keeps its length when the
-    learning rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
+    All ranks begin a block at the anchor. delta is in units of parameters, so it keeps its length when the learning
+    rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
     alpha=zeta). `buffers` decides what happens to the inner optimizer's state after each block.
 
     A rank sends 2 (p-1)/p of the model's bytes once per H = `every` steps and waits for it. If the strategy is left

@@ -1,4 +1,4 @@
-"""ByteScheduler: sends gradients in pieces, first those that the next forward needs first."""
+"""ByteScheduler: sends gradients in small pieces, in the order of the next forward."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ByteScheduler(Strategy):
     Backward ends with the layers that the next forward begins with. In the order of filling ("fifo") these are sent
     last, and forward waits for every bucket. Here they overtake, and other pieces are sent while forward computes. So a
     step can take max(compute, network); DDP takes at least forward + max(backward, network). Each rank sends DDP's
-    bytes, 2 (p-1)/p times the model's per step, and sums the same elements. With p > 2 the order of additions may
-    differ, as with any other size of buckets.
+    bytes, 2 (p-1)/p times the model's per step. With p > 2 the order of additions may differ, as with any other size of
+    buckets.
 
     Forward waits for one bucket at a time, so give buckets the size of a layer. Nothing overtakes the pieces under way.
     So with more credit an urgent piece waits longer, and rank 0 needs fewer rounds to choose pieces. P3 is
-    `partition_mb` = 0.2 (its slices of 50,000 parameters) with the smallest credit, one slice at a time. The best sizes
-    depend on the network: `tune(lab)` searches both while ranks train, as the authors do.
+    `partition_mb` = 0.2 (its slices of 50,000 parameters) with the smallest credit. The best sizes depend on the
+    network: `tune(lab)` searches both while ranks train, as the authors do.
 
     A step ends before its update. Ranks finish it before a change, an evaluation, a new learning rate and the run's
     end. Clipping is refused, because no update has all gradients before it. A compressor acts on whole buckets, without

@@ -22,8 +22,7 @@ SLACK = 1e-6  # seconds: a batch that ends exactly at the deadline counts
 
 @dataclass(frozen=True, kw_only=True)
 class DABMD(Strategy):
-    """Distributed any-batch mirror descent: a round has a fixed time, in which ranks compute as many batches as they
-    can.
+    """Distributed any-batch mirror descent: ranks compute as many batches as they can in rounds of fixed time.
 
         g_i <- mean gradient of the b_i batches that rank i has finished within `window`
         y_i <- argmin_x  <g_i, x> + D(x, x_i) / lr

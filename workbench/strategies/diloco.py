@@ -22,11 +22,11 @@ class DiLoCo(Strategy):
     eta = `outer_lr`, mu = `outer_momentum`, H = `every`. The first outer step moves by eta (1 + mu) D. The inner
     optimizer is the task's own, and its state stays on each rank. A rank sends 2 (p-1)/p of the model's bytes once per
     H steps and waits for it. With eta = 1 and mu = 0 it is LocalSGD. With H = 1, plain SGD inside and eta = 1 it is DDP
-    with Nesterov momentum mu (mu = 0: plain DDP). "heavy-ball" moves the anchor by eta b, as SlowMo does.
+    with Nesterov momentum mu. "heavy-ball" moves the anchor by eta b, as SlowMo does.
 
-    Displacements pass through the compressor. Under TopK with error feedback this is the sparsified displacement of
-    SparseLoCo, which has no outer momentum: error feedback takes its place. SparseLoCo also decays the residual. Ours
-    does not, and our TopK selects from each bucket.
+    Displacements pass through the compressor. Under TopK with error feedback they are SparseLoCo's, which has error
+    feedback instead of an outer momentum. SparseLoCo also decays the residual. Ours does not, and our TopK selects from
+    each bucket.
 
     If the strategy is left at the end of a round, the outer parameters are the result. Inside a round the result is the
     ranks' mean, without an outer step. So nothing learned is lost, and no momentum acts on part of a round. SlowMo,

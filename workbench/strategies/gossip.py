@@ -25,17 +25,16 @@ class Gossip(Strategy):
     all ranks moves as in DDP. In each round the ranks' disagreement shrinks by W's second largest |eigenvalue|: 1/3 on
     a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" a rank sends to one rank and receives from
     another; on "butterfly" both are the same rank. On both graphs the disagreement of 2^n ranks is gone after n rounds.
-    "shift_one" is Bagua's pairing and takes any even number of ranks. `edges` is a graph of your own: pairs of ranks,
-    "0-1 1-2 2-0", or W itself, row by row.
+    "shift_one" is Bagua's pairing for any even number of ranks. `edges` is a graph of your own: pairs of ranks, "0-1
+    1-2 2-0", or W itself, row by row.
 
-    A rank sends the model's bytes once to each neighbour. That is twice per round on a ring, and once on "exponential"
-    and in pairs. It connects to its neighbours only and waits only for them. In the order above the exchange hides
-    behind forward and backward. "adapt-then-combine" updates first and mixes the result. It hides nothing, but the
-    ranks end a step closer together; on "complete" with plain SGD it equals DDP.
+    A rank connects to its neighbours only and sends each one the model's bytes. That is twice per round on a ring, and
+    once on "exponential" and in pairs. In the order above the exchange hides behind forward and backward.
+    "adapt-then-combine" updates first and mixes the result. It hides nothing, but the ranks end a step closer together;
+    on "complete" with plain SGD it equals DDP.
 
     When to use it: latency is high, or ranks are slow at times and not always the same one. Only the graphs with one
-    partner send fewer bytes than DDP's all-reduce. Evaluate the mean, because a single rank differs from it by the
-    disagreement.
+    partner send fewer bytes than DDP's all-reduce. Evaluate the mean, because a single rank differs from it.
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017,
     https://arxiv.org/abs/1705.09056; "shift_one": Gan et al., "BAGUA: Scaling up Distributed Learning with System

@@ -64,8 +64,8 @@ class KFAC(Strategy):
     keeps i^2 + o^2 elements per layer for the factors, and g/p of that for the inverses.
 
     When to use it: few and long steps, small layers, large batches. Use SGD with momentum and a learning rate of about
-    0.01 to 1, because Adam rescales each element itself. The first `warmup` steps after each entry use the plain
-    gradient at that learning rate. Inverses of layers with thousands of features take seconds.
+    0.01 to 1, because Adam rescales each element itself. After the strategy is entered, the first `warmup` steps use
+    the plain gradient at that learning rate. Inverses of layers with thousands of features take seconds.
 
     Reference: Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML
     2015, https://arxiv.org/abs/1503.05671; Grosse and Martens, "A Kronecker-factored Approximate Fisher Matrix for

@@ -37,15 +37,14 @@ class LowPrecisionDecentralized(Strategy):
     w_i is the neighbours' copy of rank i. A rank also keeps copies of its neighbours' w. All copies are bit-identical,
     because both sides add the same Q(z). W is 1/3 for each neighbour and the rank itself (1/2 on two ranks). Only the
     displacement since the last round is rounded, so the rounding error shrinks with it. Q is ByteGrad's: the smallest
-    element and the distance between two codes, then one byte per element. With `bits` = 32 z is not rounded, and this
-    is gossip on a ring.
+    element and the distance between two codes, then one byte per element. With `bits` = 32 this is gossip on a ring,
+    without rounding.
 
-    A rank sends each neighbour one byte per parameter and 8 per bucket. So on a ring each rank sends half the model's
-    fp32 bytes in two messages. That is a third of DDP's bytes on 4 ranks, and a quarter on many ranks. The exchange
-    comes after the update and hides behind nothing.
+    A rank sends each neighbour one byte per parameter and 8 per bucket. On a ring that is half the model's fp32 bytes,
+    in two messages: a third of DDP's bytes on 4 ranks, a quarter on many. It hides behind nothing, because it comes
+    after the update.
 
-    When to use it: latency is high and bandwidth is low at the same time. It needs memory for three more copies of the
-    model.
+    When to use it: high latency and low bandwidth at the same time. It needs memory for three more copies of the model.
 
     Reference: Tang et al., "Communication Compression for Decentralized Training", NeurIPS 2018 (there DCD-PSGD),
     https://arxiv.org/abs/1803.06443; on a ring with these codes: Gan et al., "BAGUA: Scaling up Distributed Learning

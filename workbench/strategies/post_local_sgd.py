@@ -24,7 +24,7 @@ class PostLocalState(LocalState):
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(LocalSGD):
-    """Begins with `warmup` steps of DDP at each entry; then ranks train alone and average periodically.
+    """Makes `warmup` steps of DDP when entered; then ranks train alone and average periodically.
 
         step <= warmup:   params <- optimizer(params, (1/p) sum_i grad_i)
         afterwards:       Local SGD, see there

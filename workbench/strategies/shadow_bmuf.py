@@ -25,10 +25,9 @@ class ShadowBMUF(Shadowing):
     kept. Each round sends 2 (p-1)/p of the model's bytes and adds nothing to a step's time. eta counts rounds. The
     Sample "sync gap" is the number of steps in a round, which depends on the network.
 
-    The part alpha of what a round adds to W returns to W with the next mean. So the momentum has more effect than in
-    BMUF, whose blocks all begin at W. With large eta and alpha W oscillates about the mean.
-
-    When the strategy is left, the result is the ranks' mean, and delta is dropped.
+    The share alpha of each addition to W returns to W with the next mean. So the momentum has more effect than in BMUF,
+    whose blocks all begin at W. With large eta and alpha W oscillates about the mean. When the strategy is left, the
+    result is the ranks' mean, and delta is dropped.
 
     When to use it: as ShadowMA, with many ranks. Their mean moves only 1/p as far as each of them.
 

@@ -21,9 +21,9 @@ class ShadowEASGD(Shadowing):
         server:  centre <- (1 - alpha) centre + alpha before_i                      for each that comes, one by one
 
     A shadow begins a round when the last one is over and the rank has made a step since. The Sample "sync gap" is the
-    number of these steps. Each rank meets the servers at its own pace. The returned centre has already moved, as in the
-    paper. So unlike EASGD the sum of all parameters and the centre is not constant. The correction is added, so steps
-    made during a round are kept.
+    number of steps from one round to the next. Each rank meets the servers at its own pace. The returned centre has
+    already moved, as in the paper. So unlike EASGD the sum of all parameters and the centre is not constant. The
+    correction is added, so steps made during a round are kept.
 
     A trainer sends the model's bytes once per round and receives them once. The servers send p times as many, so their
     ports are the bottleneck. The last `servers` ranks only serve, each an equal part of the buckets. With `servers` = 0

@@ -29,10 +29,10 @@ class ShadowSync(Embeddings, ShadowEASGD):
     makes their steps one by one. A step of the record is one step of each worker.
 
     A worker sends 8 bytes for each distinct row of its batch, and the row's gradient. It receives the row. For r rows
-    of w numbers in fp32 this is 8 r + 4 r w and 4 r w. Headings add 40 bytes for each server asked and 8 for each
-    table. A shadow's round costs what ShadowEASGD's does, for the model without its tables. Messages on a port wait for
-    earlier ones. So a round sends each bucket in pieces of `piece_kb`, each after the answer to the one before. A
-    look-up then waits for at most one piece of each trainer.
+    of w numbers in fp32 these are 8 r + 4 r w and 4 r w bytes. Headings add 40 bytes for each server asked and 8 for
+    each table. A shadow's round costs the same as ShadowEASGD's without the tables. Messages on a port wait for earlier
+    ones. So a round sends each bucket in pieces of `piece_kb`, each after the answer to the one before. A look-up then
+    waits for at most one piece of each trainer.
 
     When the strategy is left, the result is the centre, and every rank receives the tables with their optimizer state.
     For an evaluation rank 0 fetches all tables. One rank alone holds its tables itself.

@@ -21,8 +21,8 @@ class SlowMo(Strategy):
         anchor <- anchor - alpha lr u;    params_i <- anchor
 
     u is in units of gradients, so it keeps its meaning when the learning rate changes. `lr` is the mean learning rate
-    of the round's steps, so that a change in the middle of a round does not blow up u. `buffers` keeps, zeroes or
-    averages the inner optimizer's state after each round.
+    of the round's steps, so that a change during a round does not blow up u. `buffers` keeps, zeroes or averages the
+    inner optimizer's state after each round.
 
     It sends LocalSGD's bytes, 2 (p-1)/p of the model once per H = `every` steps, and waits for them. "average" also
     sends the optimizer's state. With beta = 0 and alpha = 1 it is LocalSGD. With H = 1 and plain SGD it is DDP with

@@ -47,7 +47,7 @@ class StreamingDiLoCo(Strategy):
     H = `every`, F = `fragments`, T = `delay`, mu = `outer_momentum`, eta = `outer_lr`. Fragment f of F is sent after
     every step t with t = floor((f+1) H / F) mod H, counted from when the strategy was entered. Ranks wait for it T
     steps later, or at its next turn if that comes first. Fragments consist of whole layers (modules with parameters)
-    and are about equally large. Equal layers go to fragments in turn. Fragments do not depend on buckets.
+    and are about equally large. Equal layers go to fragments in turn, independent of buckets.
 
     With `bits` = 4 a displacement is rounded to E3M0 (a sign and a power of two). The rank that owns a chunk adds it up
     in fp32 and rounds the sum, and all ranks gather it. For a fragment of n elements a rank sends, with c =
@@ -60,9 +60,8 @@ class StreamingDiLoCo(Strategy):
     could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo. With alpha = 1 each rank trains
     alone.
 
-    An exchange starts at its fragment's turn S and is applied T steps later, at S + T, as in the paper. torchft starts
-    it at S - T and applies it at S. With T = 0 both are the same; otherwise torchft's outer steps use older parameters
-    at the same step.
+    An exchange starts at its fragment's turn S and is applied at S + T, as in the paper. torchft starts it at S - T and
+    applies it at S, so with T > 0 its outer steps use older parameters at the same step.
 
     Before a change of any knob ranks finish the exchanges under way. When the strategy is left, the result is the
     ranks' mean in full precision, because fragments have trained alone since different steps. SlowMo, BMUF and DiLoCo

@@ -50,18 +50,18 @@ class TEASQFed(Strategy):
                  once K updates have come:   S(t) = (1 + t)^-a,  t = version - h
                      u <- sum S(t_c) w_c / sum S(t_c),   b <- alpha S(mean t_c),   w <- (1 - b) w + b u
 
-    Each rank has `clients` clients, which take turns and have their own data (`rank.client`). With
-    Digits(shards="dirichlet") each client has different digits. n is the number of clients of all ranks, C is `share`.
-    At most one client of a rank works at once, so C limits anything only below 1 / `clients`. A step of the run is one
-    task. With `deadline` a client begins no batch after so many ms, and pushes after at least one batch. The Sample
-    "batches" counts them. With `weighted` an update's weight is S(t) times its number of batches, as in FedAvg. Without
-    a deadline this changes nothing.
+    The `clients` of a rank take turns and have their own data (`rank.client`). With Digits(shards="dirichlet") each
+    client has different digits. n is the number of clients of all ranks, C is `share`. At most one client of a rank
+    works at once, so C limits anything only below 1 / `clients`. A step of the run is one task. With `deadline` a
+    client begins no batch after so many ms, and pushes after at least one batch. The Sample "batches" counts them. With
+    `weighted` an update's weight is S(t) times its number of batches, as in FedAvg. Without a deadline this changes
+    nothing.
 
     Both sides send the difference between a model and the receiver's copy: `density` of its entries, in `bits` bits
-    each. At 1 and 32 it is sent as it is. A client's unsent entries are lost. The server sends its unsent entries
-    later, because it keeps a copy of what it has sent to each rank. After every `relax` mixings twice as many entries
-    are sent (0: never), because late differences are small. The Sample "staleness" is t of each update. The Sample
-    "active" counts the tasks under way when the server gives one out. Both are in rank 0's record.
+    each. At 1 and 32 it is sent as it is. A client's unsent entries are lost. The server keeps a copy of each rank's
+    model, so it sends its unsent entries later. After every `relax` mixings twice as many entries are sent (0: never),
+    because late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the tasks
+    under way when the server gives one out. Both are in rank 0's record.
 
     The server runs on rank 0. The run's optimizer keeps its state on each rank from task to task; the paper's plain SGD
     has none.
@@ -158,7 +158,7 @@ class TEASQFed(Strategy):
                 await self._give(rank, state, buckets, state.waiting.popleft())
 
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], to: int) -> None:
-        """Sends a task: the current model, as its difference from what the server has sent to rank `to`."""
+        """Sends a task: the current model, as its difference from the copy of rank `to`."""
         await tell(rank, to, "task", state.version)
         codec = self._codec(state.version)
         for bucket in buckets:

@@ -15,9 +15,9 @@ class TorchFSDP(Strategy):
 
     Each rank keeps its rows of every parameter, gradient and optimizer state. A unit is a block of a transformer, or a
     module of half an experiment's `bucket_mb` or more, and is whole while it is computed. `fully_shard` changes a model
-    permanently, so the host trains a copy. It copies the parameters back for an evaluation, for a switch to another
-    strategy and at the end. A rank then holds all parameters in addition to its shards. A new optimizer, bucket size or
-    fabric rebuilds the copy.
+    permanently, so the host trains a copy. At an evaluation, a switch of strategy and the end it copies the parameters
+    back. A rank then holds all parameters in addition to its shards. A new optimizer, bucket size or fabric rebuilds
+    the copy.
 
     A parameter that no rank used in a step is not stepped, as under DDP; fully_shard alone would step it with zeros.
     Ranks may use different parameters of a unit, but each rank has to compute all units. torch gathers and sums unit by
