@@ -6,7 +6,7 @@ from workbench.rank import Bucket, Rank
 
 
 async def mean_of_all(rank: Rank, buckets: list[Bucket]) -> None:
-    """Sets each bucket to its uncompressed mean over the ranks; all its all-reduces run at once."""
+    """Sets each bucket to its uncompressed mean over the ranks; the all-reduces of all buckets run at once."""
     pending = []
     for bucket in buckets:
         bucket.data.div_(rank.size)

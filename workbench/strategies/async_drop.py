@@ -47,7 +47,7 @@ class _Passed:
 
 
 class _State:
-    """State of one rank; on the server also the model, the model at entry, and the ranks' speeds."""
+    """State of one rank; on the server also the model, the model at the start, and the ranks' speeds."""
 
     def __init__(self, rank: Rank, params: list[Bucket]) -> None:
         self.memory = copies(params, "model", "first") if rank.index == SERVER else Memory()

@@ -36,8 +36,8 @@ class AsyncServer(Strategy):
 
     w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). A push's staleness is the number
     of pushes that the server has applied since the sender's last fetch. It is in the record. The server's optimizer is
-    momentum SGD on the pushes, with learning rate r = `server_lr` and momentum m = `server_momentum`. By default it
-    just adds them. v is dropped when the strategy is left.
+    momentum SGD on the pushes, with r = `server_lr` and m = `server_momentum`. By default it just adds them. v is
+    dropped when the strategy is left.
 
     A trainer sends the model's bytes once per push and receives them once per fetch. The server sends p times as many,
     so its port is the bottleneck. With `servers` = 0 the server runs on rank 0, which also trains. Otherwise the last

@@ -53,8 +53,8 @@ class Newton(Strategy):
     network. It needs batches with several times as many examples as the model has parameters, or `damping` near the
     curvature. Otherwise a rank moves by 1/damping times the gradient where its own batch has no curvature. It works on
     a transformer, but a step costs about eight of SGD's, so it is measured on Digits only. In one trial ByteGPT on two
-    ranks reached 2.6 in 16 steps with `damping` 0.1 or 1 and `tries` = 10; SGD with momentum (lr 0.1) reached 3.1. With
-    0.01 and 4 tries it stopped after its first step, because no length was good enough.
+    ranks reached a loss of 2.6 in 16 steps with `damping` 0.1 or 1 and `tries` = 10; SGD with momentum (lr 0.1) reached
+    3.1. With 0.01 and 4 tries it stopped after its first step, because no length was good enough.
 
     Reference: Wang et al., "GIANT: Globally Improved Approximate Newton Method for Distributed Optimization", NeurIPS
     2018, https://arxiv.org/abs/1709.03528; Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization

@@ -19,10 +19,10 @@ class OneBitAdam(MomentExchange):
         both:            params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
     C is the experiment's compressor. Choose OneBit, whose bare name includes error feedback; any compressor under
-    ErrorFeedback works, and Dense is the exact reference. Others are refused, because their losses would never be sent
-    (QAdam takes them). In the first `warmup` steps (DeepSpeed's `freeze_step`) gradients are sent whole.
+    ErrorFeedback works, and Dense is the exact reference. Other compressors are refused, because their losses would
+    never be sent (QAdam takes them). In the first `warmup` steps (DeepSpeed's `freeze_step`) gradients are sent whole.
 
-    With `scaled`, the default here, C acts on m / (sqrt(v_hat) + eps), and the result is multiplied back. Under Dense
+    With `scaled`, the default here, C acts on m / (sqrt(v_hat) + eps) and the result is multiplied back. Under Dense
     this changes nothing; with signs it does. The paper codes m itself (scaled = False). An element with a small v then
     gets its block's magnitude and takes a step of many times lr. A small Digits, frozen after 60 steps, unlearned in 12
     of 12 runs; with `scaled` in 9 of 60, because v may be frozen too small. DeepSpeed masks elements whose gradient is
