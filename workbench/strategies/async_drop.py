@@ -71,7 +71,7 @@ class AsyncDrop(Strategy):
     what other ranks have learned. w_0 is the model when the strategy is entered. `choose` = "random" draws the units of
     each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks return
     during one of its own, per share of the model that it keeps. The order is in the record, so a replay makes the same
-    decisions. q is `keep`. With `slowest` below 1 slower ranks keep fewer units.
+    decisions.
 
     A unit is a hidden feature, a channel or an attention head. The task's `split` marks them by Colwise() and
     Rowwise(), or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's

@@ -40,8 +40,8 @@ class AsyncServer(Strategy):
     dropped when the strategy is left.
 
     A trainer sends the model's bytes once per push and receives them once per fetch. The server sends p times as many,
-    so its port is the bottleneck. With `servers` = 0 the server runs on rank 0, which also trains. Otherwise the last
-    `servers` ranks only serve, each an equal part of the buckets.
+    so its port is the bottleneck. A server on rank 0 runs next to its training. Several servers hold equal parts of the
+    buckets.
 
     When to use it: ranks differ in speed for a long time, and the network is fast. The staler the pushes, the smaller
     the learning rate must be. If each push is t versions old and has weight 1, plain SGD is stable up to a rate of 2

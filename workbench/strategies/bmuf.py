@@ -23,7 +23,7 @@ class BMUF(Strategy):
 
     All ranks begin a block at the anchor. delta is in units of parameters, so it keeps its length when the learning
     rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
-    alpha=zeta). `buffers` decides what happens to the inner optimizer's state after each block.
+    alpha=zeta).
 
     A rank sends 2 (p-1)/p of the model's bytes once per H = `every` steps and waits for it. If the strategy is left
     inside a block, the result is the plain mean; between blocks it is the anchor. SlowMo, DiLoCo and StreamingDiLoCo

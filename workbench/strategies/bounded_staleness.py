@@ -36,15 +36,13 @@ class BoundedStaleness(Strategy):
     So in iteration c a rank sees its own updates and every update of the other ranks' first c - s iterations. No rank
     ever finishes more than s + 1 iterations more than another. A rank requests parameters together with its push, and
     waits for them before its next iteration. Updates are summed, not averaged. So s = 0 is DDP at p times the learning
-    rate, with plain or momentum SGD. At 64, the end of its scale, s stands for infinity: ranks never wait and fetch in
-    every iteration (ASP).
+    rate, with plain or momentum SGD. At s = 64 there is no bound: ranks never wait and fetch in every iteration (ASP).
 
     A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old. That is once in s
     + 1 iterations if all ranks are equally fast, and in every iteration if it waits for a slower rank. The server on
     rank 0 sends every rank's fetches. The Sample "ahead" is a fetching rank's lead over the slowest, in iterations. So
-    a larger s makes copies older even if no rank is late. With `eager` a rank fetches in every iteration and waits only
-    if s requires it. Its copy is then as fresh as without a bound, for as many bytes. This is the eager SSP of Dai et
-    al., whose servers send without a request.
+    a larger s makes copies older even if no rank is late. With `eager` a copy is as fresh as without a bound, for as
+    many bytes. This is the eager SSP of Dai et al., whose servers send without a request.
 
     When to use it: every rank is slow at times, and not always the same one. A bound of a few iterations then hides it.
     All ranks end up waiting for one that is always slow, with any bound. The sum of p updates needs a learning rate 1/p

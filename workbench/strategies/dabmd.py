@@ -34,9 +34,9 @@ class DABMD(Strategy):
 
         y_i = s x_i exp(-lr g_i) / sum(x_i exp(-lr g_i))
 
-    "entropic" needs parameters above zero, keeps them there, and does not use the run's optimizer. With `decay` = a the
-    step of the run's round t is lr / t^a: gradients are multiplied by t^-a, which a scale-free optimizer such as Adam
-    ignores. The regret bounds of mirror descent need a = 1/2.
+    "entropic" needs parameters above zero, keeps them there, and does not use the run's optimizer. `decay` multiplies
+    the gradients of round t by t^-a, which a scale-free optimizer such as Adam ignores. The regret bounds of mirror
+    descent need a = 1/2.
 
     `order` "step, mix" is the algorithm above. With "mix, step" ranks first mix x_i, then step from there with the
     gradient at the old x_i. In the Euclidean case this is x_i <- sum_j W_ij x_j - lr g_i, as in D-PSGD. Ranks then

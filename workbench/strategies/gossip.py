@@ -25,8 +25,7 @@ class Gossip(Strategy):
     all ranks moves as in DDP. In each round the ranks' disagreement shrinks by W's second largest |eigenvalue|: 1/3 on
     a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" a rank sends to one rank and receives from
     another; on "butterfly" both are the same rank. On both graphs the disagreement of 2^n ranks is gone after n rounds.
-    "shift_one" is Bagua's pairing for any even number of ranks. `edges` is a graph of your own: pairs of ranks, "0-1
-    1-2 2-0", or W itself, row by row.
+    "shift_one" is Bagua's pairing for any even number of ranks.
 
     A rank connects to its neighbours only and sends each one the model's bytes. That is twice per round on a ring, and
     once on "exponential" and in pairs. In the order above the exchange hides behind forward and backward.

@@ -34,8 +34,7 @@ class OneBitAdam(MomentExchange):
     in Adam's paper, and v_hat is frozen with its correction. DeepSpeed corrects neither. So its first steps are several
     times as long, and its root frozen after n steps is sqrt(1 - beta2^n) of this one. Moments are empty when the
     strategy is entered, and the momentum's residual is dropped when it is left. The task's optimizer is not used and
-    keeps its state. Weight decay is this strategy's own knob, decoupled as in AdamW. If `warmup` is raised above the
-    steps done, v changes again.
+    keeps its state. If `warmup` is raised above the steps done, v changes again.
 
     When to use it: long runs of Adam on very slow networks. DeepSpeed advises to freeze after 15 to 25 % of all steps.
 

@@ -25,9 +25,8 @@ class QAdam(MomentExchange):
 
     Each rank sends 2 (p-1)/p times the model's bytes per step in the warm-up, then the compressor's bytes. It waits as
     DDP does, and the exchange overlaps with backward. Ranks are equal at every step. The task's optimizer is not used
-    and keeps its state; the learning rate is the task's. Weight decay is this strategy's own knob, decoupled as in
-    AdamW. When the strategy is entered, a warm-up begins with empty moments. Raising `warmup` above the steps done
-    thaws v, lowering it below them freezes v.
+    and keeps its state; the learning rate is the task's. When the strategy is entered, a warm-up begins with empty
+    moments. Raising `warmup` above the steps done thaws v, lowering it below them freezes v.
 
     When to use it: the task wants Adam and the network is slow. A warm-up of about 20 % of the run is usual. A v that
     is frozen too early scales some elements wrongly for the rest of the run.

@@ -51,8 +51,8 @@ class SelSync(Strategy):
     delta = 0 always synchronises, a large delta never. Momenta stay each rank's own. `aggregate` = "gradients" averages
     gradients before the update instead. Such a step is DDP's, but ranks keep their differences from other steps.
 
-    If ranks have different kinds of data, a share `inject_ranks` of them gives examples away, in turn. Each of these
-    ranks sends the first `inject_share` of its batch to all other ranks, whose batches become larger.
+    If ranks have different kinds of data, a share `inject_ranks` of them sends examples to all other ranks, in turn.
+    The batches of the receivers become larger.
 
     When to use it: the network is slow, and training has calm phases. Compare the recorded changes with delta first. If
     each step's gradient is noisy, they may all be above it. Means of norms over 25 steps make them about 25 times

@@ -21,9 +21,9 @@ class ShadowBMUF(Shadowing):
                      delta <- eta delta + zeta (mean - W);   W <- W + delta;   params_i += alpha (W - before)
 
     W and delta are the same on all ranks. With eta = 0 and zeta = 1 W is the mean, and this is ShadowMA. With alpha = 1
-    and no step during a round it is BMUF. As in ShadowMA the correction is added, so steps made during a round are
-    kept. Each round sends 2 (p-1)/p of the model's bytes and adds nothing to a step's time. eta counts rounds. The
-    Sample "sync gap" is the number of steps in a round, which depends on the network.
+    and no step during a round it is BMUF. The correction is added, so steps made during a round are kept. Bytes are
+    ShadowMA's. eta counts rounds. The Sample "sync gap" is the number of steps in a round, which depends on the
+    network.
 
     The share alpha of each addition to W returns to W with the next mean. So the momentum has more effect than in BMUF,
     whose blocks all begin at W. With large eta and alpha W oscillates about the mean. When the strategy is left, the

@@ -26,9 +26,8 @@ class ShadowEASGD(Shadowing):
     correction is added, so steps made during a round are kept.
 
     A trainer sends the model's bytes once per round and receives them once. The servers send p times as many, so their
-    ports are the bottleneck. The last `servers` ranks only serve, each an equal part of the buckets. With `servers` = 0
-    the server runs on rank 0, which also trains. It exchanges with itself without sending, once in p - 1 rounds of the
-    other ranks.
+    ports are the bottleneck. Servers hold equal parts of the buckets. A server on rank 0 also trains. It exchanges with
+    itself without sending, once in p - 1 rounds of the other ranks.
 
     When the strategy is left, all trainers meet the centre once more with 1/p of alpha, and every rank continues from
     the centre, the method's result.

@@ -20,8 +20,7 @@ class ShadowSyncMA(AmongTrainers, Embeddings, ShadowMA):
     Tables, workers and the cost of rows are ShadowSync's. The shadow is ShadowMA's, without the tables. The t trainers'
     shadows average among themselves, round by round, and servers take no part. So servers send only rows, and a trainer
     sends 2 (t-1)/t of the other parameters' bytes in each round. A round lasts as long as the slowest trainer's. One
-    trainer alone averages nothing. Messages on a port wait for earlier ones. So a round goes in pieces of `piece_kb`,
-    and a look-up waits for at most one piece, not for the round.
+    trainer alone averages nothing. A round goes in pieces of `piece_kb`, so a look-up waits for at most one piece.
 
     When the strategy is left, the result is the trainers' mean, and every rank receives the tables with their optimizer
     state. For an evaluation rank 0 fetches all tables and uses the last mean.

@@ -42,8 +42,7 @@ class StochasticGradientPush(Strategy):
     Only the columns of P must add up to 1. A rank keeps 1 / (1 + receivers) and gives as much to each receiver. So the
     sums of all x_i and of all w_i stay constant. x_i itself may drift to a multiple of the mean; z_i goes to the mean.
     If each rank has as many receivers as senders, w_i stays 1 and this is gossip after the update. On "chain" and on
-    most graphs of your own (`edges`: "0>1 1>2 2>0 0>2", or P row by row) w_i changes. The model's parameters are z_i
-    except during the update.
+    most graphs of your own w_i changes. The model's parameters are z_i except during the update.
 
     A rank sends the model's bytes, and 8 for the weight, to each receiver. That is once per round on "ring" and on
     "exponential", whose receiver is 1, 2, 4, ... ranks ahead in turn. With `overlap` = 0 it waits for this step's

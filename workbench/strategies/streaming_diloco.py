@@ -63,9 +63,8 @@ class StreamingDiLoCo(Strategy):
     An exchange starts at its fragment's turn S and is applied at S + T, as in the paper. torchft starts it at S - T and
     applies it at S, so with T > 0 its outer steps use older parameters at the same step.
 
-    Before a change of any knob ranks finish the exchanges under way. When the strategy is left, the result is the
-    ranks' mean in full precision, because fragments have trained alone since different steps. SlowMo, BMUF and DiLoCo
-    continue with b.
+    When the strategy is left, the result is the ranks' mean in full precision, because fragments have trained alone
+    since different steps. SlowMo, BMUF and DiLoCo continue with b.
 
     When to use it: as DiLoCo, if the network cannot carry DiLoCo's bursts. The paper takes fragments of three
     transformer layers, H = 30 or 100, and alpha = 0.5 with a delay. The default H here is short, and outer_lr is

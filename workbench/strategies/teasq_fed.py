@@ -51,17 +51,16 @@ class TEASQFed(Strategy):
                      u <- sum S(t_c) w_c / sum S(t_c),   b <- alpha S(mean t_c),   w <- (1 - b) w + b u
 
     The `clients` of a rank take turns and have their own data (`rank.client`). With Digits(shards="dirichlet") each
-    client has different digits. n is the number of clients of all ranks, C is `share`. At most one client of a rank
-    works at once, so C limits anything only below 1 / `clients`. A step of the run is one task. With `deadline` a
-    client begins no batch after so many ms, and pushes after at least one batch. The Sample "batches" counts them. With
-    `weighted` an update's weight is S(t) times its number of batches, as in FedAvg. Without a deadline this changes
-    nothing.
+    client has different digits. n is the number of clients of all ranks. At most one client of a rank works at once, so
+    C limits anything only below 1 / `clients`. A step of the run is one task. With `deadline` a client begins no batch
+    after so many ms, and pushes after at least one batch. The Sample "batches" counts them. With `weighted` an update's
+    weight is S(t) times its number of batches, as in FedAvg. Without a deadline this changes nothing.
 
     Both sides send the difference between a model and the receiver's copy: `density` of its entries, in `bits` bits
     each. At 1 and 32 it is sent as it is. A client's unsent entries are lost. The server keeps a copy of each rank's
-    model, so it sends its unsent entries later. After every `relax` mixings twice as many entries are sent (0: never),
-    because late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the tasks
-    under way when the server gives one out. Both are in rank 0's record.
+    model, so it sends its unsent entries later. After every `relax` mixings twice as many entries are sent, because
+    late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the tasks under
+    way when the server gives one out. Both are in rank 0's record.
 
     The server runs on rank 0. The run's optimizer keeps its state on each rank from task to task; the paper's plain SGD
     has none.

@@ -18,8 +18,7 @@ class ZeRO2(ZeRO1):
 
     Of Psi parameters a rank holds 2 Psi bytes of parameters in 16 bits, and (2 + K) Psi / p of gradients and optimizer
     state (4 Psi and (4 + K) Psi / p in fp32). It also holds the buckets that backward has filled until they are summed;
-    small buckets or a fast network reduce these. It sends as much as ZeRO1 and DDP, 2 (p-1)/p of the model's bytes per
-    step. Its shards together are bit-identical to one process's result.
+    small buckets or a fast network reduce these. Bytes and results are ZeRO1's.
 
     When to use it: as ZeRO1, if gradients also need too much memory. The record has their memory as "memory gradients".
 

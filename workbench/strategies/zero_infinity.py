@@ -45,8 +45,8 @@ class ZeROInfinity(ZeRO3):
     A device holds only the buckets that are whole at the time. Of Psi parameters each rank's host or disk holds (4 + K)
     Psi / p bytes in fp32, and the host 4 Psi / p of gradients until they are used. The device receives 4 Psi / p bytes
     for the forward and again for the backward, and sends as many of gradients. With a disk the update adds 2 (4 + K)
-    Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as one. The network
-    carries ZeRO3's bytes. All shards together are bit-identical to one process's result.
+    Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as one. Network bytes and
+    results are ZeRO3's.
 
     The disk is written by `pwrite` and read by `pread`, past the system's cache, in the directory for temporary files
     (TMPDIR). `fabric.host` and `fabric.disk` set the speed of host and disk. One layer and its gradient must fit on the
