@@ -1,4 +1,4 @@
-"""What may be set: knobs with their checks, and families of settings found by looking. Knows nothing else of ours."""
+"""Knobs with their checks, and families of settings found in their folders. Imports none of our other packages."""
 
 from workbench.settings.changes import NEXT as NEXT
 from workbench.settings.changes import Change as Change

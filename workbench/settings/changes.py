@@ -1,4 +1,4 @@
-"""Change: knobs set to values, the same from the slider to the record; and what is in force after several."""
+"""Change, which sets knobs to values, and the settings in force after several changes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from workbench.settings.paths import AND, each, joined, resolve, with_value
 from workbench.settings.plain import in_words, to_plain
 
 T = TypeVar("T")
-NEXT = -1  # the next step that can be
-FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # as JSON: on its way to the ranks and in the record
+NEXT = -1  # the next possible step
+FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # of its JSON form, in messages and in the record
 
 
 @dataclass(frozen=True)
 class Change:
-    """One knob set to a value by every rank before step `at_step`, or several at once, checked when all are set.
+    """Sets one knob, or several checked together, on every rank before step `at_step`.
 
-    path:  of the knob; for several a dict of values by path may be given in its place, and no `value`. It then is their
-           names, with ", " between, and `value` that dict
-    value: a setting, or the plain JSON of one
-    id, requested_at: for the answer: which change it was, and when somebody asked for it (seconds since 1970)
-    by, reason: the policy that decided it, and why; empty where a person did
+    path: the knob's path. A dict of values by path sets several; then `path` becomes the paths joined by ", " and
+          `value` becomes the dict
+    value: a setting, or its plain JSON
+    id, requested_at: identify the change in the answer; requested_at is in seconds since 1970
+    by, reason: the policy that decided it, and why; empty if a person did
 
     >>> Change(8, "strategy.every", 4)
     Change(at_step=8, path='strategy.every', value=4)
@@ -33,7 +33,7 @@ class Change:
     """
 
     at_step: int
-    path: Any  # text, but where it is given as a dict
+    path: Any  # text, or a dict when the caller passes several
     value: Any = None
     id: str = field(default="", compare=False, repr=False)
     requested_at: float | None = field(default=None, compare=False, repr=False)
@@ -48,11 +48,11 @@ class Change:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By path what is set."""
+        """The values that it sets, by path."""
         return each(self.path, self.value)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON, without the step: that is the record's, or for the ranks to find."""
+        """Returns it as JSON, without the step: the record or the ranks add that."""
         number = self.id or f"planned {self.at_step}"
         decided = {"by": self.by, "reason": self.reason} if self.by else {}
         found = {path: to_plain(value) for path, value in self.settings.items()}
@@ -62,20 +62,22 @@ class Change:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], at_step: int = NEXT) -> Change:
-        """The change that `plain` wrote."""
+        """Returns the change that `plain` wrote."""
         rest = {name: plain[name] for name in FIELDS if plain.get(name) is not None}
         return cls(at_step, **{"path": "", "value": None} | rest)
 
     @property
     def text(self) -> str:
-        """As a person would write it: `compressor = TopK(density=0.01)`."""
+        """The change as a person would write it: `compressor = TopK(density=0.01)`."""
         return AND.join(f"{path} = {in_words(to_plain(value))}" for path, value in self.settings.items())
 
 
 def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
-    """`change` with its paths in full and its values plain; and what is in force after it, where `now` is before.
+    """Returns `change` with full paths and plain values, and `now` with the change applied.
 
-    Raises KnobError where it cannot be made, or not while a run is live. would: what to do then, for the error
+    would: text for the error: what to do instead
+
+    Raises KnobError if the change is invalid, or if a knob cannot change while a run is live.
     """
 
     def found(thing: Any, path: str, value: Any) -> str:
@@ -95,10 +97,10 @@ def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
 def fold(
     start: T, changes: Iterable[Change], made: Callable[[T, str, Any], T] = with_value, skips: bool = False
 ) -> list[tuple[int, T]]:  # fmt: skip
-    """(step, what is in force from it on): `start` from step 0, then one after each change, in their order.
+    """Returns (step, settings in force from that step on): `start` at step 0, then one entry per change, in order.
 
-    made:  how one change is made to what is in force
-    skips: one that cannot be changes nothing, else KnobError
+    made: applies one change to the settings in force
+    skips: ignore an invalid change instead of raising KnobError
     """
     found: list[tuple[int, T]] = [(0, start)]
     for change in changes:

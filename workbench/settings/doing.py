@@ -1,13 +1,12 @@
-"""What takes longer than a moment, how far it is and how long it has to go: said at the prompt and on dashboards.
+"""Progress of long work, for the prompt and for dashboards.
 
     with doing("planning", total=len(pairs)) as work:
         for pair in pairs:
             ...
             work.step()
 
-What lasts for more than `SOON` seconds gets a line with a bar at the prompt, if it is the main thread that does it and
-somebody sees it; dashboards show all that `under_way` lists. Within another one, on the same thread, it is a part of
-that.
+Work on the main thread that lasts over `SOON` seconds draws a bar, in a notebook or at a terminal. Dashboards show the
+list of `under_way`. A nested block on the same thread counts as part of the outer one.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SOON = 2.0  # seconds after which a person wonders
-OFTEN = 0.1  # seconds between two looks at the clock for the line, at least
+SOON = 2.0  # seconds after which progress is shown
+OFTEN = 0.1  # least seconds between two updates of the bar
 
 _every: list[Doing] = []
 _lock = threading.Lock()
@@ -28,10 +27,10 @@ _mine = threading.local()
 
 
 class Doing:
-    """One piece of work.
+    """One piece of work under way.
 
-    total: how many parts it has; None where nobody knows
-    usual: seconds that it took last, for what has no parts; None where nobody knows
+    total: its number of parts; None if unknown
+    usual: seconds that it took last time, for work without parts; None if unknown
     """
 
     def __init__(self, what: str, total: float | None, usual: float | None, within: Doing | None = None) -> None:
@@ -43,16 +42,16 @@ class Doing:
         self._shown = self._most = 0.0
 
     def step(self, parts: float = 1.0) -> None:
-        """So many parts more are done."""
+        """Adds `parts` to the parts done."""
         self.at(self.done + parts)
 
     def at(self, done: float) -> None:
-        """So many parts are done."""
+        """Sets the number of parts done."""
         self.done = done
         self.tell()
 
     def tell(self) -> None:
-        """Brings the line at the prompt up to date."""
+        """Updates the bar at the prompt."""
         outer = self
         while outer.within is not None:
             outer = outer.within
@@ -60,12 +59,12 @@ class Doing:
 
     @property
     def seconds(self) -> float:
-        """For how long it is under way."""
+        """Seconds since it began."""
         return time.monotonic() - self.began
 
     @property
     def share(self) -> float | None:
-        """How much of it is done, from 0 to 1; None where nobody knows."""
+        """The share done, from 0 to 1; None if unknown."""
         if not self.total:
             return min(self.seconds / self.usual, 0.99) if self.usual else None
         part = (self.inner.share or 0.0) if self.inner is not None else 0.0
@@ -74,7 +73,7 @@ class Doing:
 
     @property
     def to_go(self) -> float | None:
-        """Seconds to go, if the rest goes as fast as what is done; None where nobody knows."""
+        """Seconds to go at the present speed; None if unknown."""
         share = self.share
         if self.usual and not self.total:
             return max(self.usual - self.seconds, 1.0)
@@ -84,7 +83,7 @@ class Doing:
         if self._line is not None and time.monotonic() - self._shown > OFTEN and self.share is not None:
             self._shown = time.monotonic()
             self._line.n = round(self.share, 4)
-            self._line.update(0)  # redraws it, if that is due
+            self._line.update(0)  # redraws the bar if tqdm finds that due
 
     def __repr__(self) -> str:
         share = self.share
@@ -94,7 +93,7 @@ class Doing:
 
 @contextmanager
 def doing(what: str, total: float | None = None, usual: float | None = None) -> Iterator[Doing]:
-    """Says that `what` is under way until the block ends; see Doing."""
+    """Shows `what` as under way until the block ends. See Doing."""
     outer: Doing | None = getattr(_mine, "now", None)
     work = Doing(what, total, usual, outer)
     _mine.now = work
@@ -114,18 +113,18 @@ def doing(what: str, total: float | None = None, usual: float | None = None) -> 
             with _lock:
                 _every.remove(work)
             if work._line is not None:
-                work._line.n = work._line.total  # else a notebook keeps it, in red
+                work._line.n = work._line.total  # else a notebook keeps a red bar
                 work._line.close()
 
 
 def under_way() -> list[Doing]:
-    """What this process has been busy with for more than `SOON` seconds, the oldest first."""
+    """Returns the work of this process that has lasted over `SOON` seconds, oldest first."""
     with _lock:
         return [work for work in _every if work.seconds > SOON]
 
 
 def left(seconds: float | None) -> str:
-    """Time to go, in words; "" where nobody knows.
+    """Returns the time to go as text; "" if unknown.
 
     >>> left(0.4), left(34.2), left(130), left(7300), left(None)
     ('1 s to go', '34 s to go', '2 min 10 s to go', '2 h 2 min to go', '')
@@ -142,14 +141,14 @@ def left(seconds: float | None) -> str:
 
 
 def seen() -> bool:
-    """Does somebody see a line that this thread writes: is it the main thread, in a notebook or at a terminal?"""
+    """Whether a user can see this thread's output: main thread, and a notebook or a terminal."""
     in_notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None
     here = threading.current_thread() is threading.main_thread()
     return here and (in_notebook or sys.stderr.isatty())
 
 
 def _line(what: str) -> Any:
-    """A bar that appears once it has taken a while."""
+    """Returns a bar that appears after `SOON` seconds; None if nobody can see it."""
     if not seen():
         return None
     from tqdm.auto import tqdm

@@ -1,4 +1,4 @@
-"""The root of every family: strategies, compressors, optimizers, faults, tasks, and views are families."""
+"""The base class of every family: strategies, compressors, optimizers, faults, tasks, views and more."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from workbench.settings.plain import normalise
 
 
 class Family(ABC):
-    """The root of every family; `home` is the package whose files hold the members that ship."""
+    """The base class of every family; `home` is the package with the shipped members."""
 
     __family__: ClassVar[bool] = True
     home: ClassVar[str] = ""
-    known_as: ClassVar[tuple[str, ...]] = ()  # a member's other names in the field, for hints alone
-    old: ClassVar[tuple[str, ...]] = ()  # knobs that it had in an earlier version; see `formerly`
-    renamed: ClassVar[dict[str, str]] = {}  # what a member overrode by these names has other names today
+    known_as: ClassVar[tuple[str, ...]] = ()  # other names of a member in the field, only for hints
+    old: ClassVar[tuple[str, ...]] = ()  # names of knobs in earlier versions; see `formerly`
+    renamed: ClassVar[dict[str, str]] = {}  # old name of an overridable method -> its name today
 
     def __init_subclass__(cls, **rest: object) -> None:
         super().__init_subclass__(**rest)
@@ -27,22 +27,22 @@ class Family(ABC):
         _check_hooks(cls)
 
     def __post_init__(self) -> None:
-        """Refuses values that are not allowed as soon as the object is made. Raises KnobError."""
+        """Checks the values when the object is made. Raises KnobError for one that is not allowed."""
         normalise(self)
 
     @classmethod
     def usual(cls) -> Self:
-        """The member as its bare name means it: its defaults (a biased compressor adds error feedback)."""
+        """Returns the member that its bare name means: its defaults. A biased compressor adds error feedback."""
         return cls()
 
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Settings with names that were knobs, as `old` has them -> today's member, by name, and its settings."""
+        """Translates settings with old knob names (`old`) into today's member name and its settings."""
         return cls.__name__, settings
 
 
 def _check_hooks(cls: type) -> None:
-    """Raises TypeError where a hook of `cls` is not called as its family's: async or not, and with what."""
+    """Raises TypeError if a method of `cls` differs from its family's: async or not, or in its parameters."""
     for name, mine in vars(cls).items():
         theirs = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
         if not (inspect.isfunction(mine) and inspect.isfunction(theirs)):
@@ -62,7 +62,7 @@ def _check_hooks(cls: type) -> None:
 
 
 def _takes(mine: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Can `mine` be called with what `theirs` is called with?"""
+    """Whether `mine` accepts the arguments that `theirs` takes."""
     given = inspect.signature(theirs).parameters.values()
     try:
         inspect.signature(mine).bind(*[None for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])

@@ -1,7 +1,7 @@
-"""Finding the members of a family: one exists because its file lies in the family's folder.
+"""Finds the members of a family: a file in the family's folder is enough.
 
-There is no registration call; a class written in a notebook cell is found the same way as one that ships, and so is one
-of another package that is installed and names its module as an entry point of the group `workbench.members`.
+There is no registration call. A class from a notebook cell is found in the same way. Another installed package adds
+members by an entry point of the group `workbench.members` that names its module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEMBER = re.compile(r"^@dataclass\(frozen=True, kw_only=True\)\nclass ([A-Z]\w*)
 
 
 def members(base: type[M]) -> dict[str, type[M]]:
-    """The final (concrete) members of a family by name; a class defined again in a cell replaces the old."""
+    """Returns the concrete members of a family by name; a class defined again in a cell replaces the old one."""
     if not getattr(base, "__family__", False):
         return {base.__name__: base}
     if home := getattr(base, "home", ""):
@@ -43,7 +43,7 @@ def members(base: type[M]) -> dict[str, type[M]]:
 
 @cache
 def _look(home: str) -> None:
-    """Imports every file in a folder, once: what is defined there is then among the subclasses of its family."""
+    """Imports every file of a package once, so that its classes are subclasses of their family."""
     package = importlib.import_module(home)
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{home}.{info.name}")
@@ -51,7 +51,7 @@ def _look(home: str) -> None:
 
 @cache
 def _look_elsewhere() -> None:
-    """Imports the modules that other packages name, once. One that fails is left out: nobody else's work needs it."""
+    """Imports the modules that other packages name, once. A module that fails only causes a warning."""
     for entry in entry_points(group="workbench.members"):
         try:
             entry.load()
@@ -62,9 +62,9 @@ def _look_elsewhere() -> None:
 
 @cache
 def shipped(home: str) -> Mapping[str, str]:
-    """The members in the files of the package `home`: the name of each, and that of its module. Imports none of them.
+    """Returns the members in the files of package `home`: name -> module. Imports none of them.
 
-    A member is a frozen, keyword-only dataclass in a file whose name does not begin with `_`. The files are read once.
+    A member is a frozen, keyword-only dataclass in a file without a leading `_`. The files are read once.
     """
     found = {name: f"{home}.{path.stem}" for path in _files(home) for name in MEMBER.findall(path.read_text("utf8"))}
     return MappingProxyType(found)
@@ -72,7 +72,7 @@ def shipped(home: str) -> Mapping[str, str]:
 
 @cache
 def renamed(home: str) -> Mapping[str, str]:
-    """What members of the package `home` are called now, by what each was `formerly_called`. Imports none of them."""
+    """Returns old name -> new name for the members of package `home` (`formerly_called`). Imports none of them."""
     found = dict[str, str]()
     for path in _files(home):
         _, *members = MEMBER.split(path.read_text("utf8"))
@@ -82,21 +82,21 @@ def renamed(home: str) -> Mapping[str, str]:
 
 
 def _files(home: str) -> list[Path]:
-    """A package's files that may hold members."""
+    """Returns the files of a package that may hold members."""
     spec = importlib.util.find_spec(home)
     folders = map(Path, (spec and spec.submodule_search_locations) or ())
     return sorted(path for folder in folders for path in folder.glob("[!_]*.py"))
 
 
 def member(home: str, name: str) -> Any:
-    """The member called `name` of the package `home`, for that package's `__getattr__`. Raises AttributeError."""
+    """Returns the member `name` of package `home`, for that package's `__getattr__`. Raises AttributeError."""
     if name[:1].isupper() and name in (files := shipped(home)):
         return getattr(importlib.import_module(files[name]), name)
     raise AttributeError(f"module {home!r} has no attribute {name!r}")
 
 
 def short(value: Any, most: int = 100) -> str:
-    """`value` for a message, cut where it is long."""
+    """Returns `repr(value)` for a message, cut after `most` characters."""
     try:
         text = repr(value)
     except Exception:
@@ -105,6 +105,6 @@ def short(value: Any, most: int = 100) -> str:
 
 
 class KnobError(ValueError):
-    """A setting that cannot be: names the field, the value and what would be allowed."""
+    """An invalid setting. The message gives the field, the value and the allowed range."""
 
-    __module__ = "workbench"  # where everybody meets it
+    __module__ = "workbench"  # the name that tracebacks show

@@ -1,7 +1,7 @@
-"""Knobs: every setting a person may change, and its check.
+"""Knobs: the settings that a user may change, with their checks.
 
-A knob is declared where the setting lives, in a frozen dataclass, with `knob(...)`. Nothing here knows
-torch, widgets or processes: controls, the command line and the engine all read the same description.
+A frozen dataclass declares a knob with `knob(...)`. Controls, the command line and the engine read the same
+description. This module knows neither torch nor widgets nor processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.settings.found import KnobError, members, short
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting: type, range, unit and doc; `live` ones may be set while training runs."""
+    """One setting: type, range, unit and doc. A `live` knob may change while training runs."""
 
     name: str
     kind: type  # bool, int, float, str, tuple, or the base class of a family (Strategy, Compressor, ...)
@@ -29,17 +29,17 @@ class Knob:
     live: bool = True
     log: bool = False
     choices: tuple[Any, ...] = ()
-    element: type | None = None  # what a tuple holds
+    element: type | None = None  # the type of a tuple's elements
 
     @property
     def family(self) -> type | None:
-        """The family whose members this knob takes, or None for a plain setting."""
+        """The family that this knob takes members of; None for a plain setting."""
         base = self.element or self.kind
         return base if getattr(base, "__family__", False) else None
 
     @property
     def allowed(self) -> str:
-        """The allowed values in words, for errors and for the controls' hints."""
+        """The allowed values as text, for errors and hints."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.kind in (int, float) and self.low is not None:
@@ -56,7 +56,7 @@ class Knob:
         return f"{'an' if word[0] in 'aeiou' else 'a'} {word}, such as {next(iter(members(self.kind)), word)}()"
 
     def check(self, value: Any, path: str = "") -> Any:
-        """Returns `value` in this knob's type, or raises KnobError naming field, value and range.
+        """Returns `value` in this knob's type. Raises KnobError with field, value and range.
 
         >>> Knob("every", int, 8, 1, 256, unit="steps").check(0)
         Traceback (most recent call last):
@@ -99,7 +99,7 @@ class Knob:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    """Whole numbers, in a list or as a person writes one: "2, 5" or "[2, 5]"."""
+    """Returns the integers of a list, or of text such as "2, 5" or "[2, 5]"."""
     if isinstance(value, str):
         value = [n for n in value.strip().strip("[]()").split(",") if n.strip()]
     held = value if isinstance(value, list | tuple) else _no()
@@ -121,7 +121,7 @@ def knob(
     log: bool = False,
     choices: tuple[Any, ...] = (),
 ) -> Any:
-    """Declares a dataclass field that a person may set; `log` asks for a logarithmic slider."""
+    """Declares a dataclass field as a knob; `log` asks for a logarithmic slider."""
     rest = {"low": low, "high": high, "doc": doc, "unit": unit, "live": live, "log": log, "choices": choices}
     if callable(default) and not isinstance(default, type):
         return field(default_factory=default, metadata={"knob": rest})
@@ -129,9 +129,9 @@ def knob(
 
 
 def knobs(thing: Any) -> tuple[Knob, ...]:
-    """The knobs of a dataclass or of an instance of one, in the order they were written.
+    """Returns the knobs of a dataclass or an instance, in the order of the source.
 
-    Of an instance, `default` is the instance's present value.
+    For an instance, `default` is the present value.
     """
     if isinstance(thing, type):
         return tuple(k if make is None else _with(k, make()) for k, make in _declared(thing))
@@ -139,13 +139,13 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
 
 
 def _declared(owner: type) -> list[tuple[Knob, Callable[[], Any] | None]]:
-    """A class's knobs, each with what makes its default where that is made anew each time; looked up once per class."""
+    """Returns a class's knobs, each with its default factory or None. Looked up once per class."""
     found = _known.get(owner)
     if found is None:
         found, types = [], field_types(owner)
         for f in fields(owner):
             if "knob" in f.metadata:
-                # asked so, for in a class that was pickled even dataclasses.MISSING is a copy
+                # no `is MISSING`: a pickled class holds a copy of dataclasses.MISSING
                 make = f.default_factory if callable(f.default_factory) else None
                 hint = types[f.name]
                 element = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
@@ -159,7 +159,7 @@ _known: WeakKeyDictionary[type, list[tuple[Knob, Callable[[], Any] | None]]] = W
 
 
 def _with(k: Knob, default: Any) -> Knob:
-    """`replace(k, default=default)`, which takes ten times as long and is asked thousands of times for a panel."""
+    """Does `replace(k, default=default)` 10 times as fast: a panel needs it thousands of times."""
     if default is k.default:
         return k
     made = object.__new__(Knob)
@@ -168,10 +168,10 @@ def _with(k: Knob, default: Any) -> Knob:
 
 
 def field_types(owner: type) -> dict[str, Any]:
-    """The types of a class's fields, looked up once per class: that takes longer than all the rest.
+    """Returns the types of a class's fields. Resolving them is slow, so it happens once per class.
 
-    They are kept in the class, so that one from a notebook's cell takes them along to the engines: there the names
-    that its annotations use are unknown, for only what its functions use goes with it.
+    The class stores them, so a notebook's class carries them to the engines. An engine cannot resolve the names in its
+    annotations: only names that its functions use travel with the class.
     """
     if "_field_types" not in vars(owner):
         hints = typing.get_type_hints(owner)
@@ -185,7 +185,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def checked(thing: Any, path: str = "") -> Any:
-    """`thing` with every knob checked (and every nested settings object); raises KnobError."""
+    """Returns `thing` with every knob checked, including nested settings objects. Raises KnobError."""
     found = {}
     for k in knobs(thing):
         where = f"{path}.{k.name}" if path else k.name
@@ -195,7 +195,7 @@ def checked(thing: Any, path: str = "") -> Any:
 
 
 def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
-    """All knobs of `thing` and of what it holds, as (dotted path, knob)."""
+    """Yields (dotted path, knob) for all knobs of `thing` and of the settings that it holds."""
     for k in knobs(thing):
         path = prefix + k.name
         yield path, k
@@ -204,6 +204,6 @@ def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
 
 
 def describe(member: type) -> dict[str, Any]:
-    """What the controls need of a family member: its name, its first doc line and its knobs."""
+    """Returns a family member's name, first doc line and knobs, for the controls."""
     doc = (member.__doc__ or "").strip().splitlines()
     return {"name": member.__name__, "doc": doc[0] if doc else "", "knobs": knobs(member)}

@@ -16,7 +16,7 @@ from workbench.settings.knobs import Knob, knobs
 M = TypeVar("M")
 
 MOST = 12  # names in one hint
-# by the word for a member of a family, where an experiment holds it
+# the word for a member of a family -> the experiment's setting that holds one
 HOLDERS = {word: word for word in ("task", "strategy", "partition", "compressor", "optimizer", "policy")}
 HOLDERS |= {"algorithm": "fabric.algorithm", "schedule": "partition.schedule", "fault": "fabric.faults"}
 
@@ -36,12 +36,12 @@ def find(base: type[M], name: str) -> type[M]:
 
 
 def word_of(family: type) -> str:
-    """The word for a member of `family`, which is also the setting's name: "strategy" for Strategy."""
+    """Returns the word for a member of `family`, which is also the setting's name: "strategy" for Strategy."""
     return family.__name__.removesuffix("Base").lower()
 
 
 def hint_for_member(base: type, name: str, every: Mapping[str, type]) -> str:
-    """The hint for `name`, which is no member of the family `base`; `every` holds its members by name."""
+    """Returns a hint for `name`, which is no member of `base`; `every` holds the members by name."""
     meant = [own for own in every if _plain(own) == _plain(name)] or _known_as(name, every)
     if not meant and (found := _family_of(name, base)):
         family, own = found
@@ -53,7 +53,7 @@ def hint_for_member(base: type, name: str, every: Mapping[str, type]) -> str:
 
 
 def hint_for_knob(path: str, every: Mapping[str, Knob]) -> str:
-    """The hint for `path`, which names none of the knobs `every` (by path)."""
+    """Returns a hint for `path`, which matches none of the knobs in `every` (by path)."""
     name = path.rsplit(".", 1)[-1]
     families = {full: k for full, k in every.items() if k.family and not k.element}
     if same := [full for full in every if full.rsplit(".", 1)[-1] == name]:
@@ -83,7 +83,7 @@ def _owned(owners: Mapping[str, list[str]], families: Mapping[str, Knob]) -> str
 
 
 def _plain(name: str) -> str:
-    """A name without case and punctuation, so that "ZeRO-3", "zero3" and "ZeRO3" are the same."""
+    """Drops case and punctuation, so that "ZeRO-3", "zero3" and "ZeRO3" are equal."""
     return re.sub(r"[\W_]", "", name).lower()
 
 
@@ -93,12 +93,12 @@ def _contains(own: str, name: str) -> bool:
 
 
 def _known_as(name: str, every: Mapping[str, type]) -> list[str]:
-    """The members that the field calls `name`."""
+    """Returns the members that the field also calls `name`."""
     return [own for own, cls in every.items() if _plain(name) in map(_plain, vars(cls).get("known_as", ()))]
 
 
 def _family_of(name: str, base: type) -> tuple[type, str] | None:
-    """Another family that has a member `name`, and the member's exact name; None without one."""
+    """Returns another family with a member `name`, and the member's exact name; None if there is no such family."""
     root = next((cls for cls in base.__mro__ if "__family__" in vars(cls)), None)
     families: list[Any] = root.__subclasses__() if root else []
     for family in families:
@@ -111,7 +111,7 @@ def _family_of(name: str, base: type) -> tuple[type, str] | None:
 
 
 def _members(family: type | None) -> dict[str, set[str]]:
-    """Of each member of `family` the names of its knobs."""
+    """Returns the names of the knobs of each member of `family`."""
     every: dict[str, Any] = members(family) if family else {}
     return {name: {k.name for k in knobs(member)} for name, member in every.items()}
 
@@ -121,7 +121,7 @@ def _a(word: str) -> str:
 
 
 def _either(names: Iterable[str]) -> str:
-    """`A`, `A or B`, `A, B or C`; of very many the first ones."""
+    """Joins names: `A`, `A or B`, `A, B or C`. Lists at most `MOST`."""
     found = list(names)
     if len(found) > MOST:
         return f"{', '.join(found[:MOST])} or one of {len(found) - MOST} others"

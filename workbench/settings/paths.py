@@ -1,4 +1,4 @@
-"""A knob by its path, and settings with one of their knobs set, or several at once."""
+"""Finds a knob by its path, and returns settings with one or several knobs changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ AND = ", "  # between the paths of knobs that are set at once
 
 
 def each(path: Any, value: Any) -> dict[str, Any]:
-    """By path what is set: one knob; or several at once, where `path` names them all and `value` has each by name, or
-    where `path` is a dict of values by path. Raises KnobError for what is no path.
+    """Returns the values to set, by path: one knob, or several at once.
+
+    For several, `path` is a dict of values by path, or names them all while `value` maps each name to its value. Raises
+    KnobError if `path` is not a path.
 
     >>> each("lr", 0.1), each("strategy, lr", {"strategy": "DDP", "lr": 0.1})
     ({'lr': 0.1}, {'strategy': 'DDP', 'lr': 0.1})
@@ -31,14 +33,14 @@ def each(path: Any, value: Any) -> dict[str, Any]:
 
 
 def joined(settings: Mapping[str, Any]) -> tuple[str, Any]:
-    """`path` and `value` of which `each` makes these settings again."""
+    """Returns `path` and `value` from which `each` makes these settings again."""
     if len(settings) == 1:
         return next(iter(settings.items()))
     return AND.join(settings), dict(settings)
 
 
 def resolve(thing: Any, path: str) -> tuple[str, Knob]:
-    """The one knob that `path` means: as much of the dotted path as makes it unique.
+    """Returns the full path and the knob that `path` means. A part of the dotted path is enough if it is unique.
 
     `density` and `compressor.density` both find `compressor.of.density`. Raises KnobError.
     """
@@ -61,7 +63,7 @@ def _subsequence(short: list[str], full: list[str]) -> bool:
 
 
 def with_value(thing: Any, path: str, value: Any) -> Any:
-    """`thing` with the knob at `path` set to `value`: a new value, checked; `thing` stays as it is."""
+    """Returns a checked copy of `thing` with the knob at `path` set to `value`."""
     if len(settings := each(path, value)) > 1:
         return with_values(thing, settings.items())
     try:
@@ -77,9 +79,9 @@ def with_value(thing: Any, path: str, value: Any) -> Any:
 
 
 def with_values(thing: Any, settings: Iterable[tuple[str, Any]]) -> Any:
-    """`thing` with several knobs set at once, whatever the order in which they are given.
+    """Returns `thing` with several knobs set at once, in any order.
 
-    What holds other knobs is set before them, so `density` may be given before the compressor that has it.
+    Outer settings are set first, so `density` may precede the compressor that has it.
     """
     now, left = thing, list(settings)
     while len(left) > 1:
@@ -91,7 +93,7 @@ def with_values(thing: Any, settings: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _depth(now: Any, where: str) -> int:
-    """How deep the knob at `where` lies, from 1; 0 where there is none so far."""
+    """Returns the depth of the knob at `where`, from 1; 0 if it does not exist yet."""
     try:
         return resolve(now, where)[0].count(".") + 1
     except KnobError:
@@ -99,7 +101,7 @@ def _depth(now: Any, where: str) -> int:
 
 
 def _formerly(thing: Any, path: str, value: Any) -> Any:
-    """`thing` with what was a knob at `path` in an earlier version set to `value`; None where none was."""
+    """Returns `thing` with a knob of an earlier version set to `value`; None if `path` is no such knob."""
     *holder, name = path.split(".")
     for full, k in walk(thing):
         held: Any = k.default

@@ -1,4 +1,4 @@
-"""Settings as plain JSON, and back."""
+"""Converts settings to plain JSON and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.settings.named import find
 
 
 def to_plain(value: Any) -> Any:
-    """A settings value as JSON: `{"LocalSGD": {"every": 8}}` for a dataclass, lists for tuples."""
+    """Returns a settings value as JSON: `{"LocalSGD": {"every": 8}}` for a dataclass, lists for tuples."""
     if is_dataclass(value) and not isinstance(value, type):
         return {type(value).__name__: {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.init}}
     if isinstance(value, (list, tuple)):
@@ -25,7 +25,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, base: type, path: str = "") -> Any:
-    """The value that `to_plain` wrote; a bare name means that member of the family with its defaults."""
+    """Returns the value that `to_plain` wrote. A bare name means that member of the family as its `usual()`."""
     if isinstance(plain, (list, tuple)):
         return tuple(from_plain(p, base, path) for p in plain)
     if not is_dataclass(base):
@@ -44,7 +44,7 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     if not isinstance(settings, dict):
         told = f"must be one name with its settings, such as {{{name!r}: {{}}}}"
         raise KnobError(f"{path or name}={short(plain)}: {told}")
-    if (unknown := set(settings) - set(own)) and unknown <= set(getattr(member, "old", ())):  # an earlier version's
+    if (unknown := set(settings) - set(own)) and unknown <= set(getattr(member, "old", ())):  # earlier names
         name, settings = member.formerly(settings)
         member = find(base, name)
         types, own = field_types(member), [f.name for f in fields(member) if f.init]
@@ -56,9 +56,9 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
 
 
 def normalise(thing: Any, path: str | None = None) -> None:
-    """Checks the knobs of a settings object that is being made, and puts each into its type; raises KnobError.
+    """Checks the knobs of a new settings object and converts each to its type. Raises KnobError.
 
-    A member of a family may be given by its name, or as `to_plain` writes it.
+    A member of a family may be its name, or the JSON of `to_plain`.
     """
     before = f"{type(thing).__name__}." if path is None else path
     for k in knobs(thing):
@@ -66,7 +66,7 @@ def normalise(thing: Any, path: str | None = None) -> None:
 
 
 def read_value(k: Knob, value: Any, path: str) -> Any:
-    """The value for knob `k` that `value` means: names and plain JSON become members; all else stays as it is."""
+    """Converts names and plain JSON into members for knob `k`; returns any other value unchanged."""
     if k.element is not None and isinstance(value, (list, tuple)):
         return from_plain(value, k.element, path)
     return from_plain(value, k.kind, path) if isinstance(value, (str, dict)) and is_dataclass(k.kind) else value
@@ -79,7 +79,7 @@ def _field_from_plain(plain: Any, hint: Any, path: str) -> Any:
 
 
 def in_words(plain: Any) -> str:
-    """A plain value as a person would write it: `TopK(density=0.01)`."""
+    """Returns a plain value as a person would write it: `TopK(density=0.01)`."""
     if isinstance(plain, dict) and len(plain) == 1:
         ((name, rest),) = plain.items()
         inner = ", ".join(f"{k}={in_words(v)}" for k, v in rest.items())

@@ -1,38 +1,38 @@
-"""What an error says, whatever its own `__str__` does: it may raise, return no text, or say a hundred megabytes.
+"""Reads an error's text safely: its `__str__` may raise, return no text, or return 100 MB.
 
-The one place where the words of an error that others' code may have raised are asked for.
+Only this module reads the text of errors that foreign code may raise.
 """
 
 from __future__ import annotations
 
 import traceback
 
-LONGEST = 10_000  # letters of a text, and of the beginning of a traceback
+LONGEST = 10_000  # characters of a text, and of the beginning of a traceback
 LONGEST_TRACEBACK = 50_000
 
 
 def class_of(error: BaseException) -> str:
-    """The name of its class, which may have a `__name__` of its own."""
+    """Returns the class's name, even if the class defines its own `__name__`."""
     return str(type.__dict__["__name__"].__get__(type(error)))
 
 
 def text_of(error: BaseException) -> str:
-    """What `error` says, in plain text that any file and any wire takes."""
+    """Returns the error's text as a plain str that any file or message can hold."""
     try:
         text = str(error)
-    except BaseException as wrong:  # its author's code, of which even an exit must not hide what went wrong
+    except BaseException as wrong:  # foreign code: even a SystemExit here must not hide the error
         return f"it cannot be put into words: its __str__ raised {class_of(wrong)}"
     return _plain(text, LONGEST, LONGEST)
 
 
 def said(error: BaseException) -> str:
-    """The same behind the name of its class."""
+    """Returns "class: text" of the error; only the class if it has no text."""
     text = text_of(error)
     return f"{class_of(error)}: {text}" if text else class_of(error)
 
 
 def traceback_of(error: BaseException) -> str:
-    """Its traceback with that of what caused it, of which the middle may be left out; what it says if there is none."""
+    """Returns the traceback with its causes, perhaps without the middle; `said(error)` if formatting fails."""
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:
@@ -41,7 +41,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def speaks(error: BaseException) -> bool:
-    """Does it say something by itself that others can take as it is?"""
+    """Whether the error has its own text that is safe to show unchanged."""
     try:
         return isinstance(error, Exception) and type(text := str(error)) is str and text == text_of(error)
     except BaseException:
@@ -49,7 +49,7 @@ def speaks(error: BaseException) -> bool:
 
 
 def _plain(text: str, first: int, last: int) -> str:
-    """`text` as a plain str without half characters, and without its middle where it is longer than all that."""
-    if len(text := "".join((text,))) > first + last:  # a copy, if it is of a class of its own
+    """Returns `text` as a plain str without lone surrogates, and without its middle if it is too long."""
+    if len(text := "".join((text,))) > first + last:  # a plain copy of a subclass of str
         text = f"{text[:first]} … {len(text) - first - last} letters left out … {text[-last:]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

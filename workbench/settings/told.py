@@ -1,7 +1,7 @@
-"""What a member's docstring says, taken apart: pages, lessons and `help` tell the same because they have one source.
+"""Takes a member's docstring apart, for pages, lessons and `help`.
 
-A docstring has a first paragraph (what it is), indented ones (its algorithm), one that begins `When to use it:`, one
-that begins `Reference:`, and others.
+A docstring has a first paragraph (a summary), indented paragraphs (the algorithm), one that begins `When to use it:`,
+one that begins `Reference:`, and further paragraphs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from types import CodeType
 from typing import Any
 
 WHEN, PAPER = "When to use it:", "Reference:"
-TERM = re.compile(r"\w+: {2,}")  # the first of a list of terms
+TERM = re.compile(r"\w+: {2,}")  # the first line of a list of terms
 
 
 @dataclass(frozen=True)
 class Told:
-    """A docstring in parts, each without its heading; "" where it lacks one.
+    """A docstring in parts, each without its heading; "" for a missing part.
 
-    formula: the first of its indented paragraphs, as it is written
-    rest:    all paragraphs that are no other part, in their order
+    formula: the first of its indented paragraphs, as written
+    rest:    the remaining paragraphs, in order
     """
 
     what: str
@@ -35,7 +35,7 @@ class Told:
 
 
 def told(member: type[Any]) -> Told:
-    """What the docstring of `member` says."""
+    """Returns the parts of the docstring of `member`."""
     what, *rest = paragraphs(inspect.cleandoc(member.__doc__ or "")) or [""]
     pick = {key: next((p for p in rest if p.startswith(key)), "") for key in (WHEN, PAPER)}
     rest = [p for p in rest if p not in pick.values()]
@@ -45,7 +45,7 @@ def told(member: type[Any]) -> Told:
 
 
 def paragraphs(doc: str) -> list[str]:
-    """The paragraphs of a docstring; indented ones that follow each other are one."""
+    """Returns the paragraphs of a docstring; joins consecutive indented ones."""
     found: list[str] = []
     for part in re.split(r"\n\s*\n", doc.strip("\n")):
         if found and is_code(part) and is_code(found[-1]):
@@ -56,12 +56,12 @@ def paragraphs(doc: str) -> list[str]:
 
 
 def is_code(paragraph: str) -> bool:
-    """Whether it is indented, as an algorithm is."""
+    """Whether the paragraph is indented, as an algorithm is."""
     return paragraph.startswith("    ")
 
 
 def terms(doc: str) -> Iterator[tuple[str, str]]:
-    """(term, what it is) of the lines `term:  what it is` in a docstring, with the lines that go on with them."""
+    """Yields (term, meaning) for the lines `term: meaning` of a docstring, with their continuation lines."""
     for part in paragraphs(doc):
         if re.match(r"\w[\w, ]*: ", part) and not part.startswith((WHEN, PAPER)):
             for found in re.finditer(r"^(\w[\w, ]*): +(.*(?:\n +.*)*)", part, re.M):
@@ -69,7 +69,7 @@ def terms(doc: str) -> Iterator[tuple[str, str]]:
 
 
 def source(member: type[Any]) -> str:
-    """The source of a class without its docstring; "" where nobody has kept it."""
+    """Returns the source of a class without its docstring; "" if it is unavailable."""
     try:
         text = textwrap.dedent(inspect.getsource(member))
     except (OSError, TypeError):
@@ -89,11 +89,14 @@ def source(member: type[Any]) -> str:
 
 
 def _in_a_cell(member: type[Any]) -> str:
-    """The source of a class of a notebook's cell, which has no file: found by one of its methods; "" without any."""
+    """Returns the source of a class from a notebook cell, found by one of its methods; "" if it has none.
+
+    Such a class has no file.
+    """
     for method in filter(inspect.isfunction, vars(member).values()):
         try:
             lines, _ = inspect.findsource(method)
-        except OSError:  # made by dataclass
+        except OSError:  # a method that dataclass generated
             continue
         for node in ast.walk(ast.parse("".join(lines))):
             if isinstance(node, ast.ClassDef) and _is(node, member, method.__code__):
