@@ -1,4 +1,4 @@
-"""The value that names all that a run depends on, and every reason why one is refused."""
+"""Experiment, the value that describes a run completely, and the checks that refuse an invalid one."""
 
 from workbench.experiment.experiment import Experiment as Experiment
 

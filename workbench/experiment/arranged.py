@@ -12,16 +12,15 @@ from workbench.rank import Mesh, StrategyError
 from workbench.settings import short
 
 WHOLE = Whole()
-# by strategy: (size, generation, the partition's dimensions)
+# strategy -> (size, generation, the partition's dimensions) -> mesh
 _MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 
 
 def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
-    """Of `size` ranks those that train, as `strategy` wants replicas and `partition` the ranks of each. Raises
-    StrategyError where the dimensions do not fit.
+    """Returns the mesh of the ranks that train: the strategy's dimensions, then the partition's.
 
-    One for all ranks of a process, as long as the strategy is there: with thousands of them each would hold thousands
-    of numbers.
+    All ranks of a process share one mesh while the strategy exists: a copy for each of thousands of ranks would hold
+    thousands of numbers. Raises StrategyError if the dimensions do not fit.
     """
     made = _MADE.setdefault(strategy, {})
     inside = partition.dims()
@@ -33,7 +32,7 @@ def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = W
 
 
 def _dims(strategy: Any, size: int) -> tuple[tuple[str, int], ...]:
-    """What `strategy` says of `size` replicas. Raises StrategyError where that is no names with numbers of ranks."""
+    """Returns the strategy's dimensions for `size` replicas. Raises StrategyError unless each is (name, number)."""
     said = strategy.dims(size)
     try:
         dims = tuple((name, n) for name, n in said)
@@ -47,9 +46,9 @@ def _dims(strategy: Any, size: int) -> tuple[tuple[str, int], ...]:
     return dims
 
 
-@lru_cache(maxsize=64)  # thousands of ranks ask for the same
+@lru_cache(maxsize=64)  # thousands of ranks need the same result
 def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks among whom `strategy` deals out what it shards; each group has all of it."""
+    """Returns the groups of ranks in which `strategy` shards; each group holds all shards."""
     who = mesh(strategy, size)
     dims = strategy.shared_along or tuple(name for name, _ in who.dims)
     found: dict[int, tuple[int, ...]] = {}
@@ -61,7 +60,7 @@ def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def refused(strategy: Any, size: int, partition: Partition = WHOLE) -> str | None:
-    """Why `strategy` cannot arrange `size` ranks, in a sentence that says what would do; or None."""
+    """Returns why `strategy` cannot arrange `size` ranks, and what to do instead; or None."""
     said = f"strategy={type(strategy).__name__}"
     try:
         names = [name for name, _ in mesh(strategy, size, partition=partition).dims]
@@ -73,7 +72,7 @@ def refused(strategy: Any, size: int, partition: Partition = WHOLE) -> str | Non
 
 
 def refused_algorithm(algorithm: Algorithm, strategy: Any) -> str | None:
-    """Why ranks cannot sum by `algorithm` under `strategy`, in a sentence that says what would do; or None."""
+    """Returns why `strategy` cannot use this all-reduce `algorithm`, and what to do instead; or None."""
     if strategy.opaque and not algorithm.native:
         return (
             f"fabric.algorithm={type(algorithm).__name__}: under {type(strategy).__name__} torch itself sums, by the "

@@ -1,4 +1,4 @@
-"""Refuses optimizers whose step asks for a closure: a rank's step gives one gradient of one backward."""
+"""Refuses optimizers whose step needs a closure: a rank's step makes 1 gradient from 1 backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment, made: Callable[[], Any]) -> str | None:
-    """Why a rank's step cannot ask `e`'s optimizer; or None. LBFGS, for example, has to compute the loss again.
+    """Returns why a rank's step cannot use `e`'s optimizer; or None. LBFGS, for example, computes the loss again.
 
     made: makes `e`'s optimizer for its model
     """

@@ -1,4 +1,4 @@
-"""Experiment: one frozen value that names all that a run depends on."""
+"""Experiment: one frozen value that describes a run completely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASURE = "what compression does to the sum, found in every so many steps by sen
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """All that a run depends on. To change one setting is to make another experiment (`experiment.set`).
+    """Everything that a run depends on. `experiment.set` returns another experiment with a setting changed.
 
     >>> Experiment().set("every", 4)
     Traceback (most recent call last):
@@ -72,21 +72,19 @@ class Experiment:
         normalise(self, "")
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> Experiment:
-        """This experiment with one knob set to another value, or several, given as a dict; then checked as a whole.
+        """Returns this experiment with one knob changed, or several from a dict, and checks the whole.
 
-        `policy` may be None: only people decide. Raises KnobError.
-
-        `experiment.turn` is its old name, which goes on working for one release.
+        `policy` may be None: only people decide. Raises KnobError. `experiment.turn` is the old name, for one release.
         """
         settings = each(path, value)
         if "policy" in settings and settings["policy"] is None:
             settings["policy"] = ByHand()
         return with_values(self, settings.items()).checked()
 
-    turn = set  # its old name, for one release
+    turn = set  # the old name, for one release
 
     def checked(self) -> Experiment:
-        """This experiment if every knob and every combination in it can be. Raises KnobError."""
+        """Returns this experiment if every knob and their combination are valid. Raises KnobError."""
         good = checked(self)
         for compressor in inside(good.compressor):
             if reason := compressor.refuses():
@@ -127,26 +125,26 @@ class Experiment:
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model there are; what a strategy takes for all ranks that train."""
+        """The number of replicas of the model. A strategy sees one rank of each."""
         return partitioned.replicas(self)
 
     def filled(self) -> Experiment:
-        """This experiment with the task's own learning rate and batch where none was given."""
+        """Returns this experiment with the task's learning rate and batch in place of 0."""
         return replace(self, lr=self.lr or self.task.lr, batch=self.batch or self.task.batch)
 
     def evaluates(self, before: int, step: int) -> bool:
-        """Is the held-out loss due at `step`, to which a step from `before` has led?"""
+        """Whether the held-out loss is due at `step`, which follows step `before`."""
         return bool(self.eval_every) and step // self.eval_every > before // self.eval_every
 
     def plain(self) -> dict[str, Any]:
-        """As JSON; `Experiment.read` reads it back."""
+        """Returns it as JSON; `Experiment.read` reads it back."""
         return to_plain(self)["Experiment"]
 
     @classmethod
     def read(cls, plain: dict[str, Any], task: TaskBase | None = None) -> Experiment:
-        """The experiment that `plain` wrote down. Raises KnobError.
+        """Returns the experiment that `plain` wrote. Raises KnobError.
 
-        task: the very one; of your own functions `plain` keeps only the names
+        task: the original task, because `plain` keeps only the names of your own functions
         """
         if not isinstance(plain, dict):
             raise KnobError(f"experiment={short(plain)}: must be a dict of settings, as Experiment().plain() makes")

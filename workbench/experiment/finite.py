@@ -1,4 +1,4 @@
-"""What is done about a loss or a gradient that is no number, and about a loss that runs away: the choices, in words."""
+"""Settings for a loss or gradient that is not finite, and for a loss that diverges."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ON_NAN = ("when a loss is no number, or has run away; auto: pause if somebody wa
           "then; roll back: to the last checkpoint")  # fmt: skip
 DIVERGED = "a loss so many times the best of before, and above the first, has run away; 0 is off"
 
-NO_ROWS = "the batch has no rows"  # why a loss is no number: it is a mean over nothing
+NO_ROWS = "the batch has no rows"  # why such a loss is NaN: it is a mean over no rows
 
 
 def refused(e: Experiment) -> str | None:
-    """Why a step of `e` cannot be skipped, where it is to be, in a sentence that says what would do; or None."""
+    """Returns why `e` cannot skip a step as `on_nan` asks, and what to do instead; or None."""
     s = e.strategy
     if e.on_nan != "skip" or (s.skips and s.clips and not s.shards and s.workers == 1):
         return None

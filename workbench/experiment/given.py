@@ -1,4 +1,4 @@
-"""What people hand in at the front doors, looked at before anything starts: one sentence says what would do."""
+"""Checks user input at the public entry points before anything starts. Each error says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from workbench.settings import Change, KnobError, knobs, resolved, short, with_v
 from workbench.strategies import TorchDDP
 from workbench.tasks.script import Script
 
-MAX_RANKS = 64  # that a lab starts
-LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")  # that are simulated
-LONGEST = 10**9  # steps
-LONGEST_PATH, LONGEST_NAME = 1024, 200  # letters
+MAX_RANKS = 64  # ranks that a lab starts
+LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")  # ranks of a simulation
+LONGEST = 10**9  # steps of a run
+LONGEST_PATH, LONGEST_NAME = 1024, 200  # characters
 
 
 def system() -> None:
-    """One on which ranks can be started, frozen and ended as processes. Raises KnobError on Windows."""
+    """Raises KnobError on Windows, which cannot start, freeze and end ranks as processes."""
     if sys.platform == "win32":
         raise KnobError(
             "platform=win32: must be Linux or macOS, for ranks are started, frozen and ended by means that Windows has "
@@ -29,7 +29,7 @@ def system() -> None:
 
 
 def ranks(value: Any) -> int:
-    """A number of ranks that a lab can start."""
+    """Checks a number of ranks that a lab can start."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
         raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}]: as many ranks as a lab starts "
                         f"as processes; simulate(experiment) takes up to {LIMIT} ranks")  # fmt: skip
@@ -37,21 +37,21 @@ def ranks(value: Any) -> int:
 
 
 def spare(value: Any) -> int:
-    """A number of engines that a lab keeps beside its ranks."""
+    """Checks a number of spare engines."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_RANKS:
         raise KnobError(f"spare={short(value)}: must be an integer in [0, {MAX_RANKS - 1}] engines")
     return value
 
 
 def text(value: Any, field: str, example: str) -> str:
-    """A name."""
+    """Checks a name."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > LONGEST_NAME:
         raise KnobError(f"{field}={short(value)}: must be text, such as {example!r}")
     return value
 
 
 def device(value: Any) -> str | int:
-    """Where ranks compute; whether so many GPUs are there is known once the engines are."""
+    """Checks a device or a number of GPUs. Only the engines can tell whether enough GPUs exist."""
     good = value in ("auto", "cpu", "cuda") if isinstance(value, str) else isinstance(value, int) and value >= 1
     if not good or isinstance(value, bool):
         raise KnobError(f"device={short(value)}: must be one of auto, cpu, cuda, or how many GPUs to use")
@@ -59,7 +59,7 @@ def device(value: Any) -> str | int:
 
 
 def path(value: Any, field: str, example: str) -> Path:
-    """Where something is to be, or is."""
+    """Checks a path to read or write."""
     good = isinstance(value, str | os.PathLike) and 0 < len(str(value)) <= LONGEST_PATH and "\0" not in str(value)
     if not good:
         raise KnobError(f"{field}={short(value)}: must be a path, such as {example!r}")
@@ -67,13 +67,13 @@ def path(value: Any, field: str, example: str) -> Path:
 
 
 def instance(value: Any, kind: type, field: str, example: str) -> None:
-    """Something of one class, or None. Raises KnobError for anything else."""
+    """Raises KnobError unless `value` is a `kind` or None."""
     if value is not None and not isinstance(value, kind):
         raise KnobError(f"{field}={short(value)}: must be a {kind.__name__}, such as {example}, or None")
 
 
 def experiment(value: Any) -> Experiment:
-    """An experiment; a recipe's name is not one, but what it names is."""
+    """Checks an experiment. The error for a text suggests `recipe(...)`."""
     if isinstance(value, Experiment):
         return value
     hint = f"; recipe({short(value)}) makes one of a recipe's name" if isinstance(value, str) else ""
@@ -81,14 +81,14 @@ def experiment(value: Any) -> Experiment:
 
 
 def script(file: str, words: Sequence[str] = ()) -> Experiment:
-    """A script as torchrun would run it, seen from outside at first: its DistributedDataParallel is torch's own."""
+    """Returns an experiment that runs a script as torchrun would, under torch's own DistributedDataParallel."""
     if not Path(file).is_file():
         raise KnobError(f"file={short(file)}: there is no such file; must be a training script, such as 'train.py'")
     return Experiment(task=Script(file=file, args=tuple(words)), strategy=TorchDDP(), eval_every=0)
 
 
 def changes(value: Any) -> tuple[Change, ...]:
-    """Changes to come; each may also be a tuple (at_step, path, value), or (at_step, {path: value, ...})."""
+    """Checks planned changes; each may also be a tuple (at_step, path, value) or (at_step, {path: value, ...})."""
     wanted = "must be Change(at_step, path, value)"
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise KnobError(f"changes={short(value)}: must be a list, and each in it {wanted[8:]}")
@@ -106,7 +106,7 @@ def changes(value: Any) -> tuple[Change, ...]:
 
 
 def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
-    """Changes to come, in the order of their steps, each checked against what will then be in force."""
+    """Returns the changes sorted by step, each checked against the settings in force before it."""
     out = []
     for change in sorted(changes, key=lambda change: change.at_step):
         if (step := change.at_step) < 0:
@@ -117,8 +117,5 @@ def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, 
 
 
 def turned(start: Experiment, settings: Iterable[tuple[str, Any]]) -> Experiment:
-    """`start` with several knobs set at once, whatever the order in which they are given.
-
-    The whole is checked at the end. Raises KnobError.
-    """
+    """Returns `start` with several knobs set at once, in any order, and checks the whole. Raises KnobError."""
     return with_values(start, settings).checked()

@@ -1,11 +1,10 @@
-"""Keeps torch's compiler out of a process until something is compiled: a fifth of what an engine imports.
+"""Keeps torch's compiler out of a process until something compiles: it is 20 % of an engine's imports.
 
-In a notebook it is some seconds for which the first change that looks at an optimizer would be waited for.
+In a notebook, importing it would delay the first change that inspects an optimizer by seconds.
 
-Every optimizer of torch imports `torch._dynamo`, to break the graph of who compiles it around a step: some 300 modules
-for two calls that do nothing where nobody compiles. So do fake tensors, by which a model is looked at beforehand, for
-its settings. `lighten` puts a module in its place that has the settings, does nothing in these two calls, and becomes
-the real one as soon as anything else is asked of it: `torch.compile` and all that builds on it work as ever.
+Every optimizer of torch imports `torch._dynamo`, about 300 modules, for 2 calls that do nothing without a compiler.
+Fake tensors, which inspect a model, import it for its settings. `lighten` puts a stand-in module in its place, with the
+settings and these 2 calls. Any other use replaces the stand-in with the real module, so `torch.compile` works as usual.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from typing import Any
 import torch
 
 NAME = "torch._dynamo"
-_SWAP = threading.Lock()  # two threads may ask for the real module at once
+_SWAP = threading.Lock()  # 2 threads may need the real module at once
 
 
 class Light(types.ModuleType):
-    """Stands for `torch._dynamo` while nobody compiles."""
+    """Stands in for `torch._dynamo` until something compiles."""
 
     config: types.ModuleType
 
     def graph_break(self, *_: Any, **__: Any) -> None:
-        """Outside of a graph there is nothing to break."""
+        """Does nothing: outside of a graph there is nothing to break."""
 
     def disable(self, fn: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
-        """`fn` itself, while nobody compiles; as the real one has it from then on."""
+        """Returns `fn` wrapped: called unchanged while nobody compiles, then by the real `disable`."""
         made: list[Callable[..., Any]] = []
 
         @functools.wraps(fn)
@@ -49,7 +48,7 @@ class Light(types.ModuleType):
         return called
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # what looks at modules asks this of all of them
+        if name.startswith("__") and name != "__path__":  # tools that scan modules read these of every module
             raise AttributeError(name)
         with _SWAP:
             if sys.modules.get(NAME) is self:
@@ -59,7 +58,7 @@ class Light(types.ModuleType):
 
 
 def lighten() -> None:
-    """From now on; nothing where the compiler is there already."""
+    """Installs the stand-in, unless the real module is already loaded."""
     place = Path(torch.__file__).parent / "_dynamo" / "config.py"
     spec = importlib.util.spec_from_file_location(f"{NAME}.config", place) if place.exists() else None
     if NAME in sys.modules or spec is None or spec.loader is None:

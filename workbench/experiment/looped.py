@@ -1,4 +1,4 @@
-"""What cannot be of a run whose steps a loop of its own makes, in words."""
+"""Settings that a run cannot have if the task's own loop makes its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment) -> str | None:
-    """Why a loop of its own cannot be run, or followed, as `e` says, in a sentence that says what would do; or None."""
+    """Returns why the task's own loop cannot run under `e`'s settings, and what to do instead; or None."""
     if not e.task.leads:
         return None
     name, strategy = type(e.task).__name__, type(e.strategy).__name__
@@ -45,7 +45,7 @@ def refused(e: Experiment) -> str | None:
 
 
 def followers() -> list[str]:
-    """The strategies that follow a loop, by name."""
+    """Returns the names of the strategies that can follow a task's own loop."""
     from workbench.strategies import Strategy
 
     family: type = Strategy

@@ -1,4 +1,4 @@
-"""Who may keep the optimizer's momentum: a compressor that does needs gradients and a plain sum of them."""
+"""Checks whether a compressor can keep the optimizer's momentum: it needs gradients and plain sums of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
-    """Why `e`'s compressor cannot keep the momentum, in a sentence that says what would do; or None.
+    """Returns why `e`'s compressor cannot keep the momentum, and what to do instead; or None.
 
-    made: makes `e`'s optimizer for its model; without it nothing is said of a task's own, which shows only then.
+    made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes unchecked
     """
     name = next((type(c).__name__ for c in inside(e.compressor) if c.carries), None)
     if name is None:
@@ -41,13 +41,13 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
 
 
 def tried(e: Experiment) -> Callable[[], Any]:
-    """Makes `e`'s optimizer for a model of one parameter of one element."""
+    """Returns a function that makes `e`'s optimizer for a model with 1 parameter of 1 element."""
     lighten()
     one = [torch.nn.Parameter(torch.zeros(1))]
     return lambda: e.optimizer.make(one, 1.0, lambda lr: torch.optim.SGD(one, lr))
 
 
 def plain(optimizer: Any) -> bool:
-    """Is its momentum, if it has one, a running sum of gradients and of what weight decay adds to them?"""
+    """Whether the optimizer's momentum, if any, is a running sum of gradients and weight decay."""
     odd = ("nesterov", "dampening", "maximize")
     return type(optimizer) is torch.optim.SGD and not any(g[name] for g in optimizer.param_groups for name in odd)

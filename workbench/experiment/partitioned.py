@@ -1,4 +1,4 @@
-"""Which replicas may be spread over several ranks: the partition must fit the ranks, the batch and the strategy."""
+"""Checks whether a partition fits the ranks, the batch and the strategy."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ if TYPE_CHECKING:
 
 
 def replicas(e: Experiment) -> int:
-    """How many replicas of the model there are; each reads a batch of its own."""
+    """Returns the number of replicas of the model; each reads its own batches."""
     return e.ranks // e.partition.size
 
 
 def replica(e: Experiment, rank: int) -> tuple[int, int]:
-    """To which replica rank `rank` of the run belongs, and as which of its ranks."""
+    """Returns the replica of rank `rank` of the run, and the rank's place in it."""
     return divmod(rank, e.partition.size)
 
 
 def dealt(e: Experiment, rank: int) -> tuple[int, int, int | None]:
-    """Whose data rank `rank` of the run reads, of how many, and the seed of random numbers apart from the process's.
+    """Returns the rank's data shard, the number of shards, and a seed for random numbers or None.
 
-    Every rank reads its own, by the process's; or all ranks of a replica read the same.
+    Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, all ranks
+    of a replica read the same shard by the replica's seed.
     """
     if e.partition.size == 1:
         return rank, e.ranks, None
@@ -31,13 +32,13 @@ def dealt(e: Experiment, rank: int) -> tuple[int, int, int | None]:
 
 
 def drawn(e: Experiment, rank: int, step: int) -> int:
-    """The seed of a rank's random numbers from this step on; ranks that compute together draw the same."""
+    """Returns the seed of a rank's random numbers from `step` on. Ranks that compute a layer together share it."""
     number = rank // e.partition.slices if e.partition.slices > 1 else rank
     return e.seed * 100_003 + number + 1 + 7919 * step
 
 
 def refused(e: Experiment) -> str | None:
-    """Why no replica of `e` can be spread as its partition says, in a sentence that says what would do; or None."""
+    """Returns why `e`'s partition cannot spread its replicas, and what to do instead; or None."""
     partition, strategy = e.partition, e.strategy
     if partition.size == 1:
         return None
@@ -67,7 +68,7 @@ def refused(e: Experiment) -> str | None:
 
 
 def unfit(strategy: Strategy, size: int) -> str:
-    """What of a strategy between `size` replicas does not go with replicas on several ranks each; "" where nothing."""
+    """Returns which property of a strategy rules out replicas on several ranks; "" if none does."""
     said = {
         "torch's own exchange needs the whole model on every rank": strategy.opaque,
         "ranks share out what those hold alike": strategy.shards,

@@ -1,8 +1,8 @@
-"""What the learning rate of a step is, the same on both hosts: the experiment's `lr` times a factor that may rise.
+"""The learning rate of a step, on both hosts: the experiment's `lr` times a factor.
 
-With `lr_scaled` the rate follows the global batch (linear scaling): k times the batch, k times the rate, for k small
-steps in about the same direction come to one that is k times as long. That fails in the first steps, when the
-gradient still turns quickly, so the factor may get there in `lr_warmup` equal parts.
+`lr_scaled` makes the rate follow the global batch (linear scaling): a batch k times as large gets a rate k times as
+large. The reason: k small steps in about the same direction add up to one step that is k times as long. This fails in
+the first steps, when the gradient turns quickly. Therefore the factor may rise in `lr_warmup` equal parts.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
 https://arxiv.org/abs/1706.02677
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def factor(e: Experiment) -> float:
-    """By how much `lr` is multiplied once warm: the global batch in units of the one that `lr` is meant for.
+    """Returns the factor on `lr` after warm-up: the global batch divided by the batch that `lr` is meant for.
 
-    The global batch is what all ranks that train read for one update.
+    The global batch is what all training ranks read for one update.
     """
     if not e.lr_scaled:
         return 1.0
@@ -28,7 +28,7 @@ def factor(e: Experiment) -> float:
 
 
 def refused(e: Experiment) -> str | None:
-    """Why the rate cannot follow the batch, in a sentence that says what would do; or None."""
+    """Returns why the rate cannot follow the batch, and what to do instead; or None."""
     if not e.lr_scaled:
         return None
     if e.lr_base and not e.batch:

@@ -1,4 +1,4 @@
-"""Experiments worth starting from: each recipe is a function that returns one. A recipe starts nothing."""
+"""Recipes: functions that return experiments to begin with. A recipe starts nothing."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from workbench.tasks import ByteGPT, ClickThrough, Digits
 
 
 def first_run() -> Experiment:
-    """ByteGPT on four ranks, paced, on a wire that is a little too slow for it: every control shows an effect."""
+    """ByteGPT on 4 ranks, paced, over a link that is slightly too slow: every control shows an effect."""
     return Experiment(task=ByteGPT(), strategy=DDP(), pace=100, fabric=Fabric(link=Link(bandwidth=300, latency=0.5)))
 
 
 def slow_link() -> Experiment:
-    """ByteGPT on a very slow wire: plain data parallelism is stalled most of the time."""
+    """ByteGPT over a very slow link: plain data parallelism waits for communication most of the time."""
     return Experiment(task=ByteGPT(), pace=150, fabric=Fabric(link=Link(bandwidth=40, latency=0.5)), eval_every=10)
 
 
 def digits() -> Experiment:
-    """Digits as fast as the machine goes: 90 % accuracy within seconds."""
+    """Digits at full speed: 90 % accuracy within seconds."""
     return Experiment(task=Digits(), eval_every=10)
 
 
 def clicks() -> Experiment:
-    """ClickThrough on a slow wire, where almost all that Dense sends is zero: set the compressor to Dense and back."""
+    """ClickThrough over a slow link. Almost everything that Dense sends is zero: try the compressor Dense, then Zen."""
     fabric = Fabric(link=Link(bandwidth=100, latency=0.2))
     return Experiment(task=ClickThrough(), compressor=Zen(), pace=50, fabric=fabric)
 
 
 def full_speed() -> Experiment:
-    """ByteGPT as fast as the machine goes: nothing paced, nothing emulated."""
+    """ByteGPT at full speed: no pace, no emulated network."""
     return Experiment(task=ByteGPT())
 
 
 def one_slow_rank() -> Experiment:
-    """ByteGPT with rank 2 half as fast as the others: who is the cause, who are the victims?"""
+    """ByteGPT with rank 2 at half speed: find the cause and its victims."""
     slow = Slow(rank=2, factor=2.0)
     return Experiment(task=ByteGPT(), pace=80, fabric=Fabric(link=Link(bandwidth=1000), faults=(slow,)))
 
 
 def recipes() -> dict[str, Callable[[], Experiment]]:
-    """All recipes by name."""
+    """Returns all recipes by name."""
     found = {name: f for name, f in globals().items() if inspect.isfunction(f) and f.__module__ == __name__}
     return {name: f for name, f in found.items() if not inspect.signature(f).parameters and name != "recipes"}
 
 
 def recipe(name: str) -> Experiment:
-    """The experiment of the recipe called `name`; an unknown name is answered with the nearest."""
+    """Returns the experiment of the recipe `name`. Raises KnobError with the nearest name if it is unknown."""
     every = recipes()
     if not isinstance(name, str):
         raise KnobError(f"recipe={short(name)}: must be a recipe's name; there are {', '.join(every)}")

@@ -1,4 +1,4 @@
-"""What would need less memory on a device than an experiment does, of what is not refused beside the rest of it."""
+"""Suggests settings that need less device memory than an experiment."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from workbench.settings import KnobError
 if TYPE_CHECKING:
     from workbench.experiment.experiment import Experiment
 
-SHARING = ("ZeRO3", "ZeROInfinity")  # each keeps less on a device than the one before
+SHARING = ("ZeRO3", "ZeROInfinity")  # each keeps less on a device than its predecessor
 
 
 def roomier(e: Experiment, standing: bool = False, now: Experiment | None = None,
             fits: Callable[[str, object], bool] | None = None) -> list[str]:  # fmt: skip
-    """In words, what people may set instead.
+    """Returns alternatives to set instead, as text.
 
-    standing: is there too little while nothing is trained (between two steps, or in an evaluation)? Then neither a
-              batch nor what backward keeps is in the way
-    now:  what is in force where `e` was asked for: what it has is no news, and what needs more than it is none either
-    fits: does it fit with that value of the knob of that path? Without it what nothing else refuses is said
+    standing: memory runs out between steps or in an evaluation, so neither the batch nor activations are the cause
+    now:  the settings in force; suggestions must differ from them and need less
+    fits: whether a value of the knob at a path would fit; without it, every valid value counts
     """
     return list(_ways(e, standing, now or e, fits))
 

@@ -1,4 +1,4 @@
-"""Whose optimizer must step each element by itself: that of a strategy in shards, and of matrices in slices."""
+"""Checks that the optimizer steps each element by itself, as sharding strategies and sliced matrices need."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
-    """Why `e`'s optimizer cannot be shared out as `e`'s strategy wants, in a sentence that says what would do; or None.
+    """Returns why `e`'s strategy or partition cannot shard `e`'s optimizer, and what to do instead; or None.
 
-    made: makes `e`'s optimizer for its model; without it nothing is said of a task's own, which shows only then.
+    made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes unchecked
     """
     sliced = e.partition.slices > 1
     if not (e.strategy.shards or sliced or e.strategy.tables) or e.ranks == 1 or (made is None and e.optimizer.of_task):

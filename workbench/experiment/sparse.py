@@ -1,4 +1,4 @@
-"""Which strategies keep a sparse gradient sparse: an optimizer such as SparseAdam takes no other."""
+"""Checks that the strategy keeps sparse gradients sparse if the optimizer (SparseAdam) needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment, made: Callable[[], Any]) -> str | None:
-    """Why `e`'s strategy gives `e`'s optimizer gradients that it does not take; or None.
+    """Returns why `e`'s optimizer does not accept the gradients of `e`'s strategy; or None.
 
     made: makes `e`'s optimizer for its model
     """
