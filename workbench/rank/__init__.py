@@ -1,4 +1,4 @@
-"""What an algorithm may ask of the rank that it runs on, and the values that pass between them. No clock, no wire."""
+"""The verbs that an algorithm may use on its rank, and the values that they exchange. No clock, no process group."""
 
 from workbench.rank.awaitables import Backward as Backward
 from workbench.rank.awaitables import Forward as Forward

@@ -1,4 +1,4 @@
-"""The verbs of a Rank about curvature, and about arithmetic of a strategy's own that is long enough to be counted."""
+"""The verbs of a Rank for curvature, and for long arithmetic of a strategy's own."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ if TYPE_CHECKING:
 
 
 class Arithmetic:
-    """The part of a Rank that computes what is neither a pass of the strategy's nor a codec's work."""
+    """The part of a Rank for computation that is neither a forward, a backward nor a codec."""
 
     # curvature and arithmetic
     def collect(self) -> Op:
-        """From the next forward on, this rank's Linear layers are listened to, until `factors` is asked for."""
+        """Makes this rank's Linear layers collect statistics from the next forward on, until `factors`."""
         return Op("collect")
 
     def factors(self) -> Op:
-        """-> a list of Factors: of each Linear layer what the forwards and backwards since `collect` have shown.
+        """Returns a list of Factors: for each Linear layer, the statistics of all passes since `collect`.
 
-        In an order that is the same on all ranks; zero of a layer that was not called. Layers whose parameters another
-        module has, too, are not among them. They are of the loss itself, whatever `backward` multiplied it by.
+        The order is the same on all ranks. A layer that was not called has zeros. The list excludes layers that share
+        parameters with another module. The gradients are those of the loss itself, whatever factor `backward` applied.
         """
         return Op("factors")
 
     def curve(self, vector: list[Tensor]) -> Op:
-        """-> the Gauss-Newton matrix of the last forward's batch on this rank times `vector`; (n,) for each bucket.
+        """Returns the Gauss-Newton matrix of the last forward's batch on this rank times `vector`: (n,) for each
+        bucket.
 
-        Between that forward and the next change of the parameters. Raises StrategyError where the loss does not go by
-        what one call of the model returns.
+        Use it between that forward and the next change of the parameters. Raises StrategyError if the loss does not
+        depend on the output of one call of the model.
         """
         return Op("curve", vector)
 
     def value(self) -> Op:
-        """-> the loss of the last forward's batch with the parameters as they are now: no gradient will follow it."""
+        """Returns the loss of the last forward's batch under the present parameters, without a graph for gradients."""
         return Op("value")
 
     def work(self, of: Callable[[], Any], flops: float, name: str) -> Op:
-        """-> what `of()` answers: long arithmetic of about so many floating-point operations, which goes on the record.
+        """Returns `of()`: long arithmetic of about `flops` floating-point operations, recorded as a Span.
 
-        Beside its Span stands the Sample "flops NAME", so that seconds per operation can be measured, and simulated
-        for other sizes and numbers of ranks. A child may ask for it, too.
+        A Sample "flops NAME" accompanies the Span. From both, the simulator derives seconds per operation for other
+        sizes and numbers of ranks. A child may use it too.
         """
         return Op("work", of, flops, name)

@@ -1,8 +1,8 @@
-"""What a verb of a Rank gives back to be awaited, and what is said of it afterwards.
+"""The awaitables that a Rank's verbs return, and the names of their Spans.
 
-No clock, no wire, no thread lives here. A verb builds an `Op`; awaiting it hands the Op to whichever host drives the
-coroutine (the engine on the wall clock, the simulator on a virtual one) and resumes with the host's answer. See "The
-trampoline" in workbench/DESIGN.md.
+A verb builds an `Op`. Awaiting it hands the Op to the host that drives the coroutine: the engine on the wall clock, the
+simulator on a virtual one. The host resumes the coroutine with its answer. See "The trampoline" in workbench/DESIGN.md.
+This module has no clock, process group or thread.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from workbench.rank.mesh import Group
 
 
-@lru_cache(1 << 16)  # a server of a thousand ranks writes the same few names in every step
+@lru_cache(1 << 16)  # a server of 1,000 ranks needs the same few names in every step
 def message_name(verb: str, kind: str, **other: int | None) -> str:
-    """The name of a message's Span: `message_name("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
+    """Returns the name of a message's Span on both hosts: `message_name("send", "ask", to=2)` is "send ask to 2"."""
     ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
     return " ".join([verb, *([kind] if kind else []), *ends])
 
 
 def collective(op: Op, child: str = "") -> str:
-    """The name of a collective's Span: what is done, to what, and among whom if not all; both hosts write it.
+    """Returns the name of a collective's Span on both hosts: verb, name, and the group unless it is all ranks.
 
-    child: the name of the child that asks, for an operation that has none
+    child: the name of the child that runs it, for an operation without a name
     """
     name = f"{op.verb} {op.args[-1] or child}".rstrip()
     return name if op.group is None else f"{name} in {op.group}"
 
 
 class StrategyError(RuntimeError):
-    """A strategy or compressor asked for something that cannot be."""
+    """A strategy or compressor requested something invalid."""
 
 
 class Op:
-    """One thing asked of the host: `verb` with its arguments. A Span is an Op plus when.
+    """One request to the host: `verb` and its arguments.
 
-    measures: it is asked only to see what another one does; a host writes its Span into the lane "measuring"
-    group:    the ranks among which a collective, or a child's, happens; None: all of the run
+    measures: the request only serves a measurement; the host writes its Span into the lane "measuring"
+    group:    the ranks of a collective, or of a child's; None: all ranks of the run
     """
 
     __slots__ = ("args", "group", "measures", "verb")
@@ -58,7 +58,7 @@ class Op:
 
 
 class Handle:
-    """A child that was started and has not been waited for; `wait` it once."""
+    """A started child; pass it to `wait` once."""
 
     __slots__ = ("_state", "lane", "name")
 
@@ -69,10 +69,10 @@ class Handle:
 
 
 class Forward:
-    """The forward pass: await it for the loss, or iterate to be asked before each bucket's layers are computed.
+    """The forward pass: await it for the loss, or iterate over parameter buckets.
 
-    Iterating hands out the parameters, bucket by bucket, in the order in which layers use them (the last bucket
-    first); the layers of a bucket run when the next one is asked for. Awaited then, it computes what is left. The
+    Iterating yields the parameters bucket by bucket, in the order in which layers use them (the last bucket first). The
+    layers of a bucket run when the next bucket is requested. Awaiting after that computes the remaining layers. The
     host sets `loss` at the end.
     """
 
@@ -105,9 +105,9 @@ class Forward:
 
 
 class Backward:
-    """The backward pass: iterate to receive buckets as they fill, or await it to keep gradients at home.
+    """The backward pass: iterate for buckets as they fill, or await it to keep gradients on this rank.
 
-    Awaited, it returns the gradient of the forward's `x` if that was an activation, else None.
+    Awaiting returns the gradient of the forward's `x` if that was an activation, else None.
     """
 
     __slots__ = ("_begun", "grad", "micro")

@@ -1,4 +1,4 @@
-"""A slice of the model that travels together, and what is remembered about places in the model. No verb lives here."""
+"""Bucket, a slice of the model that is exchanged as one, and Memory, state addressed by place in the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
     from torch import Generator, Tensor, dtype
 
-MOMENTUM = "momentum"  # the buffer of a compressor's Memory for the optimizer's momentum, where it keeps that itself
+MOMENTUM = "momentum"  # name of the buffer in a compressor's Memory for the optimizer's momentum
 
 
 class Part(NamedTuple):
-    """One parameter's place inside a bucket: elements [start, stop) of the bucket's flat data."""
+    """One parameter's place in a bucket: elements [start, stop) of the bucket's flat data."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,11 +25,11 @@ class Part(NamedTuple):
 class Bucket:
     """A flat, named slice of the model's gradients or parameters.
 
-    `data` is 1-D and contiguous; `offset` is where it begins in the model's flat vector. State that belongs
-    to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
+    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. A `Memory` keeps the state that
+    belongs to a bucket by place in the model, so it survives a change of bucket size.
 
-    kept:   of a bucket of gradients that gave its memory back, what is left of them; else None
-    forget: of a bucket of gradients, what makes its layout hold them no longer; else None
+    kept:   the part of a gradient bucket that is left after `give_back`; else None
+    forget: for a bucket of gradients, releases them from its layout; else None
     """
 
     __slots__ = ("_places", "data", "forget", "index", "kept", "name", "offset", "parts")
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def places(self) -> str:
-        """The names of its parameters, by which a Memory finds what it keeps of this slice."""
+        """The names of its parameters, joined; a Memory uses them as a key."""
         if not self._places:
             self._places = "/".join([part.name for part in self.parts])
         return self._places
@@ -56,7 +56,7 @@ class Bucket:
         return self.data.numel() * self.data.element_size()
 
     def shard(self, index: int, size: int) -> Bucket:
-        """The `index`-th of `size` slices of ceil(n / size) elements (the last may be shorter), at its place."""
+        """Returns slice `index` of `size` slices of ceil(n / size) elements, at its place. The last may be shorter."""
         n, whole = -(-self.data.numel() // size), self.data.numel()
         start, stop = min(index * n, whole), min((index + 1) * n, whole)
         cut = [(p.name, max(p.start, start) - start, min(p.stop, stop) - start) for p in self.parts]
@@ -64,13 +64,13 @@ class Bucket:
         return Bucket(self.index, self.data[start:stop], parts, self.offset + start)
 
     def give_back(self, kept: Tensor) -> None:
-        """Of these gradients only `kept`, which lies elsewhere, is left; its layout makes room for the next ones."""
+        """Keeps only `kept`, stored elsewhere, of these gradients; their layout frees its memory for the next ones."""
         self.kept = kept
         if self.forget is not None:
             self.forget()
 
     def like(self, data: Tensor) -> Bucket:
-        """The same place in the model holding other data of the same length."""
+        """Returns a bucket at the same place with other data of the same length."""
         made = Bucket(self.index, data, self.parts, self.offset)
         made._places = self._places
         return made
@@ -80,11 +80,11 @@ class Bucket:
 
 
 class Memory:
-    """What a compressor or a strategy remembers per element or per parameter, on one rank.
+    """The state that a compressor or a strategy keeps per element or per parameter on one rank.
 
-    `flat` keeps one value per element of the model (an error-feedback residual, an anchor); `parts` keeps
-    one object per parameter (a PowerSGD factor). Both are addressed by place in the model, never by bucket.
-    `generator` draws this rank's own random numbers, which touch nobody else's.
+    `flat` keeps one value per element of the model, such as an error-feedback residual or an anchor. `parts` keeps one
+    object per parameter, such as a PowerSGD factor. Both use places in the model as keys, never buckets. `generator`
+    draws this rank's own random numbers and affects no other generator.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -96,13 +96,13 @@ class Memory:
 
     @property
     def draws(self) -> bool:
-        """Has it drawn random numbers?"""
+        """Whether it has drawn random numbers."""
         return bool(self._generator)
 
     def generator(self, device: Any = "cpu") -> Generator | None:
-        """Random numbers for tensors on `device`: other ones on every rank, the same in every run of one seed.
+        """Returns the generator for tensors on `device`. It differs between ranks and repeats for the same seed.
 
-        None for tensors without values (torch's meta device), for which nothing is drawn.
+        None for torch's meta device, whose tensors have no values.
         """
         if str(device) == "meta":
             return None
@@ -113,16 +113,17 @@ class Memory:
         return self._generator[str(device)]
 
     def flat(self, name: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
-        """The buffer's values for `bucket`: (n,) in the bucket's dtype or in `kind`, zero when first asked for.
+        """Returns the buffer's values for `bucket`: (n,) in the bucket's dtype or in `kind`, initially zero.
 
-        Contiguous and shared: writing into it is remembered. Cut anew when the bucket's parameters change.
+        The tensor is contiguous and shared: writing into it changes the memory. It is cut again if the bucket's
+        parameters change.
         """
         key = (name, bucket.places)
         found = self._joined.get(key)
         return self._join(name, key, bucket, kind) if found is None else found
 
     def keep(self, name: str, bucket: Bucket, values: Tensor) -> None:
-        """`values`, (n,), take the place of what `flat` gave for `bucket`, without being copied."""
+        """Replaces what `flat` returned for `bucket` by `values`, (n,), without a copy."""
         self._joined[name, bucket.places] = values
         for part in bucket.parts:
             self.buffers[name][part.name] = values[part.start : part.stop]
@@ -142,19 +143,19 @@ class Memory:
         return whole
 
     def copied(self) -> Memory:
-        """The same values in memory of their own; the random numbers go on together."""
+        """Returns a copy with its own tensors; both share the random generators."""
         made = Memory(self.seed)
         made.buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in self.buffers.items()}
         made.parts, made._generator = deepcopy(self.parts), self._generator
         return made
 
     def clear(self) -> None:
-        """Forgets everything but how its random numbers go on."""
+        """Drops all buffers; the random generators continue."""
         for name in {*self.buffers, *self.parts}:
             self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Forgets a buffer."""
+        """Drops the buffer `name`."""
         self.buffers.pop(name, None)
         self.parts.pop(name, None)
         self._joined = {k: v for k, v in self._joined.items() if k[0] != name}

@@ -1,4 +1,4 @@
-"""The verbs of a Rank about what it draws, and about embedding tables, of which a batch reads a few rows."""
+"""The verbs of a Rank for batches and for embedding tables."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ if TYPE_CHECKING:
 
 
 class Data:
-    """The part of a Rank that draws batches, and looks up rows of tables and steps them."""
+    """The part of a Rank that draws batches, and looks up and updates rows of tables."""
 
     # data and embedding tables
     def batch(self) -> Op:
-        """The next batch of this rank's data, to be looked at before `forward(batch)`."""
+        """Returns the next batch of this rank's data, to inspect it before `forward(batch)`."""
         return Op("batch")
 
     def client(self, index: int, count: int) -> Op:
-        """Batches are now those of client `index` of `count` on this rank, dealt as to `count` times as many ranks."""
+        """Makes this rank read as client `index` of `count`: the data has `count` shards per rank."""
         return Op("client", index, count)
 
     def look_up(self) -> Op:
-        """-> by embedding table which of its rows the batch reads that this worker's next `forward()` is about.
+        """Returns, by embedding table, the rows that the batch of this worker's next `forward()` reads.
 
-        (n,) int64 each, distinct, ascending. With sizes only the rows of one batch stand for those of all.
+        Each is (n,) int64, distinct and ascending. With sizes only, the rows of one batch stand for those of every
+        batch.
         """
         return Op("look_up")
 
     def row_grads(self, rows: dict[str, Tensor]) -> Op:
-        """-> by table the gradient of these rows, (n, width). It is used up: `update` leaves these tables alone."""
+        """Returns the gradient of these rows by table, (n, width), and takes it: `update` then skips these tables."""
         return Op("row_grads", rows)
 
     def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> Op:
-        """One step of the optimizer, at the rate `lr`, of these rows of a table, with their gradient (n, width).
+        """Steps these rows of a table with the optimizer, at rate `lr`, by their gradient (n, width).
 
-        What it remembers of other rows stays as it is, and its step counter is the table's. A background of a rank that
-        only serves may ask for it, too; it takes no time under a pace.
+        The optimizer state of other rows stays unchanged; the step counter belongs to the whole table. A background of
+        a rank that only serves may use it. It takes no time under a pace.
         """
         return Op("update_rows", table, rows, grad, lr)

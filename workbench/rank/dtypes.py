@@ -1,4 +1,4 @@
-"""The element types that parameters and their gradients can have."""
+"""The element types of parameters and gradients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ COMPLEX = ("complex64", "complex128")
 
 
 def can_average(kind: dtype) -> bool:
-    """Whether numbers of this type have a mean of the same type; whole numbers have none."""
+    """Whether numbers of this type have a mean of the same type: integers do not."""
     return kind.is_floating_point or kind.is_complex
 
 
 def as_real(x: Tensor) -> Tensor:
-    """(...) complex -> a view (..., 2) of real and imaginary parts; a real tensor as it is."""
+    """Returns a complex tensor (...) as a view (..., 2) of real and imaginary parts; a real tensor unchanged."""
     if not x.is_complex():
         return x
     import torch

@@ -1,4 +1,4 @@
-"""The verbs of a Rank about what it keeps away from its device: in the memory of its host, or on disk."""
+"""The verbs of a Rank for state that it keeps off its device: in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from typing import Any
 from workbench.rank.awaitables import Op, StrategyError
 from workbench.rank.bucket import Bucket
 
-KEPT = ("parameters", "gradients", "optimizer state")  # what of a bucket can be kept away from the device
+KEPT = ("parameters", "gradients", "optimizer state")  # the parts of a bucket's state that can leave the device
 
 
 class Elsewhere:
-    """The part of a Rank that moves things away from its device, and back."""
+    """The part of a Rank that moves state off its device and back."""
 
     phase: str
 
     # host and disk
     def offload(self, shard: Bucket, what: str, to: str) -> Op:
-        """Keeps "gradients", "optimizer state" or "parameters" of a bucket's shard in the memory of the "host" or on
-        "disk" from now on; what is away already moves there. Of parameters that is a copy: what the model holds of them
-        is up to `hold`.
+        """Keeps "gradients", "optimizer state" or "parameters" of a bucket's shard on the "host" or on "disk".
 
-        A child may ask for it, too, and its lane is then busy with it. Raises StrategyError for anything else.
+        Anything already off the device moves there. For parameters this is a copy: `hold` decides what stays in the
+        model.
+
+        A child may use it; its lane is then busy. Raises StrategyError for another `what` or `to`.
         """
         return self._kept("offload", shard, what, to, "disk")
 
     def fetch(self, shard: Bucket, what: str, to: str = "device", keep: bool = False) -> Op:
-        """Brings what was offloaded to the "host" or back to the "device"; returns parameters or gradients that come to
-        the device, (n,), which is the caller's, and None of the optimizer's state.
+        """Brings offloaded state to the "host" or back to the "device".
 
-        keep: does it stay there, besides?
+        Returns parameters or gradients that reach the device, (n,), owned by the caller; None for optimizer state.
+
+        keep: whether the offloaded copy stays as well
         """
         return self._kept("fetch", shard, what, to, "device", keep)
 

@@ -1,4 +1,4 @@
-"""What a layer's inputs and the gradients of its outputs say together, as a value. No verb lives here."""
+"""Factors: second moments of a layer's inputs and output gradients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class Factors(NamedTuple):
-    """Second moments of one Linear layer, of this rank's examples, in fp32 at least.
+    """Second moments of one Linear layer over this rank's examples, at least in fp32.
 
-    weight, bias: names of its parameters; bias "" where it has none
-    inputs:       (i, i) mean of a a^T over rows, a 1 appended to each where there is a bias
-    outputs:      (o, o) mean of g g^T over rows, g the gradient of a row's own loss with respect to what it made
+    weight, bias: names of its parameters; bias is "" if it has none
+    inputs:       (i, i), mean of a a^T over rows; with a bias, each row a ends in a 1
+    outputs:      (o, o), mean of g g^T over rows; g is the gradient of a row's own loss by its output
     """
 
     weight: str

@@ -1,7 +1,7 @@
-"""A mesh: ranks in a grid of named dimensions, and the groups that its rows, columns and layers are.
+"""A mesh: ranks in a grid of named dimensions, and the groups along these dimensions.
 
-As torch's DeviceMesh lays them out: the last dimension's ranks are neighbours. Any number of dimensions; ranks that
-serve stand outside. Nothing here talks to anybody: which wires a group has is each host's business.
+The layout is that of torch's DeviceMesh: ranks of the last dimension are neighbours. Ranks that serve are outside the
+mesh. Each host chooses the process groups for these groups.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Group:
 
     dims:       the mesh's dimensions in which they differ
     ranks:      their numbers in the run
-    generation: of who is there and how they are arranged; a group of an earlier one is over
-    parallel:   how many groups there are of these dimensions, all of which may talk at once
+    generation: the generation of the ranks and their mesh; a group of an earlier one is invalid
+    parallel:   the number of groups of these dimensions; they may communicate at the same time
     """
 
     dims: tuple[str, ...]
@@ -32,7 +32,7 @@ class Group:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def __hash__(self) -> int:  # once: lanes and wires look groups of thousands up in every operation
+    def __hash__(self) -> int:  # cached: lanes look up groups of thousands of ranks in every operation
         return self._hash
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Group:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def index(self, rank: int) -> int:
-        """Which of the group rank `rank` of the run is."""
+        """Returns the index in the group of rank `rank` of the run."""
         if rank not in self._places:
             raise StrategyError(f"rank {rank} is not in group {self}")
         return self._places[rank]
@@ -59,9 +59,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named dimensions and their sizes, outermost first; `ranks` are those of the run that fill it, in order.
+    """Named dimensions and their sizes, outermost first; `ranks` are the run's ranks that fill it, in order.
 
-    inside: the dimensions over which one replica of the model is spread; along all others ranks hold the same of it
+    inside: the dimensions over which one replica of the model is spread; along the other dimensions, ranks hold the
+            same part
 
     >>> Mesh((("between", 2), ("within", 2)), (0, 1, 2, 3)).group(("within",), 2).ranks
     (2, 3)
@@ -89,16 +90,16 @@ class Mesh:
 
     @classmethod
     def line(cls, size: int) -> Mesh:
-        """All ranks are replicas: one dimension, "data"."""
+        """Returns a mesh of replicas only: one dimension, "data"."""
         return cls((("data", size),), tuple(range(size)))
 
     @property
     def flat(self) -> bool:
-        """Is there nothing but the group of all that are in it?"""
+        """Whether at most one dimension has more than 1 rank."""
         return sum(size > 1 for _, size in self.dims) < 2
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where rank `rank` of the run stands: its index in each dimension."""
+        """Returns the index of rank `rank` of the run in each dimension."""
         if rank not in self._places:
             raise StrategyError(f"rank {rank} is a server: it stands outside the mesh {self} and is in no group of it")
         place, found = self._places[rank], {}
@@ -107,7 +108,7 @@ class Mesh:
         return {name: found[name] for name, _ in self.dims}
 
     def group(self, dims: tuple[str, ...], rank: int) -> Group:
-        """The ranks that differ from `rank` only in `dims`."""
+        """Returns the group of ranks that differ from `rank` only in `dims`."""
         sizes = dict(self.dims)
         if not dims or (unknown := [name for name in dims if name not in sizes]):
             asked = ", ".join(map(repr, unknown)) if dims else ""
@@ -130,7 +131,7 @@ class Mesh:
 
 
 def _listed(ranks: tuple[int, ...], most: int = 8) -> str:
-    """All of few; of many, where they are spaced evenly, the first, the second and the last."""
+    """Lists up to `most` ranks; of more ranks, the first, the second and the last."""
     if len(ranks) <= most:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"

@@ -1,4 +1,4 @@
-"""Sites: a rank among its neighbours, and among the first of all neighbourhoods, where no mesh says so."""
+"""Splits ranks into sites of neighbours when the mesh has no such dimension."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from workbench.rank.ops import Member, Rank
 
 
 def sites(rank: Rank, of: int) -> tuple[Rank, Rank | None]:
-    """`rank` among the neighbours of its site, of so many each, and among the first of each site if it is one.
+    """Returns `rank` in the group of its site (`of` neighbours), and in the group of each site's first rank.
 
-    Sites are of ranks as the run counts them, and need be no dimension of the mesh; each may be smaller than that.
+    The second is None unless `rank` is the first of its site. Sites count ranks by their number in the run. A site may
+    have fewer than `of` ranks.
     """
     ranks = rank.mesh.ranks if rank.within is None else rank.within.ranks
     here = tuple(r for r in ranks if r // of == rank.id // of)

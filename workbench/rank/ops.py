@@ -1,4 +1,4 @@
-"""What a strategy may see and ask for: the verbs of a Rank, among all ranks of the run or among those of a group."""
+"""Rank: everything that a strategy may see and use, among all ranks of the run or in a group."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from workbench.rank.pieces import Pieces
 if TYPE_CHECKING:
     from torch import Tensor
 
-REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
+REDUCTIONS = ("sum", "mean", "max", "min")  # the operations of an all-reduce
 
 
 class Rank(Arithmetic, Data, Pieces, Elsewhere):
-    """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
+    """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
-    index, size:  this rank and how many there are, here: in the run, or in a group of it
-    id:           this rank in the run, for what is written down; an algorithm counts by `index`
-    members:      by place the number that each rank keeps for the whole run; (): its place
-    mesh:         the named dimensions in which the strategy has arranged the ranks that train
-    within:       the group that this Rank stands for; None: all of the run
-    worker:       which of the strategy's `workers` on this rank runs, from 0
-    role:         "trainer", or "server" where the strategy's `trains` says no
+    index, size:  this rank and the number of ranks: of the run, or of a group
+    id:           this rank in the run, for records; an algorithm uses `index`
+    members:      the number that each rank keeps for the whole run, by place; (): the place itself
+    mesh:         the named dimensions in which the strategy arranges the ranks that train
+    within:       the group that this Rank stands for; None: all ranks of the run
+    worker:       the number of the strategy's worker that runs on this rank, from 0
+    role:         "trainer", or "server" if the strategy's `trains` returns False
     step:         the number of the present step, from 0
     lr:           the present learning rate
-    rated:        rated(step): from here on this step's updates are those of `step`, which lasts at another rate
-    clip:         the longest that the gradient may be, 0 for any, where a strategy updates by shards and so sees to it
-    compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
-    density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
+    rated:        rated(step): this step's updates from here on use the learning rate of `step`
+    clip:         the largest gradient norm, 0 for no limit, if a strategy updates by shards and must clip itself
+    compressor:   encodes a bucket before it is sent (its `reduce` is a coroutine)
+    density:      with sizes only: the share of elements that a choice by value is assumed to keep
     memory:       the compressor's memory on this rank
-    tables:       where the strategy keeps embedding `tables` on servers, the names of their weights; else none
-    phase:        where parameters lie in shards, the pass under way: "forward", "backward" or "evaluation"; else ""
+    tables:       the names of the embedding weights that the strategy keeps on servers; else empty
+    phase:        the pass under way if parameters are sharded: "forward", "backward" or "evaluation"; else ""
     """
 
     def __init__(self, index: int, size: int, seed: int = 0) -> None:
@@ -59,7 +59,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         self.phase = ""
 
     def number(self, place: int | None = None) -> int:
-        """The number in the run of the rank at `place`, or of this rank: messages for people name ranks by it."""
+        """Returns the number in the run of the rank at `place`, or of this rank. Messages for people use it."""
         place = self.id if place is None else place
         return self.members[place] if self.members else place
 
@@ -73,10 +73,10 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         self._groups.clear()
 
     def group(self, *dims: str) -> Rank:
-        """This rank among those that differ from it only in the dimensions `dims` of the mesh: the same verbs.
+        """Returns this rank in the group of ranks that differ only in the mesh dimensions `dims`: the same verbs.
 
-        Several dimensions make one group of all their ranks. Raises StrategyError for a dimension that the mesh has
-        not, and on a server, which stands outside the mesh.
+        Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension, and on a
+        server, which is outside the mesh.
         """
         if dims not in self._groups:
             self._groups[dims] = Member(self, self.mesh.group(dims, self.id))
@@ -84,73 +84,74 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
 
     @property
     def replicas(self) -> Rank:
-        """This rank among those that hold the same of the model, one of each replica: whom a strategy is about."""
+        """This rank in the group of ranks that hold the same part of the model, one of each replica."""
         inside = self.mesh.inside
         return self.group(*[name for name, _ in self.mesh.dims if name not in inside]) if inside else self
 
     @property
     def inside(self) -> Rank:
-        """This rank among those over which its replica is spread. Raises StrategyError where replicas are whole."""
+        """This rank in the group that its replica is spread over. Raises StrategyError if replicas are whole."""
         return self.group(*self.mesh.inside)
 
     # compute
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
-        """The loss of the next batch, or of `x`; on a pipeline stage but the last, the activation made of `x`.
+        """Returns the loss of the next batch or of `x`; on a pipeline stage before the last, the activation.
 
-        `micro` names this forward for the backward that belongs to it; several may be open at once.
+        `micro` names this forward for its backward. Several may be open at once.
         """
         return Forward(x, micro)
 
     def backward(self, grad: float | Tensor | None = None, micro: int = 0) -> Backward:
-        """Gradients of `micro`'s forward times `grad` (a number for a loss, a tensor for an activation).
+        """Computes the gradients of `micro`'s forward times `grad`: a number for a loss, a tensor for an activation.
 
-        They add up until `update`; `async for` hands out buckets as they fill, with what has been added so far.
+        Gradients add up until `update`. `async for` yields buckets as they fill, with the sums so far.
         """
         return Backward(grad, micro)
 
     def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None, on: str = "device") -> Op:
-        """One step of the optimizer with the gradients that are there; gradients are cleared after.
+        """Steps the optimizer with the present gradients, then clears them.
 
-        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters; the whole bucket's
-        gradients are cleared after, and `clip` is the strategy's to heed. With `by` that is called in the optimizer's
-        place: a strategy's own step, which takes the time of any update. On the "host" its processor steps the shard
-        `bucket`, all of which `offload` has brought there, beside whatever the device computes: by the settings of when
-        it was asked for, or of the start of the child that asks.
+        With `bucket`, or a shard of one for an element-wise optimizer, it updates only these parameters. It then clears
+        the whole bucket's gradients, and the strategy must apply `clip`. With `by` the host calls `by` instead of the
+        optimizer. This is the strategy's own step and takes the time of any update.
+
+        On the "host" the host's processor steps the shard `bucket` while the device computes. `offload` must have moved
+        all state of the shard there. The settings are those of this call, or of the start of the child that makes it.
         """
         return Op("update", bucket, by, on)
 
     def params(self) -> Op:
-        """The parameters as a list of Buckets that view them: writing into `data` changes the model."""
+        """Returns the parameters as a list of Buckets that view them: writing into `data` changes the model."""
         return Op("params")
 
     def grads(self) -> Op:
-        """The gradients that are there as a list of Buckets, zero where none is: what is written is what `update` uses.
+        """Returns the gradients as a list of Buckets, zero where none exists. `update` uses what is written into them.
 
-        Zeroed, they are used up: for those that step by `params`.
+        A strategy that steps by `params` sets them to zero after use.
         """
         return Op("grads")
 
     def slots(self) -> Op:
-        """What the optimizer remembers (momenta), as a list of tensors in an order that is the same on all ranks.
+        """Returns the optimizer state (momenta) as a list of tensors, in the same order on all ranks.
 
-        Empty before its first `update`; writing into them in place changes it.
+        It is empty before the first `update`. Writing into the tensors changes the state.
         """
         return Op("slots")
 
     def hold(self, bucket: Bucket) -> Op:
-        """Keeps of a parameter bucket only these elements in memory: a shard's; or all again, which lie in its `data`.
+        """Keeps only a shard of a parameter bucket in memory, or all of it again from its `data`.
 
-        For a strategy that `shards` "parameters", in its `unshard` and `reshard`. Returns the bucket with its data as
-        it lies now; asked for the shard that is held it changes nothing.
+        It serves a strategy that `shards` "parameters", in its `unshard` and `reshard`. Returns the bucket with its
+        data as now stored. If the rank already holds this shard, nothing changes.
         """
         return Op("hold", bucket)
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
-        """`x` becomes its sum over all ranks ("mean", "max", "min"), in place; returns `x`.
+        """Replaces `x` by its sum over all ranks ("mean", "max", "min"), in place; returns `x`.
 
-        Raises StrategyError for another `op`, and for the mean of integers. A mean is the sum divided by the number
-        of ranks, once it has come: the same bytes cross the wire.
+        A mean divides the sum after the exchange, so it sends the same bytes. Raises StrategyError for another `op`,
+        and for the mean of integers.
         """
         if op not in REDUCTIONS:
             raise StrategyError(f"all_reduce: op={op!r} must be one of {', '.join(map(repr, REDUCTIONS))}")
@@ -161,22 +162,22 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return self._collective("all_reduce", x, op, name)
 
     def reduce_scatter(self, x: Tensor, name: str = "") -> Op:
-        """(size * n,) -> (n,): this rank's chunk of the sum over ranks."""
+        """(size * n,) -> (n,): returns this rank's chunk of the sum over ranks."""
         return self._collective("reduce_scatter", x, name)
 
     def all_gather(self, x: Tensor, name: str = "") -> Op:
-        """(n,) -> (size, n): every rank's `x`, in rank order; all must have the same n."""
+        """(n,) -> (size, n): returns every rank's `x`, in rank order. All ranks need the same n."""
         return self._collective("all_gather", x, name)
 
     def all_to_all(self, x: Tensor, name: str = "") -> Op:
-        """(size, n) -> (size, n): row j goes to rank j; row i of the answer came from rank i."""
+        """(size, n) -> (size, n): sends row j to rank j; row i of the result came from rank i."""
         return self._collective("all_to_all", x, name)
 
     def all_to_allv(self, rows: list[Tensor], lengths: tuple[tuple[int, ...], ...], name: str = "") -> Op:
-        """Rows of any length, one dtype: row j goes to rank j; returns the list of what came from ranks 0, 1, ...
+        """Sends row j to rank j, of any length and one dtype; returns the list of rows from ranks 0, 1, ...
 
-        lengths[i][j] is how many elements rank i sends to rank j, the same on all ranks, who must know it before.
-        What is not sent costs nothing: with one row that is not empty per rank it is an exchange in pairs.
+        lengths[i][j] is the number of elements that rank i sends to rank j. All ranks must pass the same lengths. An
+        empty row costs nothing: with 1 non-empty row per rank this is an exchange in pairs.
         """
         has, said = [row.numel() for row in rows], list(lengths[self.index])
         if has != said:
@@ -184,46 +185,47 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return self._collective("all_to_allv", rows, lengths, name)
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
-        """`x` becomes rank `source`'s `x`, in place; returns `x`."""
+        """Replaces `x` by rank `source`'s `x`, in place; returns `x`."""
         return self._collective("broadcast", x, source, name)
 
     # point to point
     def send(self, tensor: Tensor, to: int, kind: str = "") -> Op:
-        """Posts a copy of `tensor` to rank `to` and returns None at once; it never occupies a lane."""
+        """Posts a copy of `tensor` to rank `to` and returns None at once. It never occupies a lane."""
         return Op("send", tensor, to, kind)
 
     def recv(self, into: Tensor | None, source: int | None = None, kind: str = "") -> Op:
-        """-> (data, source) of the next message of `kind`, from anyone if source is None.
+        """Returns (data, source) of the next message of `kind`, from any rank if `source` is None.
 
-        `into` None takes the shape that was sent (it travels ahead). Returns None when the run is stopping or
-        the strategy is being left, and nothing more can come.
+        `into` None takes the shape that was sent; the shape travels first. Returns None if no message can follow,
+        because the run stops or the strategy is being left.
         """
         return Op("recv", into, source, kind)
 
     # concurrency
     def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "", priority: int = 0,
               share: float = 1.0) -> Op:  # fmt: skip
-        """Starts `child` on `lane`; returns a Handle to `wait` for, in this step or a later one.
+        """Starts `child` on `lane`; returns a Handle for `wait`, in this step or a later one.
 
-        Children of a lane run in the order of their start. One with a `priority` overtakes those before it with a lower
-        one that have not begun, back to the last that has none, in rank 0's order on every rank. Rank 0 lets the first
-        begin whose `share`s make 1 together; what comes then waits for them.
+        Children of a lane run in the order of their start. A child with a `priority` overtakes waiting children of
+        lower priority, up to the last child without one. All ranks use rank 0's order. Rank 0 begins children until
+        their `share`s add up to 1; later children wait for these.
         """
         return self._collective("start", child, lane, name, priority, share)
 
     def wait(self, handle: Handle) -> Op:
-        """The result of a started child."""
+        """Returns the result of a started child."""
         return Op("wait", handle)
 
     def again(self, rest: float = 0.0, alone: bool = False) -> Op:
-        """In a background, after a step and `rest` seconds: its number; 0 when all ranks’, or `alone` its own, end.
+        """In a background: waits for the end of a step and for `rest` seconds, then returns the step's number.
 
-        Among a group: when those of its ranks end. Nobody waits for the others, which may serve meanwhile.
+        Returns 0 when the backgrounds must end: those of all ranks, with `alone` only this one, in a group those of its
+        ranks. Ranks outside the group need not take part.
         """
         return self._collective("again", rest, alone)
 
     def clock(self) -> Op:
-        """Seconds since the run began, on the host's clock: for deadlines."""
+        """Returns seconds since the run began, on the host's clock, for deadlines."""
         return Op("clock")
 
     def sample(self, name: str, value: float) -> Op:
@@ -231,14 +233,14 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return Op("sample", name, value)
 
     def _collective(self, verb: str, *args: Any) -> Op:
-        """What all ranks of the group ask for, where this Rank stands for one."""
+        """Builds an Op that all ranks of the group must make."""
         op = Op(verb, *args)
         op.measures = self.phase == "evaluation"
         return op
 
 
 class Member(Rank):
-    """A Rank as one of a group: `index` and `size` are the group's, all else is that of the rank itself."""
+    """A Rank in a group: `index` and `size` are the group's, everything else is the rank's own."""
 
     def __init__(self, whole: Rank, group: Group) -> None:
         self._whole, self.within = whole, group
@@ -273,12 +275,12 @@ class Member(Rank):
         return None if got is None else (got[0], self.within.index(got[1]))
 
     def _known(self, index: int) -> int:
-        """The rank of the run that is number `index` here."""
+        """Returns the number in the run of the group's rank `index`."""
         assert self.within is not None
         if not 0 <= index < self.size:
             raise StrategyError(f"rank {index} of group {self.within}: there are 0 to {self.size - 1}")
         return self.within.ranks[index]
 
     def _own(self, kind: str) -> str:
-        """A kind of message that no other group's is taken for."""
+        """Returns a message kind that no other group uses."""
         return f"{kind} in {self.within}".lstrip()

@@ -1,8 +1,8 @@
-"""Sizes only: what is answered where tensors have shapes and no values, so that no algorithm has to ask.
+"""Helpers for tensors that have shapes and no values.
 
-A simulation without values hands an algorithm tensors of torch's meta device. Shapes follow there as anywhere, at some
-microseconds for each operation. What does not follow is said once, beside the function that it is about (`outlined`),
-or where a number is read out of a tensor (`values_of`). It knows no host.
+A simulation without values runs algorithms on tensors of torch's meta device. Shapes follow from the operations, at
+some microseconds each. Two kinds of code need help: a function whose result depends on values (`outlined`), and code
+that reads numbers out of a tensor (`values_of`). This module knows no host.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outlined(by: Callable[..., Any]) -> Callable[[F], F]:
-    """Where there are sizes only, `by` answers in the function's place: called alike, it returns the same shapes.
+    """Makes `by` replace the decorated function when tensors have sizes only. It returns the same shapes.
 
-    Whether there are is seen by the first tensor (or bucket, or list of them) among the arguments. `by` says of what
-    depends on values how much it is taken to be, or spares torch the arithmetic on shapes that are plain. Either both
-    are coroutine functions or neither is.
+    The first tensor (or bucket, or list of them) among the arguments decides. `by` assumes a size that depends on
+    values, or saves torch the arithmetic on simple shapes. Both must be coroutine functions, or neither.
     """
 
     def either(function: F) -> F:
@@ -43,17 +42,17 @@ def outlined(by: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def values_of(x: Tensor, otherwise: float) -> Tensor:
-    """`x`, to read numbers from; where there are sizes only, as many times `otherwise`, on the CPU."""
+    """Returns `x`, to read numbers from; with sizes only, a CPU tensor filled with `otherwise`."""
     return x.new_full(x.shape, otherwise, device="cpu") if x.is_meta else x
 
 
 def each(every: Tensor) -> Tensor:
-    """(size, n): what ranks have gathered, to go through row by row; where there are sizes only one row says all."""
+    """Returns the gathered rows (size, n) to loop over; with sizes only 1 row, which represents all."""
     return every[:1] if every.is_meta else every
 
 
 def sizes_of(x: Tensor) -> Tensor:
-    """`x` without its values: for asking what a function would make of it."""
+    """Returns `x` without its values, to find the shape of a function's result."""
     return x.new_empty(x.shape, device="meta")
 
 

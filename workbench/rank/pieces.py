@@ -1,4 +1,4 @@
-"""The verbs of a Rank about a model of which it passes a piece at a time, or trains only a part."""
+"""The verbs of a Rank for passing the model piece by piece, or training a part of it."""
 
 from __future__ import annotations
 
@@ -15,41 +15,45 @@ class Pieces:
 
     # parts of a model
     def pieces(self, most: int) -> Op:
-        """-> into how many pieces `rise` and `fall` can cut the model here, `most` at most; 1 where it cannot be cut.
+        """Returns into how many pieces `rise` and `fall` can cut the model, at most `most`; 1 if it cannot be cut.
 
-        Between the parts of which a Pipeline's stages are made, as many of them in each piece as can be.
+        Cuts are between the parts that a Pipeline deals out to stages. Pieces have as equal a number of parts as
+        possible.
         """
         return Op("pieces", most)
 
     def rise(self, micro: int, piece: int, of: int, falls: bool = False) -> Op:
-        """The forward of the next batch through one of so many pieces, in their order; the last answers with the loss.
+        """Runs the next batch forward through piece `piece` of `of`, in order; the last piece returns the loss.
 
-        falls: its backward will be by `fall`, piece by piece; else by `backward`, once it has risen through all
+        falls: its backward will be by `fall`, piece by piece; else by one `backward` after the last piece
         """
         return Op("rise", micro, piece, of, falls)
 
     def fall(self, micro: int, piece: int, of: int, grad: float = 1.0) -> Op:
-        """The backward through one of the pieces that `micro` has risen through, the last first: what autograd has kept
-        for it is given back. Gradients, times `grad`, stay at home and add up, as those of an awaited `backward` do.
+        """Runs the backward through one piece of `micro`, the last first, and frees what autograd kept for it.
+
+        Gradients, times `grad`, stay on this rank and add up, as for an awaited `backward`.
         """
         return Op("fall", micro, piece, of, grad)
 
     def units(self) -> Op:
-        """-> a list of Units: hidden features, channels or heads of the model that a sub-model can be without.
+        """Returns a list of Units: hidden features, channels or heads that a sub-model can omit.
 
-        Raises StrategyError where the task does not show which; a strategy that says `narrows` is refused there before.
+        Raises StrategyError if the task does not declare them. A strategy that `narrows` is refused for such a task
+        beforehand.
         """
         return Op("units")
 
     def narrow(self, kept: list[Tensor] | None, scaled: bool = False) -> Op:
-        """From now on this rank trains the sub-model that keeps these of each of the `units`, (k,) int64 each; None:
-        the whole model again, with what the sub-model has learned in its entries.
+        """Makes this rank train the sub-model that keeps these indices of each of the `units`, (k,) int64 each.
 
-        scaled: the weights that read k of F units are F / k times as large while they are in the sub-model, so that
-                what the next layer is given is on average as large as in the whole model, as under dropout
+        None restores the whole model, including the values that the sub-model has learned.
 
-        Its matrices are really smaller, an optimizer of its own begins with nothing, and `forward`, an awaited
-        `backward` and `update` are its. `params` are the whole model's at any time; where they are cut they change
-        when it is whole again. Returns what share of the whole model's operations a forward makes from now on.
+        scaled: scale the weights that read k of F units by F / k while they are in the sub-model, so that the next
+                layer's input keeps its mean, as under dropout
+
+        The matrices are really smaller. A new optimizer starts without state. `forward`, an awaited `backward` and
+        `update` act on the sub-model. `params` are always the whole model's: the cut ones change when the model is
+        whole again. Returns the share of the whole model's operations that a forward now takes.
         """
         return Op("narrow", kept, scaled)

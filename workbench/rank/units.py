@@ -1,8 +1,8 @@
-"""Hidden units that a model can be without, and which entries of its parameters a sub-model of some of them has.
+"""Hidden units that a sub-model can omit, and the entries of the parameters that a sub-model keeps.
 
 A unit is an output of one layer that only the next one reads: a feature, a channel, an attention head. Without it both
-layers' matrices are smaller, by rows and by columns, and what they compute is that of a smaller model. No verb and no
-model lives here: a bucket and the names in it are all that is known.
+layers' matrices have fewer rows or columns: the result is a smaller model. This module knows only buckets and the names
+in them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """A parameter that units cut: seen in the shape `view` they lie along dimension `dim`."""
+    """A parameter that units cut: in the shape `view`, the units are along dimension `dim`."""
 
     param: str
     view: tuple[int, ...]
@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
 
 class Units(NamedTuple):
-    """So many units between two layers, called by the first, and the parameters that have entries for each of them.
+    """`size` units between two layers, named after the first, and the parameters with entries for each of them.
 
     reader: the weight by which the next layer reads them
     """
@@ -39,9 +39,9 @@ class Units(NamedTuple):
 
 
 class Entries:
-    """The entries of all parameters that a sub-model has.
+    """The entries of all parameters that a sub-model keeps.
 
-    kept: of each of the `units`, the numbers of those that it keeps, (k,) int64 each
+    kept: for each of the `units`, the indices that the sub-model keeps, (k,) int64 each
     """
 
     def __init__(self, units: Sequence[Units], kept: Sequence[Tensor]) -> None:
@@ -51,11 +51,11 @@ class Entries:
                 self._cuts.setdefault(cut.param, []).append((cut, index))
 
     def cuts(self, name: str) -> bool:
-        """Is a parameter smaller in the sub-model?"""
+        """Whether the parameter is smaller in the sub-model."""
         return name in self._cuts
 
     def of(self, name: str, x: Tensor) -> Tensor:
-        """A parameter's entries that the sub-model has, in the parameter's view, from all of it in any shape."""
+        """Returns the sub-model's entries of a whole parameter of any shape, in the parameter's view."""
         if name not in self._cuts:
             return x
         x = x.reshape(self._cuts[name][0][0].view)
@@ -64,7 +64,7 @@ class Entries:
         return x
 
     def shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a parameter in the sub-model, whose shape is `whole` in the model."""
+        """Returns a parameter's shape in the sub-model; `whole` is its shape in the model."""
         if name not in self._cuts:
             return whole
         view = self._cuts[name][0][0].view
@@ -72,7 +72,7 @@ class Entries:
         for cut, index in self._cuts[name]:
             kept[cut.dim] = index.numel()
         found, at = [], 0
-        for n in whole:  # each axis is one dimension of the view, or several that follow each other
+        for n in whole:  # each axis is 1 dimension of the view, or several consecutive ones
             axis, size = view[at], kept[at]
             at += 1
             while axis < n:
@@ -81,7 +81,7 @@ class Entries:
         return tuple(found)
 
     def put(self, name: str, x: Tensor, values: Tensor) -> None:
-        """Those entries of `x`, all of a parameter in contiguous memory, become `values`; others stay as they are."""
+        """Writes `values` into these entries of `x`, a whole parameter in contiguous memory."""
         if name not in self._cuts:
             x.copy_(values.view(x.shape))
             return
@@ -90,17 +90,17 @@ class Entries:
 
     @outlined(lambda self, bucket: bucket.data.new_empty(self.numel(bucket)))
     def pick(self, bucket: Bucket) -> Tensor:
-        """(m,): the sub-model's entries of a bucket of whole parameters, in the order of its parts."""
+        """Returns (m,): the sub-model's entries of a bucket of whole parameters, in the order of its parts."""
         parts = [self.of(p.name, bucket.data[p.start : p.stop]).reshape(-1) for p in bucket.parts]
         return parts[0].clone() if len(parts) == 1 else _cat(parts)
 
     def numel(self, bucket: Bucket) -> int:
-        """How many that are."""
+        """Returns the length m of `pick`."""
         return sum(self._numel(p.name, p.stop - p.start) for p in bucket.parts)
 
     @outlined(lambda *_: None)
     def mix(self, bucket: Bucket, values: Tensor, share: float = 1.0) -> None:
-        """The bucket's entries that the sub-model has go so far towards `values`, (m,); all others stay as they are."""
+        """Moves the bucket's entries in the sub-model by `share` towards `values`, (m,)."""
         at = 0
         for p in bucket.parts:
             whole = bucket.data[p.start : p.stop]
@@ -116,7 +116,7 @@ class Entries:
 
 
 def _put(x: Tensor, cuts: list[tuple[Cut, Tensor]], values: Tensor) -> None:
-    """Writes into the entries of `x` that all cuts together leave."""
+    """Writes into the entries of `x` that remain after all cuts."""
     (cut, index), *inner = cuts
     if inner:
         some = x.index_select(cut.dim, index)
