@@ -1,4 +1,4 @@
-"""The network and its faults, as descriptions with two readers: the engine and the simulator."""
+"""The network and its faults, as descriptions that the engine and the simulator both read."""
 
 from typing import Any
 

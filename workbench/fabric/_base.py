@@ -1,4 +1,4 @@
-"""Faults for teaching, as data: one per file; the engine performs them, the simulator prices them."""
+"""Fault, the base class of injected faults: the engine performs them, the simulator computes their cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from workbench.settings import Family
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Family):
-    """Something wrong with one rank, injected on purpose and recorded.
+    """A fault of one rank, injected on purpose and recorded.
 
-    `stretch` says how many times longer a phase of compute lasts on a rank at a step; `choke` how many times
-    longer its port is busy; `pause` how many seconds it stalls when the fault begins, and `crashes` whether it ends.
+    `stretch` is the factor on the duration of a compute phase on a rank at a step; `choke` is the factor on the time
+    that its port is busy. `pause` is how many seconds the rank stalls when the fault begins; `crashes` is whether its
+    process ends.
     """
 
     home: ClassVar[str] = "workbench.fabric"
@@ -31,5 +32,5 @@ class Fault(Family):
         return False
 
     def idle(self, is_shaped: bool) -> str | None:
-        """Why it has no effect on a network that is (or is not) emulated, in words that say what would do; or None."""
+        """Returns why it has no effect on a network that is or is not emulated, and what to do instead; or None."""
         return None

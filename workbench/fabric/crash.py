@@ -1,4 +1,4 @@
-"""A rank that is lost."""
+"""Crash: a rank is lost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Crash(Fault):
-    """One rank's process ends without a word, before the step at which the fault begins.
+    """One rank's process ends without notice, before the step at which the fault begins.
 
-    `on_death` says what the others do, who notice it when they next exchange something with that rank. The engine is
-    ended by SIGKILL where the lab has started it; elsewhere only the rank leaves, its engine lives, and with
-    on_death="replace" nobody comes for it. In a simulation it is missed 0.23 s later, the others have begun again
-    0.27 s after the last of them has noticed, and with on_death="replace" others are there 2.0 s after that: medians
-    of real ranks that were killed on two busy cores.
+    The other ranks notice it in their next exchange with this rank, and follow `on_death`. If the lab started the
+    engine, SIGKILL ends it. Otherwise only the rank leaves and its engine stays: then on_death="replace" brings no
+    replacement.
 
-    When to use it: to see which strategies and partitions outlive a rank, what that costs, and what is lost with it.
+    A simulation uses medians of real ranks that were killed on 2 busy cores. The other ranks miss the rank after 0.23
+    s, and begin again 0.27 s after the last of them has noticed. With on_death="replace" the replacement is ready 19.6
+    s later.
+
+    When to use it: to see which strategies and partitions survive the loss of a rank, at what cost, and which state is
+    lost with it.
     """
 
     rank: int = knob(0, 0, 4095, doc="which rank crashes")

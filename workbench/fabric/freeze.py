@@ -1,4 +1,4 @@
-"""A rank that stalls for a moment."""
+"""Freeze: a rank stalls once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.settings import knob
 class Freeze(Fault):
     """One rank stalls once, at the step at which the fault begins.
 
-    When to use it: to see who waits for a rank that stops for a moment, and which strategies go on meanwhile.
+    When to use it: to see which ranks wait for a rank that stalls, and which strategies continue without it.
     """
 
     rank: int = knob(0, 0, 4095, doc="which rank freezes")

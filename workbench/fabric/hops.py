@@ -1,4 +1,4 @@
-"""What it costs to bring bytes from a rank's device to its host's memory or on to disk, and back."""
+"""The cost of moving bytes between a rank's device and its host's memory or disk."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Iterable
 
 from workbench.fabric.link import Fabric
 
-Hop = tuple[str, int]  # to or from "host" or "disk": so many bytes
+Hop = tuple[str, int]  # ("host" or "disk", bytes moved there or back)
 
 
 def hop_seconds(fabric: Fabric, hops: Iterable[Hop]) -> float:
-    """Seconds that these ways take, one after the other, as far as `fabric` says how fast they are."""
+    """Returns the seconds of these transfers one after another, as far as `fabric` has their bandwidths."""
     rates = {"host": fabric.host, "disk": fabric.disk}
     return sum(nbytes * 1e-9 / rates[where] for where, nbytes in hops if rates[where])
 
 
 class Ways:
-    """When the ways of one rank are free again: what is asked for meanwhile queues."""
+    """When each path of one rank is free again. Transfers on a busy path queue."""
 
     def __init__(self) -> None:
         self._free: dict[str, float] = {}
 
     def occupy(self, fabric: Fabric, now: float, hops: Iterable[Hop], out: bool) -> float:
-        """When bytes have gone these ways, beginning now at the earliest. Between device and host in and out do not
-        disturb each other; a disk does one thing at a time.
+        """Returns when bytes that start at `now` or later have passed these hops in order.
+
+        Between device and host, in and out do not disturb each other. A disk serves one transfer at a time.
         """
         at = now
         for hop in hops:

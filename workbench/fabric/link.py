@@ -1,4 +1,4 @@
-"""The network as one description: the engine shapes real traffic by it, the simulator prices by it."""
+"""The network as one description: the engine shapes real traffic by it, the simulator computes costs from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.settings import knob, normalise
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Each rank's own full-duplex port. A bandwidth of 0 means as fast as the machine goes: nothing is shaped."""
+    """Each rank's own full-duplex port. Bandwidth 0 means that nothing is shaped."""
 
     bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="of each rank's port; 0 is unlimited")
     latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of one message between two ranks")
@@ -30,22 +30,22 @@ class Link:
         return bool(self.bandwidth or self.latency)
 
     def seconds(self, nbytes: float, messages: int) -> float:
-        """How long a port is busy that sends `nbytes` in `messages` one after the other, without jitter."""
+        """Returns how long a port is busy with `nbytes` in `messages` consecutive messages, without jitter."""
         wire = nbytes * 8e-6 / self.bandwidth if self.bandwidth else 0.0
         return messages * self.latency * 1e-3 + wire
 
     def noise(self, seed: int, number: int) -> float:
-        """The factor >= 1 on operation `number`, the same on every rank."""
+        """Returns the factor >= 1 on operation `number`, the same on every rank."""
         return 1.0 + self.jitter * Random(f"{seed}/{number}").random() if self.jitter else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Who is linked to whom, and what is wrong: one Link per rank, sites, and the faults injected now.
+    """The emulated network: one Link per rank, sites, an all-reduce algorithm, and the injected faults.
 
-    site:       ranks that are neighbours share a site, such as a machine or a rack; what leaves it has the smaller
-                bandwidth, and the larger latency, of the Link and of what is said of between sites
-    host, disk: what is kept away from a rank's device (ZeROOffload, ZeROInfinity) goes these ways
+    site:       neighbouring ranks share a site, such as a machine or a rack; traffic between sites has the smaller
+                bandwidth and the larger latency of the Link and the `between_` settings
+    host, disk: bandwidths for state that is kept off a rank's device (ZeROOffload, ZeROInfinity)
     """
 
     link: Link = knob(Link(), doc="each rank's port")
@@ -63,23 +63,23 @@ class Fabric:
 
     @property
     def shaped(self) -> bool:
-        """Is any way that messages can take emulated?"""
+        """Whether the network emulates any path of messages."""
         return self._far.shaped if self.site else self.link.shaped
 
     def crosses(self, ranks: Sequence[int]) -> bool:
-        """Do some of `ranks`, in the order of their numbers, stand on different sites?"""
+        """Whether `ranks`, in ascending order, are on several sites."""
         return self.site > 0 and ranks[0] // self.site != ranks[-1] // self.site
 
     def path(self, ranks: Sequence[int]) -> Link:
-        """What goes among `ranks`, in the order of their numbers, goes over this Link.
+        """Returns the Link for traffic among `ranks`, in ascending order.
 
-        A collective over several sites goes around a ring, whose slowest hop all others wait for. So is an all-to-all
-        priced, of which a part would stay inside.
+        A collective over several sites goes around a ring, and its slowest hop sets the pace. An all-to-all has the
+        same price, although a part of it stays inside a site.
         """
         return self._far if self.crosses(ranks) else self.link
 
     def measured(self, latency: float, bandwidth: float) -> Fabric:
-        """This one with a Link of so many ms and Mbit/s, each where it is not 0."""
+        """Returns this fabric with a Link of this latency (ms) and bandwidth (Mbit/s); 0 keeps the present value."""
         link = replace(self.link, latency=latency or self.link.latency, bandwidth=bandwidth or self.link.bandwidth)
         return replace(self, link=link)
 
@@ -91,12 +91,12 @@ class Fabric:
 
 
 class Load(NamedTuple):
-    """What a collective asks of the ports of `size` ranks.
+    """The load of a collective on the ports of `size` ranks.
 
     sent:     bytes that this rank sends
-    busiest:  bytes of the port with the most to send or to take in
+    busiest:  bytes of the port that sends or receives most
     total:    bytes that all ranks send
-    messages: messages that follow one after the other
+    messages: number of consecutive messages
     """
 
     sent: int
@@ -106,15 +106,15 @@ class Load(NamedTuple):
 
 
 def even(verb: str, nbytes: int, size: int) -> Load:
-    """The Load of a collective in which all ranks hand in `nbytes`."""
+    """Returns the Load of a collective to which every rank contributes `nbytes`."""
     sent, messages = traffic(verb, nbytes, size)
     return Load(sent, sent, sent if verb == "send" else sent * size, messages)
 
 
 def uneven(lengths: tuple[tuple[int, ...], ...], width: int, rank: int) -> Load:
-    """The Load of an all-to-all in which rank i sends lengths[i][j] elements of `width` bytes to rank j.
+    """Returns the Load of an all-to-all: rank i sends lengths[i][j] elements of `width` bytes to rank j.
 
-    What a rank keeps for itself crosses no wire, and nothing is sent to whom there is nothing for.
+    A rank's data for itself and empty rows cost nothing.
 
     >>> uneven(((5, 1, 0), (2, 0, 0), (0, 0, 7)), 4, 1)
     Load(sent=8, busiest=8, total=12, messages=1)
@@ -127,11 +127,11 @@ def uneven(lengths: tuple[tuple[int, ...], ...], width: int, rank: int) -> Load:
 
 
 def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
-    """(bytes sent by one rank, messages one after the other) of a collective on `size` ranks.
+    """Returns (bytes sent by one rank, consecutive messages) of a collective on `size` ranks.
 
-    `nbytes` is the size of the tensor that the rank hands in: the whole vector of an all-reduce, its own
-    chunk of an all-gather. Ring algorithms; see Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations", JPDC 2009.
+    `nbytes` is the size of the rank's input: the whole vector of an all-reduce, its own chunk of an all-gather. Ring
+    algorithms; see Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
+    2009.
 
     >>> traffic("all_reduce", 4_000_000, 4)
     (6000000, 6)
@@ -146,7 +146,7 @@ def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
             return (p - 1) * nbytes // p, p - 1
         case "all_gather":
             return (p - 1) * nbytes, p - 1
-        case "all_to_allv":  # `nbytes` leave this rank
+        case "all_to_allv":  # this rank sends `nbytes`
             return nbytes, p - 1
         case "send":
             return nbytes, 1

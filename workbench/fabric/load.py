@@ -1,4 +1,4 @@
-"""What a step costs under a Fabric and a pace, read alike by both hosts: faults, ports."""
+"""The cost of compute, pauses and messages under a Fabric, for both hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.fabric.link import Fabric, Link, Load
 
 
 def stretch(faults: Iterable[Fault], rank: int, step: int, phase: str) -> float:
-    """How many times longer than healthy a phase of compute lasts on `rank` at `step`."""
+    """Returns the factor on the duration of a compute phase on `rank` at `step`."""
     factor = 1.0
     for fault in faults:
         factor *= fault.stretch(rank, step, phase)
@@ -17,9 +17,10 @@ def stretch(faults: Iterable[Fault], rank: int, step: int, phase: str) -> float:
 
 
 def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[str]:
-    """The faults of `fabric` that have no effect, each in a sentence that says why and what would have one.
+    """Returns a sentence for each fault without effect: why, and what to do instead.
 
-    servers: the ranks that do not train, and so compute nothing that could be slow. ranks: how many there are.
+    servers: ranks that do not train, so they compute nothing that a fault could slow
+    ranks: the number of ranks
     """
     found = []
     for fault in fabric.faults:
@@ -32,13 +33,13 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
 
 
 def _of_compute(fault: Fault) -> bool:
-    """Does it do something to what one rank computes, and to nothing else?"""
+    """Whether the fault only affects the compute of one rank."""
     rank = getattr(fault, "rank", None)
     return rank is not None and fault.choke(rank) == 1.0 and not fault.crashes(rank)
 
 
 def choke(faults: Iterable[Fault], rank: int) -> float:
-    """How many times longer than healthy the port of `rank` is busy."""
+    """Returns the factor on the time that the port of `rank` is busy."""
     factor = 1.0
     for fault in faults:
         factor *= fault.choke(rank)
@@ -46,17 +47,17 @@ def choke(faults: Iterable[Fault], rank: int) -> float:
 
 
 def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
-    """Seconds for which `rank` stands still because of faults in `new` that were not yet in `old`."""
+    """Returns the seconds that `rank` stalls because of faults in `new` that were not in `old`."""
     return sum(fault.pause(rank) for fault in begun(old, new))
 
 
 def crashed(old: Iterable[Fault], new: Iterable[Fault], ranks: int) -> set[int]:
-    """Which of so many `ranks` are ended by faults in `new` that were not yet in `old`."""
+    """Returns the ranks below `ranks` that faults in `new`, but not in `old`, end."""
     return {rank for fault in begun(old, new) for rank in range(ranks) if fault.crashes(rank)}
 
 
 def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
-    """The faults in `new` that were not yet in `old`."""
+    """Returns the faults in `new` that were not in `old`."""
     known, found = list(old), []
     for fault in new:
         if fault in known:
@@ -69,26 +70,26 @@ def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
 def message_seconds(
     fabric: Fabric, nbytes: int, size: int, seed: int, source: int, to: int, number: int
 ) -> float:
-    """Seconds for which the `number`-th message of `source` keeps a healthy port, or the one that all `size` share."""
+    """Returns how long message `number` of `source` occupies a healthy port, or the port shared by `size` ranks."""
     link = fabric.path(sorted((source, to)))
     return link.seconds(nbytes * (size if fabric.shared else 1), 1) * link.noise(seed + source, number)
 
 
 def leaves(now: float, free: float, seconds: float) -> tuple[float, float]:
-    """When a message begins to leave a port that is free again at `free`, and when it has left."""
+    """Returns when a message begins to leave a port that is free at `free`, and when it has left."""
     begins = max(now, free)
     return begins, begins + seconds
 
 
 def comes(begun: float, taken: float, seconds: float) -> float:
-    """When a message that began to leave at `begun` has come in at a port that takes in another until `taken`."""
+    """Returns when a message has arrived that began to leave at `begun`, at a port that is busy until `taken`."""
     return max(begun, taken) + seconds
 
 
 def port_seconds(link: Link, shared: bool, load: Load, parallel: int = 1) -> float:
-    """Seconds for which a collective keeps the busiest port, if healthy, or the one that all share; without jitter.
+    """Returns how long a collective occupies the busiest healthy port, or the shared one, without jitter.
 
-    link:     over which it goes (`Fabric.path`)
-    parallel: how many groups do so at once, as far as they share the port
+    link:     its link (`Fabric.path`)
+    parallel: how many groups run it at the same time, which matters on a shared port
     """
     return link.seconds(load.total * parallel if shared else load.busiest, load.messages)

@@ -1,4 +1,4 @@
-"""Networks by name: what a message costs (alpha) and a byte (beta), and where the figures come from."""
+"""Networks by name: their cost per message (alpha) and per byte (beta), with sources."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NCCL = "NCCL's own model of a hop around a ring (hwLat, Simple, in its src/graph
 
 
 class Network(NamedTuple):
-    """bandwidth: of a rank's port, in Mbit/s, one way; latency: of one message, in ms; source: of both, in a sentence.
+    """bandwidth: of a rank's port, in Mbit/s, one way; latency: of one message, in ms; source: of both figures.
 
-    site: ranks that are near each other; 0: all; -1: half of them. between_*: of what leaves a site, as in Fabric
+    site: neighbours on one site; 0: all ranks; -1: half of them. between_*: traffic that leaves a site, as in Fabric
     """
 
     name: str
@@ -25,7 +25,7 @@ class Network(NamedTuple):
     between_latency: float = 0.0
 
     def settings(self, ranks: int) -> dict[str, Any]:
-        """As knobs of an Experiment with so many ranks, and their values; nothing disturbs or is injected."""
+        """Returns the knobs of an Experiment with `ranks` ranks on this network, without jitter or faults."""
         site = -(-ranks // 2) if self.site < 0 else self.site
         return {
             "fabric.link.bandwidth": self.bandwidth, "fabric.link.latency": self.latency, "fabric.link.jitter": 0.0,
@@ -35,7 +35,7 @@ class Network(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its figures: alpha is the time of a message, beta that of a byte."""
+        """Its figures: alpha is the time of a message, beta the time of a byte."""
         near = _figures(self.latency, self.bandwidth)
         far = _figures(self.between_latency, self.between_bandwidth) if self.site else ""
         apart = f"; to other {'sites' if self.site < 0 else 'hosts'} {far}" if far else ""
@@ -62,7 +62,7 @@ NETWORKS = {
 
 
 def network(name: str) -> Network:
-    """The network called `name`. Raises KnobError with the nearest."""
+    """Returns the network called `name`. Raises KnobError with the nearest name if it is unknown."""
     if not isinstance(name, str) or name not in NETWORKS:
         near = difflib.get_close_matches(str(name), NETWORKS, n=1, cutoff=0.3) or list(NETWORKS)
         raise KnobError(f"network={short(name)}: no such network; did you mean {', '.join(near)}?")

@@ -1,4 +1,4 @@
-"""Ranks whose speed varies from step to step."""
+"""Noisy: the speed of ranks varies from step to step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Noisy(Fault):
-    """Every rank's compute is stretched by its own random factor in each step, uniform in [1, 1 + spread].
+    """Each rank's compute gets its own random factor in each step, uniform in [1, 1 + spread].
 
-    When to use it: to see what small differences between equal machines cost where all wait for the slowest.
+    When to use it: to see the cost of small differences between equal machines if all ranks wait for the slowest.
     """
 
     spread: float = knob(0.3, 0.0, 5.0, doc="largest extra share of a phase's time")

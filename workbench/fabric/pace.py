@@ -1,7 +1,7 @@
-"""What a pace and a fault make of a phase of compute, and whether the pace is kept: one rule for both hosts.
+"""How a pace and faults set the duration of a compute phase, and whether a rank keeps its pace, on both hosts.
 
-A rank that computes for `computed` seconds, asked to take `asked`, takes max(asked, computed), times its faults. So a
-fault multiplies what the rank would have taken without it, on a machine that cannot keep the pace, too.
+A rank that computes for `computed` seconds under a pace of `asked` takes max(asked, computed), times its faults. So a
+fault also works on a machine that cannot keep the pace.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-SHARES = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute, where `pace` states it
-LATE = 1.2  # times what was asked for: from here on a pace is not met
-AGAIN = 1.25  # times what was said last: from here on it is said anew
+SHARES = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute under a `pace`
+LATE = 1.2  # times the pace's time: beyond this a pace is not met
+AGAIN = 1.25  # times the last reported value: beyond this it reports again
 
 
 def lasts(asked: float, computed: float, factor: float = 1.0) -> float:
-    """Seconds that a phase lasts which was to take `asked` and computes for `computed`, stretched by `factor`.
+    """Returns the duration of a phase that should take `asked` and computes for `computed`, times `factor`.
 
     >>> lasts(0.1, 0.25, 2.0)
     0.5
@@ -25,9 +25,9 @@ def lasts(asked: float, computed: float, factor: float = 1.0) -> float:
 
 
 class Kept:
-    """Whether one rank keeps its pace: told what each step took, it says in words when that changes.
+    """Tracks whether one rank keeps its pace, and reports when that changes.
 
-    It looks at the middle of the last `STEPS` steps, so that one slow step is not news.
+    It uses the median of the last `STEPS` steps, so a single slow step causes no report.
     """
 
     STEPS = 5
@@ -35,13 +35,13 @@ class Kept:
     def __init__(self) -> None:
         self._pace = 0.0
         self._last: deque[float] = deque(maxlen=self.STEPS)  # took / asked
-        self._said = 0.0  # seconds that compute was last said to take; 0: nothing to withdraw
-        self._is_same = True  # was that said of this pace?
+        self._said = 0.0  # compute seconds of the last report; 0: no report to withdraw
+        self._is_same = True  # whether that report was about this pace
 
     def step(self, pace: float, asked: float, took: float) -> dict[str, Any] | None:
-        """A step is over at a pace of `pace` seconds, 0 for none; what there is to say, else None.
+        """Takes the times of a finished step at `pace` seconds (0 for none); returns a report or None.
 
-        asked: seconds that its phases were to take. took: seconds that they took, without what faults added.
+        asked: seconds that its phases should take. took: seconds that they took, without the effect of faults.
         """
         if pace != self._pace:
             self._pace, self._is_same = pace, False
@@ -52,7 +52,7 @@ class Kept:
             self._last.append(took / asked)
         if len(self._last) < self.STEPS:
             return None
-        if not self._said and max(self._last) <= LATE:  # nor is then the middle late, and nothing to withdraw
+        if not self._said and max(self._last) <= LATE:  # then the median is not late either, and there is no report
             return None
         middle = median(self._last)
         takes = asked * middle

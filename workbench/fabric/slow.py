@@ -1,4 +1,4 @@
-"""A slow rank."""
+"""Slow: a constantly slow rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Slow(Fault):
-    """One rank is slower than the others by a constant factor, in one phase or in all compute.
+    """One rank is slower than the other ranks by a constant factor, in one phase or in all compute.
 
-    When to use it: to tell the cause from its victims, and to compare strategies on uneven machines: those that wait
-    for all in every step go at this rank's pace.
+    When to use it: to tell the cause of a delay from its victims, and to compare strategies on uneven machines. A
+    strategy that waits for every rank in each step runs at this rank's speed.
     """
 
     rank: int = knob(0, 0, 4095, doc="which rank is slow")

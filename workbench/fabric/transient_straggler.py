@@ -1,4 +1,4 @@
-"""Ranks that are slow now and then."""
+"""TransientStraggler: ranks are slow in random steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TransientStraggler(Fault):
-    """Now and then a rank is slow for one step; each rank's slow steps are drawn on their own, and can be repeated.
+    """In random steps a rank is slow for 1 step; each rank has its own, repeatable draws.
 
-    `probability` = 0.1 and `factor` = 5: in a random tenth of its steps a rank computes five times as long. Over many
-    steps all ranks are equally fast, which `Slow` is not.
+    With `probability` = 0.1 and `factor` = 5 a rank computes 5 times as long in 10 % of its steps. Over many steps all
+    ranks are equally fast, unlike under `Slow`.
 
-    When to use it: where every rank is slow now and then and none always: what BackupWorkers and BoundedStaleness are
-    made for.
+    When to use it: for machines on which every rank is sometimes slow and none always. BackupWorkers and
+    BoundedStaleness are made for this.
     """
 
     formerly_called: ClassVar[tuple[str, ...]] = ("Stumble",)
@@ -35,5 +35,5 @@ class TransientStraggler(Fault):
     def stretch(self, rank: int, step: int, phase: str) -> float:
         if self.rank not in (-1, rank):
             return 1.0
-        # the draws are those of runs that were recorded under the name of before
+        # the old name stays in the seed, so that recorded runs repeat
         return self.factor if Random(f"stumble {self.seed}/{rank}/{step}").random() < self.probability else 1.0

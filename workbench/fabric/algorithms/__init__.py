@@ -1,4 +1,4 @@
-"""How an all-reduce goes in messages between two ranks: one algorithm per file, found by looking."""
+"""All-reduce algorithms, as messages between pairs of ranks: one algorithm per file."""
 
 from typing import Any
 

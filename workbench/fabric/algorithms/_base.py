@@ -1,4 +1,4 @@
-"""The whole contract of an all-reduce's algorithm: what one rank sends and receives, and how long all of it takes."""
+"""The interface of an all-reduce algorithm: the messages of one rank, and the duration of the whole."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Among:
-    """One rank among those of an all-reduce, as an algorithm sees it: it sends, and takes or adds what others send.
+    """One rank in an all-reduce, as an algorithm sees it: it sends, and copies or adds received tensors.
 
     ranks:       their numbers in the run, in order
-    index, size: which of them this is, and how many there are
-    op:          what becomes of two tensors: "sum", "max" or "min"
+    index, size: this rank's place in `ranks`, and their number
+    op:          how to combine 2 tensors: "sum", "max" or "min"
     """
 
     def __init__(self, rank: Any, ranks: Sequence[int], op: str, name: str) -> None:
@@ -29,19 +29,19 @@ class Among:
         self.index, self.size = ranks.index(rank.id), len(ranks)
 
     def few(self, ranks: Sequence[int], name: str) -> Among:
-        """This rank among some of them. Their messages bear a name of their own."""
+        """Returns this rank among some of the ranks. Their messages have a name of their own."""
         return Among(self.rank, ranks, self.op, f"{self.name} {name}")
 
     async def send(self, x: Tensor, to: int) -> None:
-        """Posts a copy of `x` and goes on at once."""
+        """Posts a copy of `x` and returns at once."""
         await self.rank.send(x, self.ranks[to], self.name)
 
     async def take(self, x: Tensor, source: int) -> None:
-        """`x` becomes what rank `source` has sent."""
+        """Replaces `x` by the next tensor from rank `source`."""
         x.copy_((await self._next(x, source)).view(x.shape))
 
     async def add(self, x: Tensor, source: int) -> None:
-        """`x` becomes the sum (or the larger, or the smaller) of itself and what rank `source` has sent."""
+        """Adds the next tensor from rank `source` to `x`, or takes the larger or smaller elements."""
         came = (await self._next(x, source)).view(x.shape)
         match self.op:
             case "sum":
@@ -61,12 +61,12 @@ class Among:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Family):
-    """How an all-reduce goes. Every rank ends with the same bits, whatever their messages' order was.
+    """The way in which ranks perform an all-reduce. Every rank gets the same bits, in any order of messages.
 
-    Times are those of messages on ports that send one and take in one at a time (full duplex), each of which takes
-    alpha + n beta: the Link's latency, and the time of n bytes at its bandwidth. A byte that is added takes gamma.
+    Times assume ports that send one message and receive one at a time (full duplex). A message takes alpha + n beta:
+    the Link's latency, plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
 
-    native: is it the backend's own way, of which nothing is asked here?
+    native: whether the backend performs it, so that the methods here stay unused
     """
 
     home: ClassVar[str] = "workbench.fabric.algorithms"
@@ -74,31 +74,34 @@ class Algorithm(Family):
 
     @abstractmethod
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        """What one rank does: `x` (n,) of any dtype becomes its sum over all ranks, in place."""
+        """Performs one rank's part: replaces `x` (n,) of any dtype by its sum over all ranks, in place."""
 
     @abstractmethod
     def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        """What `nbytes` among `ranks`, which all begin now, take if ports are free; gamma: seconds a byte."""
+        """Returns the duration for `nbytes` among `ranks` that begin together on free ports; gamma: seconds a byte."""
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
-        """The one that sums `nbytes` among `ranks` (group: None where these are all of the run); the same on each."""
+        """Returns the algorithm that sums `nbytes` among `ranks`. It is the same on every rank.
+
+        group: None if `ranks` are all ranks of the run
+        """
         return self
 
     def refuses(self) -> str | None:
-        """Why these knobs cannot be together, in a sentence that says what would do; or None."""
+        """Returns why these knobs do not fit together, and what to do instead; or None."""
         return None
 
 
 def alpha_beta(fabric: Fabric, ranks: Sequence[int]) -> tuple[float, float]:
-    """Seconds of a message and of each of its bytes among `ranks`, in the order of their numbers; without jitter."""
+    """Returns the seconds of a message and of each byte among `ranks`, in ascending order, without jitter."""
     link = fabric.path(ranks)
     return link.seconds(0, 1), link.seconds(len(ranks) if fabric.shared else 1, 0)
 
 
 def parted(fabric: Fabric, size: int) -> Fabric:
-    """The same where `size` ranks that share one port have each a port of its own, as slow as a part of that one.
+    """Returns the fabric with a port for each of `size` ranks in place of a shared one, slower by that factor.
 
-    For what is priced group by group: a bus is slow by all who are on it, not by those of one group.
+    It serves costs that are computed group by group: the load of all ranks slows a bus, not that of one group.
     """
     if not fabric.shared:
         return fabric

@@ -1,4 +1,4 @@
-"""Shared by algorithms with two levels: ranks by site, and the algorithms that can sum between sites."""
+"""Helpers of algorithms with two levels: ranks by site, and which algorithms can sum between sites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.fabric.algorithms.by_group import ByGroup
 
 
 def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
-    """Splits `ranks`, in the order of their numbers, into sites of `size` neighbours; the last may be smaller.
+    """Splits `ranks`, in ascending order, into sites of `size` neighbours; the last may be smaller.
 
     >>> group_by_site(4, range(6))
     [[0, 1, 2, 3], [4, 5]]
@@ -21,7 +21,7 @@ def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def refuse_between(name: str, between: Algorithm) -> str | None:
-    """Says why algorithm `name` cannot use `between` between sites, and what to use; None if it can."""
+    """Returns why algorithm `name` cannot use `between` between sites, and what to use; None if it can."""
     if between.native:
         return f"{name}.between=Native(): the backend's own way has no messages; take Ring()"
     if isinstance(between, ByGroup):

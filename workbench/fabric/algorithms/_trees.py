@@ -1,4 +1,4 @@
-"""Two binary trees over the same ranks, and in which rounds messages go up and down them."""
+"""Two binary trees over the same ranks, and the rounds in which messages pass up and down them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Tree = tuple[int | None, ...]  # each rank's parent; the root has none
 
 
 class Hop(NamedTuple):
-    """A message of a round: piece number `piece` of what a tree carries, up to be added, or down to be taken."""
+    """A message of a round: piece `piece` of a tree's half of the tensor, up to be added or down to be copied."""
 
     source: int
     to: int
@@ -20,10 +20,10 @@ class Hop(NamedTuple):
 
 @lru_cache(maxsize=256)
 def trees(size: int) -> tuple[Tree, Tree]:
-    """Inner ranks of one tree are leaves of the other, as far as that can be.
+    """Returns 2 trees; inner ranks of one tree are leaves of the other as far as possible.
 
-    In the first odd ranks are leaves and rank 0, the root, has one child; the second is its mirror image, or with an
-    odd number of ranks the same one rank on.
+    In the first tree, odd ranks are leaves, and the root, rank 0, has 1 child. The second is its mirror image; with an
+    odd number of ranks it is the first, shifted by 1 rank.
     """
     first = tuple(_parent(i, size) for i in range(size))
     there = [size - 1 - i if size % 2 == 0 else (i - 1) % size for i in range(size)]
@@ -40,14 +40,14 @@ def _parent(i: int, size: int) -> int | None:
 
 @lru_cache(maxsize=256)
 def rounds(size: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
-    """What goes in which round, so that in each a rank sends one message and takes in one at most.
+    """Returns the messages of each round. In a round a rank sends at most 1 message and receives at most 1.
 
-    Among what could go, early pieces come first, and what is further from the root on its way up.
+    Of the possible messages, early pieces come first, and on the way up those farther from the root.
     """
     both, found = trees(size), []
-    waits = [[[tree.count(i)] * pieces for i in range(size)] for tree in both]  # for so many children
-    has = [[[False] * pieces for _ in range(size)] for _ in both]  # the sum
-    # of each way up and each way down the piece that goes next: none of them overtakes another
+    waits = [[[tree.count(i)] * pieces for i in range(size)] for tree in both]  # children that have not sent yet
+    has = [[[False] * pieces for _ in range(size)] for _ in both]  # whether it has the sum
+    # for each edge and direction the next piece: pieces keep their order
     todo = [(0, not up, -deep if up else deep, Hop(*((i, p) if up else (p, i)), t, 0, up))
             for t, tree in enumerate(both) for i, p in enumerate(tree) if p is not None
             for deep in [_depth(tree, i)] for up in (True, False)]  # fmt: skip

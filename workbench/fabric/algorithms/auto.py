@@ -1,4 +1,4 @@
-"""Auto: whichever is predicted to be the quickest for these ranks and so many bytes."""
+"""Auto: the algorithm with the shortest predicted time for these ranks and this size."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Algorithm):
-    """By the cost models of the others, the one that is over first; asked anew for each size and each group.
+    """For each size and group, chooses the algorithm whose cost model predicts the shortest time.
 
-    What it goes by is the Link, and what is known of between sites. Where nothing is emulated that says nothing: then
-    give it the latency and bandwidth that were measured (`Costs.measured(run).wire`), or it takes the first, Ring.
-    Every rank finds the same, from numbers that all have.
+    The prediction uses the Link and the settings between sites. If no network is emulated, give the measured latency
+    and bandwidth (`Costs.measured(run).wire`); otherwise it takes the first algorithm, Ring. Every rank chooses the
+    same algorithm, because all have the same numbers.
 
-    When to use it: where sizes differ, such as a small last bucket, or norms; and to see where the crossings are.
+    When to use it: for mixed sizes, such as a small last bucket or norms, and to see at which size another algorithm
+    wins.
 
     Reference: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
     2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way

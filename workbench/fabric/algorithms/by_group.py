@@ -1,4 +1,4 @@
-"""ByGroup: one algorithm in one kind of group, another in all others."""
+"""ByGroup: one algorithm for one kind of group, and another for the remaining groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ByGroup(Algorithm):
-    """Groups of a dimension of the mesh sum by one algorithm, all others by another.
+    """Groups of one mesh dimension sum by one algorithm, the remaining groups by another.
 
-    A strategy with groups names its dimensions, such as "within" and "between" of HierarchicalLocalSGD; the run's mark
-    "mesh" lists them. Where there is one line of ranks, or all are asked, it is "others" that counts.
+    A strategy with groups names its dimensions, such as "within" and "between" of HierarchicalLocalSGD. The run's mark
+    "mesh" lists them. On a mesh of one dimension, and for a collective of all ranks, `others` applies.
 
-    When to use it: groups inside a site want another algorithm than those that leave it.
+    When to use it: if groups inside a site need another algorithm than groups that leave it.
     """
 
     group: str = knob("within", doc="the dimension whose groups are meant")

@@ -1,4 +1,4 @@
-"""DoubleTree: each half of the tensor goes up a binary tree of its own, to be added up, and down again, in pieces."""
+"""DoubleTree: each half of the tensor is summed up a binary tree and copied down again, in pieces."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from workbench.fabric.link import Fabric
     from workbench.rank import Group
 
-MOST = 4096  # pieces of all ranks, in whose order hops are put
+MOST = 4096  # limit of ranks times pieces, which bounds the time to order hops
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleTree(Algorithm):
-    """Two binary trees, of which each carries half of the tensor: sums go up to its root, and come down again.
+    """Two binary trees, each for half of the tensor: sums go up to its root and down again.
 
         in each of R rounds a rank sends one piece of n/2k bytes, and takes in one, at most
         time = R (alpha + n/2k beta) + n gamma         R = R1 with one piece (9, 10 and 14 for 7, 8 and 16 ranks),
                                                        about R1 + 6.5 (k-1) with more
 
-    Inner ranks of one tree are leaves of the other, so all ports are busy. With k pieces the rounds are about R1 +
-    4 (k-1), but ranks that have nothing to take in go ahead of them and get in each other's way: R is what 4 to 17
-    ranks on a Link were seen to take, to a fifth. With one piece it is exact.
+    Inner ranks of one tree are leaves of the other, so all ports are busy. With k pieces the rounds would be about R1 +
+    4 (k-1). But ranks that have nothing to receive run ahead and delay each other. R is the measured number for 4 to 17
+    ranks on a Link, within 20 %. With one piece it is exact.
 
-    When to use it: many ranks whose number is no power of two, and a large latency. With a power of two HalvingDoubling
-    is always quicker on a Link, whose ports take in one message at a time.
+    When to use it: for many ranks, whose number is no power of two, and a large latency. With a power of two
+    HalvingDoubling is always faster on a Link, because its ports receive one message at a time.
 
     Reference: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
     Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
@@ -66,7 +66,7 @@ class DoubleTree(Algorithm):
         return replace(self, pieces=self.pieces or self._quickest(fabric, ranks, nbytes))
 
     def _quickest(self, fabric: Fabric, ranks: Sequence[int], nbytes: float) -> int:
-        """R = a + b (k-1) rounds are over the soonest with k = sqrt((a-b)/b n/2 beta / alpha)."""
+        """Returns the k that minimises R = a + b (k-1) rounds: k = sqrt((a-b)/b n/2 beta / alpha)."""
         alpha, beta = alpha_beta(fabric, ranks)
         first, more = _rounds(len(ranks))
         most = max(1, min(64, MOST // len(ranks)))
@@ -76,6 +76,6 @@ class DoubleTree(Algorithm):
 
 
 def _rounds(size: int) -> tuple[int, float]:
-    """How many rounds one piece takes, and about how many each further one: see DoubleTree."""
+    """Returns the rounds of one piece, and about the rounds of each further piece. See DoubleTree."""
     first = len(rounds(size, 1))
     return first, min(first, 6.5)

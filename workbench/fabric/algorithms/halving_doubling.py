@@ -1,4 +1,4 @@
-"""HalvingDoubling: pairs at doubling distances exchange halves of halves, and then hand them back."""
+"""HalvingDoubling: pairs at doubling distances exchange halves of halves, then return them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HalvingDoubling(Algorithm):
-    """Recursive halving and doubling: log p rounds to add up ever smaller parts, and as many to gather them.
+    """Recursive halving and doubling: log p rounds sum ever smaller parts, and as many rounds gather them.
 
         round k:  rank i and its partner at distance 2^k each send the half that the other keeps, and add
         then, from the last round to the first, each sends what it has to the same partner
         time = 2 log2(p) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma                               p a power of two
              + 2 (alpha + n beta) + n gamma           otherwise, with p the next smaller one in the line above
 
-    It sends as few bytes as a ring in far fewer messages. Where p is no power of two, each rank too many first gives
-    all it has to a neighbour, and gets the sum in the end; meanwhile others are ahead, and where what they send takes a
-    port before what is waited for, a round lasts up to alpha + n/2 beta longer (seen with 6 and 9 ranks). Neighbours
-    exchange the largest halves, which suits sites.
+    It sends as few bytes as a ring, in far fewer messages. If p is no power of two, each surplus rank first sends its
+    whole tensor to a neighbour and receives the sum at the end. Other ranks then run ahead, and their messages can
+    occupy a port too early: a round lasted up to alpha + n/2 beta longer with 6 and 9 ranks. Neighbours exchange the
+    largest halves, which suits sites.
 
-    When to use it: tensors of a middle size, with a number of ranks that is a power of two.
+    When to use it: for tensors of medium size on a number of ranks that is a power of two.
 
     Reference: Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004; Thakur, Rabenseifner and
     Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
@@ -36,7 +36,7 @@ class HalvingDoubling(Algorithm):
     """
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        ranks = _powers(rank.size)  # those that stay, a power of two
+        ranks = _powers(rank.size)  # the ranks that take part, a power of two
         extra = rank.size - len(ranks)
         if rank.index < 2 * extra and rank.index % 2:
             await rank.send(x, rank.index - 1)
@@ -72,7 +72,7 @@ class HalvingDoubling(Algorithm):
 
 
 def _powers(size: int) -> list[int]:
-    """Of `size` ranks so many that they are a power of two: of the first, which are too many, every other one."""
+    """Returns the ranks that take part, a power of two: every other one of the first, then the remaining ranks."""
     extra = size - (1 << size.bit_length() - 1)
     return [*range(0, 2 * extra, 2), *range(2 * extra, size)]
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Native(Algorithm):
-    """What the backend does: gloo and NCCL sum in calls that show no messages. A Link prices it as a ring.
+    """The backend's own all-reduce: gloo and NCCL show no messages. A Link prices it as a ring.
 
         time = 2 (p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-    When to use it: always, unless the messages themselves are what you want to see, or the Link is one on which another
-    algorithm is quicker. It copies least: gloo moves bytes in C++, the others here go through this rank's mailbox.
+    When to use it: always, unless you want to see the messages, or the Link favours another algorithm. It copies least:
+    gloo moves bytes in C++, while the other algorithms use this rank's mailbox.
 
     Reference: https://github.com/pytorch/gloo/blob/main/docs/algorithms.md
     """

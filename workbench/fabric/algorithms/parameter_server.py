@@ -1,4 +1,4 @@
-"""ParameterServer: one rank, or each for a part of its own, adds up what all send, and sends it back."""
+"""ParameterServer: one rank, or each rank for its own part, sums the tensors and returns the sum."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Algorithm):
-    """The first ranks serve a part of the tensor each: all others send it there, and get the sum back.
+    """The first ranks serve a part of the tensor each: the other ranks send it there and get the sum back.
 
         time = 2 (p-1) (alpha + n/s beta) + (p-1) n/s gamma                                  s = 1 server, or s = p
 
-    The servers train as well. One server's port carries all that p - 1 ranks send, and carries it back; as many servers
-    as ranks take as long as a ring. In round t rank i sends to rank i + t, so no two send to one port at a time. The
-    strategies SyncServer and AsyncServer have servers that do not train.
+    The servers train as well. One server's port carries the tensors of p - 1 ranks, in both directions. As many servers
+    as ranks take as long as a ring. In round t rank i sends to rank i + t, so no two ranks send to one port at a time.
+    The strategies SyncServer and AsyncServer have servers that do not train.
 
-    When to use it: to see the bottleneck for the sake of which rings were brought into training, and what sharing it
-    out does.
+    When to use it: to see the bottleneck that rings remove, and the effect of several servers.
 
     Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
     https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu

@@ -1,4 +1,4 @@
-"""Ring: chunks go around twice, once to be added up and once to be handed out."""
+"""Ring: chunks go around a ring twice, first to be summed, then to be gathered."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Ring(Algorithm):
 
         time = 2 (p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-    Each rank sends 2 (p-1)/p of the bytes, fewer than which is not possible, in 2 (p-1) messages one after the other.
-    Where the ring leaves a site all wait for its slowest hop.
+    Each rank sends 2 (p-1)/p of the bytes, the least possible, in 2 (p-1) consecutive messages. If the ring leaves a
+    site, its slowest hop delays all ranks.
 
-    When to use it: large tensors: no other sends less. With many ranks and a large latency it is the slowest.
+    When to use it: for large tensors: no algorithm sends less. With many ranks and a large latency it is the slowest.
 
     Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009,
     https://doi.org/10.1016/j.jpdc.2008.09.002

@@ -1,4 +1,4 @@
-"""TwoLevel, a tree of leaders: each site sums up a tree to one rank, these leaders sum, and send the sum back down."""
+"""TwoLevel: each site sums along a tree to its leader, leaders sum, and the sum goes back down."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel(Algorithm):
-    """A tree of leaders: ranks sum along a tree to their site's leader, leaders sum, and each sends the sum back down.
+    """A tree of leaders: ranks sum along a tree to their site's leader, and leaders sum among themselves.
 
         inside:    ceil(log2 g) rounds along a binomial tree; in each, half of the remaining ranks send all they have
         between:   an all-reduce of the m leaders, by an algorithm of its own
         inside:    the same tree, from the leader down
         time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of n bytes among m leaders
 
-    Only the m leaders send to other sites: a ring of them pays the latency between sites 2 (m-1) times, a flat ring of
-    all p ranks 2 (p-1) times. But every message carries the whole tensor, inside a site and through a leader's port.
-    To split the tensor inside the site first, as Horovod's hierarchical all-reduce does, use Hierarchical.
+    Only the m leaders send to other sites. A ring of them pays the latency between sites 2 (m-1) times, a flat ring of
+    all p ranks 2 (p-1) times. But every message carries the whole tensor, inside a site and through a leader's port. To
+    split the tensor inside the site first, as Horovod's hierarchical all-reduce does, use Hierarchical.
 
-    When to use it: small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
+    When to use it: for small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
     Hierarchical is at least as fast for every size. `fabric.site` sets the size of a site.
 
     Reference: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in
@@ -76,7 +76,7 @@ class TwoLevel(Algorithm):
 
 
 def _binomial(i: int, size: int) -> tuple[int | None, list[int]]:
-    """A rank's parent in a binomial tree with root 0, and its children in the order in which they are ready."""
+    """Returns a rank's parent in a binomial tree with root 0, and its children in the order in which they finish."""
     lowest = i & -i if i else 1 << size.bit_length()
     children = [i + d for d in (1 << k for k in range(lowest.bit_length() - 1)) if i + d < size]
     return (i - lowest if i else None), children
