@@ -1,4 +1,4 @@
-"""How gradients become steps: one optimizer per file, each a frozen dataclass of knobs; they are found by looking."""
+"""Optimizers: one per file, each a frozen dataclass of knobs."""
 
 from typing import Any
 

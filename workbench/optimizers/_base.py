@@ -1,4 +1,4 @@
-"""The whole contract of an optimizer as a choice, on one screen. No ranks and no record are known here."""
+"""The interface of an optimizer as a setting. It knows neither ranks nor records."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 
 from workbench.settings import Family
 
-Own = Callable[[float], torch.optim.Optimizer]  # lr -> the task's own optimizer; 0 leaves the rates it was made with
+Own = Callable[[float], torch.optim.Optimizer]  # lr -> the task's own optimizer; 0 keeps its rates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Family):
-    """How a rank's gradients become a step: knobs, and `make`, which gives the torch Optimizer that makes it.
+    """An optimizer as a setting: knobs, and `make`, which returns the torch Optimizer.
 
-    The knobs are live: after a change the optimizer is made anew and takes over what means the same (see `carry`).
+    The knobs are live. After a change, a new torch Optimizer takes over the state with the same meaning (see `carry`).
 
-    own:     what becomes of what each rank's remembers of a parameter, by the name under which torch's object has it or
-             by a pattern, where ranks that trained apart agree: "mean" (of whole numbers the first rank's), or "drop",
-             for which it is zero
-    of_task: `make` gives the task's own, so that what it is shows only once there is a model
+    own:     how ranks that trained apart agree on optimizer state, by its name in torch's object or a pattern: "mean"
+             (for integers the first rank's value), or "drop", which sets it to zero
+    of_task: `make` returns the task's own, whose class is known only with a model
     """
 
     home: ClassVar[str] = "workbench.optimizers"
@@ -32,29 +31,29 @@ class Optimizer(Family):
 
     @abstractmethod
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
-        """A torch Optimizer of `params`; at lr = 0 it has the rate of the task's own."""
+        """Returns a torch Optimizer of `params`; lr = 0 means the rate of the task's own."""
 
     def refuses(self) -> str | None:
-        """Why these knobs cannot be together, in a sentence that says what would do; or None."""
+        """Returns why these knobs do not fit together, and what to do instead; or None."""
         return None
 
 
 def built(wanted: Optimizer, own: Callable[[Iterable[Any], float], torch.optim.Optimizer], params: Iterable[Any],
           lr: float) -> torch.optim.Optimizer:  # fmt: skip
-    """The optimizer that an experiment wants; `own` makes the task's."""
+    """Returns the optimizer of an experiment; `own` makes the task's."""
     trained = list(params)
     return wanted.make(trained, lr, lambda rate: own(trained, rate))
 
 
 def chosen(lr: float, own: Own) -> float:
-    """`lr`, or where it is 0 the rate of the first group of the task's own optimizer."""
+    """Returns `lr`; if it is 0, the rate of the first group of the task's own optimizer."""
     return lr or float(own(0.0).param_groups[0]["lr"])
 
 
 def by_layers(params: list[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: weights, which are adapted layer by layer and decay, and biases and normalisations, which do not.
+    """Returns two groups: weights, with trust ratio and decay, and biases and normalisations, with neither.
 
-    A parameter of one dimension or none is taken for one of the latter.
+    Parameters with at most one dimension belong to the second group.
     """
     weights = {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay, "adapt": True}
     rest = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0, "adapt": False}

@@ -1,4 +1,4 @@
-"""What an optimizer remembers, and what of it means the same to another."""
+"""The state of optimizers, and which of it has the same meaning in another optimizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from workbench.optimizers.lamb import Lamb
 from workbench.optimizers.lars import Lars
 
-# A slot means the same in all optimizers of one line: a running sum of steps' directions, or Adam's two moments.
+# Slots have the same meaning within a line: a running sum of the steps' directions, or Adam's two moments.
 MOMENTUM = (torch.optim.SGD, Lars)
 MOMENTS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
-# Each element's step is a function of that element's gradients alone, so part of a tensor can be stepped by itself.
+# Each element's step depends on that element's gradients only, so a part of a tensor can be stepped alone.
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
@@ -21,17 +21,16 @@ ELEMENTWISE = (
 
 
 def elementwise(optimizer: Any) -> bool:
-    """Does `optimizer` step each element by itself? If so its state can be cut anywhere, as ZeRO wants.
+    """Whether `optimizer` steps each element by itself, so that ZeRO can cut its state anywhere.
 
-    One of your own says so by an attribute `elementwise = True` of its class; what it remembers is then tensors, of the
-    parameter's shape or of one number; LARS and LAMB, which look at the norm of
-    a whole tensor, cannot.
+    A class of your own declares it by an attribute `elementwise = True`. Its state must then be tensors of the
+    parameter's shape, or of one number. LARS and LAMB use the norm of a whole tensor, so they cannot.
     """
     return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))
 
 
 def slots(optimizer: Any) -> tuple[str, ...]:
-    """The slots per parameter that `optimizer` shares with others of its kind; none if its kind is not known."""
+    """Returns the slots per parameter that `optimizer` shares with its line; () if its line is unknown."""
     groups = optimizer.param_groups
     if type(optimizer) in MOMENTUM:
         return ("momentum_buffer",) if any(g["momentum"] for g in groups) else ()
@@ -41,10 +40,10 @@ def slots(optimizer: Any) -> tuple[str, ...]:
 
 
 def carry(old: Any, new: Any) -> dict[str, Any]:
-    """Gives `new` the slots of `old` that mean the same to it; all others start empty. Both have the same parameters.
+    """Gives `new` the slots of `old` with the same meaning; other slots start empty. Both have the same parameters.
 
-    Returns the names of the slots that are "carried", those that start "fresh" and those of `old` that are "dropped",
-    and a "text" that says so: `carried: momentum_buffer; fresh: none`.
+    Returns the names of the slots that are "carried", that start "fresh" and that are "dropped", and a "text" such as
+    `carried: momentum_buffer; fresh: none`.
     """
     there = {name for held in old.state.values() for name, x in held.items() if isinstance(x, Tensor)}
     shared = set(slots(old)) & set(slots(new)) & there

@@ -1,4 +1,4 @@
-"""Adam: torch's."""
+"""Adam, torch's implementation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Adam(Optimizer):
 
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   w <- w - lr m_hat / (sqrt(v_hat) + eps)
 
-    with g = grad + weight_decay w, and hat the division by 1 - b^t. Its state: m, `exp_avg`; v, `exp_avg_sq`;
-    t, `step`: twice the model's bytes. It is not linear in the gradient, so ranks that update alone and average
-    afterwards do not do what DDP does, not even after every step.
+    with g = grad + weight_decay w, and hat the division by 1 - b^t. Its state is m, `exp_avg`; v, `exp_avg_sq`; and t,
+    `step`: twice the model's bytes. It is not linear in the gradient. So ranks that update alone and then average
+    differ from DDP, even if they average after every step.
 
-    When to use it: on most models at once, at a rate that needs little search. For weight decay take AdamW.
+    When to use it: for most models, at a rate that needs little search. For weight decay take AdamW.
 
     Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015,
     https://arxiv.org/abs/1412.6980; torch.optim.Adam

@@ -1,4 +1,4 @@
-"""AdamW: torch's."""
+"""AdamW, torch's implementation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class AdamW(Optimizer):
 
         w <- w - lr weight_decay w - lr m_hat / (sqrt(v_hat) + eps)          m, v and hat as in Adam
 
-    Adam divides what it adds to the gradient by the root mean square, so large gradients decay little; here every
-    parameter shrinks alike. Its state is Adam's, and means the same.
+    Adam adds its decay to the gradient and divides by the root mean square, so parameters with large gradients decay
+    little. Here every parameter shrinks alike. Its state is Adam's and has the same meaning.
 
-    When to use it: transformers; wherever Adam would be taken with weight decay.
+    When to use it: for transformers, and whenever you want Adam with weight decay.
 
     Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019,
     https://arxiv.org/abs/1711.05101; torch.optim.AdamW

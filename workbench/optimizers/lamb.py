@@ -19,14 +19,14 @@ class LAMB(Optimizer):
         u <- m_hat / (sqrt(v_hat) + eps) + weight_decay w                     m, v and hat as in Adam
         w <- w - lr (|w| / |u|) u                                             for each weight tensor w
 
-    |w| / |u| is the trust ratio. Adam makes the steps of all elements about equally long; with the ratio a layer's
-    step has the norm lr |w|, so `lr` is relative to its weights. Where |w| = |u| it is AdamW. Biases and normalisations
-    (parameters of one dimension) take Adam's steps and do not decay; a tensor that is zero, or does not move, has ratio
-    1. The paper allows for a function of |w| in place of |w|; this is the identity. The norms are those of whole
-    tensors on one rank, so nothing more is sent. Its state is Adam's, and means the same.
+    |w| / |u| is the trust ratio. Adam makes the steps of all elements about equally long. With the ratio, a layer's
+    step has the norm lr |w|, so `lr` is relative to its weights. If |w| = |u|, it is AdamW. Biases and normalisations
+    (parameters of one dimension) take Adam's steps and do not decay. A tensor that is zero, or does not move, has ratio
+    1. The paper allows a function of |w| in place of |w|; this is the identity. Norms are of whole tensors on one rank,
+    so ranks send nothing more. Its state is Adam's and has the same meaning.
 
-    When to use it: transformers with batches of many thousands, with a warm-up (`lr_warmup`). In the paper BERT keeps
-    its quality up to batches of 32,868 and is trained in 76 minutes.
+    When to use it: for transformers with batches of many thousands, with a warm-up (`lr_warmup`). In the paper BERT
+    keeps its quality up to batches of 32,868 and trains in 76 minutes.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
     https://arxiv.org/abs/1904.00962
@@ -43,7 +43,7 @@ class LAMB(Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB as torch knows optimizers; groups with `adapt` = False are Adam. State: `exp_avg`, `exp_avg_sq`, `step`."""
+    """LAMB as a torch Optimizer; groups with `adapt` = False are Adam. State: `exp_avg`, `exp_avg_sq`, `step`."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, *,
                  weight_decay: float = 0.0, adapt: bool = True) -> None:  # fmt: skip
@@ -60,7 +60,7 @@ class Lamb(torch.optim.Optimizer):
                     w.add_(move, alpha=-group["lr"])
 
     def _moved(self, w: Tensor, group: dict[str, Any]) -> Tensor:
-        """Adam's step at rate 1, after the moments have taken the gradient in."""
+        """Updates the moments with the gradient, and returns Adam's step at rate 1."""
         kept, (b1, b2) = self.state[w], group["betas"]
         if not kept:
             kept["step"] = torch.zeros(())

@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.optimizers._base import Optimizer, Own, by_layers, chosen
 from workbench.settings import knob
 
-TINY = 1e-8  # keeps the ratio finite where gradient and parameter are next to nothing
+TINY = 1e-8  # keeps the ratio finite if gradient and parameter are almost zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,15 @@ class LARS(Optimizer):
         ratio <- trust |w| / (|grad| + weight_decay |w|)                      for each weight tensor w
         v <- momentum v + ratio (grad + weight_decay w);   w <- w - lr v
 
-    |grad| / |w| differs between layers by orders of magnitude, above all early, so one rate that is large enough for
-    a large batch is too large for some layer. The ratio takes the gradient's length out of the step: a gradient c times
-    as large moves a weight equally far if there is no decay. Biases and normalisations (parameters of one dimension)
-    take plain steps and do not decay; a tensor that is zero, or has no gradient, has ratio 1. The norms are those of
-    whole tensors on one rank, so nothing more is sent. The rate stands outside v, as in torch's SGD, whose
-    `momentum_buffer` this one takes over; the lengths in it differ by the ratio.
+    |grad| / |w| differs between layers by orders of magnitude, above all early. So a rate that suits a large batch is
+    too large for some layer. The ratio removes the gradient's length from the step: without decay, a gradient c times
+    as large moves a weight equally far. Biases and normalisations (parameters of one dimension) take plain steps and do
+    not decay. A tensor that is zero, or has no gradient, has ratio 1. Norms are of whole tensors on one rank, so ranks
+    send nothing more. The rate is outside v, as in torch's SGD. LARS takes over SGD's `momentum_buffer`, although
+    lengths in it differ by the ratio.
 
-    When to use it: SGD on convolutions with batches of many thousands, with a warm-up (`lr_warmup`). It wants a far
-    larger `lr` than SGD, for `trust` makes it small again: each step moves a layer by about lr trust of its length.
+    When to use it: for SGD on convolutions with batches of many thousands, with a warm-up (`lr_warmup`). It needs a far
+    larger `lr` than SGD, because `trust` makes each step small: a step moves a layer by about lr trust of its length.
 
     Reference: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
     https://arxiv.org/abs/1708.03888
@@ -51,7 +51,7 @@ class LARS(Optimizer):
 
 
 class Lars(torch.optim.Optimizer):
-    """LARS as torch knows optimizers; groups with `adapt` = False are momentum SGD. One slot, `momentum_buffer`."""
+    """LARS as a torch Optimizer; groups with `adapt` = False are momentum SGD. One slot, `momentum_buffer`."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, *, nesterov: bool = False, trust: float = 1e-3,
                  weight_decay: float = 0.0, adapt: bool = True) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum: torch's."""
+"""Stochastic gradient descent with momentum, torch's implementation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SGD(Optimizer):
 
         v <- momentum v + grad + weight_decay w;   w <- w - lr v          Nesterov: w <- w - lr (grad + momentum v)
 
-    Its state: v, `momentum_buffer`; the model's bytes once more. The learning rate stands outside v, so a change
-    of it acts on old gradients, too, and nothing has to be corrected.
+    Its state is v, `momentum_buffer`: the model's bytes once more. The learning rate is outside v, so a change of it
+    also acts on old gradients and needs no correction.
 
-    When to use it: to see what theory is about. With it LocalSGD with `every` = 1 equals DDP, and a batch k times as
-    large wants a rate k times as large.
+    When to use it: to check theory. With SGD, LocalSGD with `every` = 1 equals DDP, and a batch k times as large needs
+    a rate k times as large.
 
     Reference: torch.optim.SGD; Sutskever et al., "On the importance of initialization and momentum in deep learning",
     ICML 2013, https://proceedings.mlr.press/v28/sutskever13.html

@@ -1,4 +1,4 @@
-"""The optimizer that the task brings."""
+"""TaskOwn: the task's own optimizer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from workbench.optimizers._base import Optimizer, Own
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOwn(Optimizer):
-    """The optimizer that the task brings, with the settings it brings: AdamW for ByteGPT, Adam for Digits.
+    """The task's own optimizer with its own settings: AdamW for ByteGPT, Adam for Digits.
 
-    When to use it: unless the optimizer is what you want to look at. Of your own `Task` only this one keeps
-    several groups of parameters with settings of their own.
+    When to use it: unless you want to study the optimizer. For a `Task` of your own, only TaskOwn keeps several
+    parameter groups with different settings.
     """
 
     of_task: ClassVar[bool] = True
