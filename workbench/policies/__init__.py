@@ -1,4 +1,4 @@
-"""Who decides besides people: one policy per file, each a frozen dataclass of knobs; they are found by looking."""
+"""Policies, which change knobs during a run: one per file, each a frozen dataclass of knobs."""
 
 from typing import Any
 

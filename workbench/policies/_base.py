@@ -1,4 +1,4 @@
-"""The whole contract of a policy, on one screen. It knows no clock, wire or tensor: only what is on the record."""
+"""The interface of a policy. It knows no clock, message or tensor, only values from the record."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from workbench.settings import Change, Family, knob
 
 
 class Decision(NamedTuple):
-    """Knobs to set together before the next step, in this order, and why: all of them are set, or none.
+    """Knobs to set together before the next step, in this order, with a reason. Either all are set or none.
 
-    changes: by path, as `Experiment.set` takes them: a number, or a setting as plain JSON
+    changes: values by path, as `Experiment.set` accepts them: a number, or a setting as plain JSON
     """
 
     reason: str
@@ -24,13 +24,13 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is known between two steps, the same whoever asks.
+    """The knowledge of a policy between two steps, the same on any rank.
 
-    experiment: what is in force
-    step:       that of rank 0; others may be elsewhere where ranks keep no common step
+    experiment: the settings in force
+    step:       rank 0's step; other ranks may differ if ranks keep no common step
     seconds:    since the run began
-    numbers:    by name of what the policy `reads`, of each rank what it came to since the look before; NaN: nothing
-    changes:    all that were made so far, by people and by policies
+    numbers:    for each name that the policy `reads`, each rank's mean since the last look; NaN: no value
+    changes:    all changes so far, by people and by policies
     """
 
     experiment: Any
@@ -40,14 +40,14 @@ class Seen:
     changes: tuple[Change, ...] = ()
 
     def mean(self, name: str) -> float:
-        """Of all ranks that have such a number; NaN where none has."""
+        """Returns the mean over the ranks that have this number; NaN if none has."""
         known = [x for x in self.numbers[name] if not math.isnan(x)]
         return fmean(known) if known else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBase(Family):
-    """Who decides, besides people, what is changed during a run."""
+    """The base of policies, which change knobs during a run, and of ByHand, which does not."""
 
     home: ClassVar[str] = "workbench.policies"
     decides: ClassVar[bool] = False
@@ -55,13 +55,14 @@ class PolicyBase(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(PolicyBase):
-    """Looks every so often at what is known of the run, and may change knobs, with a reason in words.
+    """Looks at the run's numbers at intervals and may change knobs, with a reason.
 
-    Rank 0 asks it, between two steps for which all ranks have come together, and tells the others; so it need not be
-    the same everywhere, and may remember what it likes in the state that `init` makes. What it decides is a Change like
-    any other, with its name as `by` and its `reason`. What a person has set meanwhile it leaves alone.
+    Rank 0 calls it between two steps, when all ranks have met, and sends its decisions to the other ranks. So a policy
+    need not decide alike on every rank, and its state from `init` may hold anything. A decision becomes a Change with
+    the policy's name as `by` and its `reason`. A policy cannot override a knob that a person sets after the policy
+    began.
 
-    reads:  names of Samples; of each rank it is told their mean since the look before. "compute" is no Sample: the
+    reads:  names of Samples; the policy gets each rank's mean since the last look. "compute" is no Sample: it is the
             seconds that the rank computed per step, without waiting
     """
 
@@ -72,17 +73,17 @@ class Policy(PolicyBase):
     reads: ClassVar[tuple[str, ...]] = ()
 
     def init(self) -> Any:
-        """What it remembers from look to look."""
+        """Returns the state that it keeps between looks."""
         return None
 
     def next_look(self, experiment: Any, after: int) -> int:
-        """The first step after `after` before which it looks; -1 is before the first."""
+        """Returns the first step after `after` before which it looks; -1 is before the first step."""
         return max(after, 0) + self.look_every
 
     def needs(self, experiment: Any) -> str | None:
-        """What it waits for, in a sentence that says what would do; None where it can decide."""
+        """Returns which missing setting prevents a decision, and what to do; None if it can decide."""
         return None
 
     @abstractmethod
     def decide(self, seen: Seen, state: Any) -> Iterable[Decision]:
-        """What is to be changed before the next step; what is so already changes nothing."""
+        """Returns the changes for the next step. A value that is already in force changes nothing."""

@@ -1,4 +1,4 @@
-"""AdaComm: ranks train alone for long at first, and for shorter stretches the lower the loss."""
+"""AdaComm: ranks train alone for long periods at first, and for shorter ones as the loss falls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATH = "strategy.every"
 
 
 class _State:
-    """The loss and the period that it began with, both as of the first look that had a loss."""
+    """The loss and the period at the first look that had a loss."""
 
     loss = 0.0
     every = 0
@@ -22,19 +22,20 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaComm(Policy):
-    """Sets how many steps ranks train alone between averagings, by how far the loss has come.
+    """Sets how many steps ranks train alone between averagings, by how far the loss has fallen.
 
         tau <- ceil(sqrt(F / F_0) tau_0)      if that is less than tau
         tau <- ceil(g tau)                    else, with g = `decay`: the loss no longer falls, or tau has not moved yet
 
-    tau is `every` of the strategy, tau_0 that which is in force when the policy begins, F the mean training loss of all
-    ranks since the look before, F_0 that of the first look. So the period falls with every look, down to 1: early, long
-    stretches save waiting while the error is far above its floor, and the floor is the lower the shorter they are.
+    tau is the strategy's `every`; tau_0 is its value when the policy begins. F is the mean training loss of all ranks
+    since the last look, F_0 that of the first look. So the period falls with every look, down to 1. Early on, the error
+    is far above its floor, and long periods save waiting. Later, shorter periods lower the floor.
 
-    The paper looks every 60 seconds; here that is `look_every` steps, so that the same loss gives the same periods on
-    either clock. Its variants for a learning rate that falls are not here. Losses have to be positive.
+    The paper looks every 60 seconds. Here the interval is `look_every` steps, so the same loss gives the same periods
+    on either clock. The paper's variants for a falling learning rate are not implemented. Losses must be positive.
 
-    When to use it: under LocalSGD, DiLoCo and their like on a slow wire, begun with a period as long as bears it.
+    When to use it: with LocalSGD, DiLoCo and similar strategies over a slow link. Begin with the longest period that
+    the model tolerates.
 
     Reference: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
     Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313

@@ -1,4 +1,4 @@
-"""No policy: only people decide."""
+"""ByHand: no policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.policies._base import PolicyBase
 
 @dataclass(frozen=True, kw_only=True)
 class ByHand(PolicyBase):
-    """Nobody decides but people: what is changed is what they set, live or as changes planned beforehand.
+    """Only people change knobs, live or by planned changes.
 
-    When to use it: to see what one change does. It costs nothing; a run under it never looks.
+    When to use it: to see the effect of a single change. It costs nothing: a run under it never looks.
     """

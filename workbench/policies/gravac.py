@@ -1,4 +1,4 @@
-"""GraVAC: as much compression as leaves enough of the gradient."""
+"""GraVAC: as much compression as keeps enough of the gradient."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from workbench.policies._base import Decision, Policy, Seen
 from workbench.settings import KnobError, knob, resolve
 
 PATH = "compressor.density"
-FEEDS = ("", "residual")  # what is left unsent: nothing is kept of it, or error feedback adds it to the next gradient
+FEEDS = ("", "residual")  # the unsent part: dropped, or added to the next gradient by error feedback
 
 
 class _State:
-    """What it takes to go lower again: the gain from which the last step down led below the threshold."""
+    """The gain that a further step down needs."""
 
-    bar = 0.0  # a step down needs a gain above this
-    before = 0.0  # the gain from which the last step down was made
+    bar = 0.0  # least gain for a step down: the gain before a step that led below the threshold
+    before = 0.0  # the gain before the last step down
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraVAC(Policy):
-    """Lowers the density of a sparse compressor while what it sends holds enough of the gradient.
+    """Lowers the density of a sparse compressor while its output holds enough of the gradient.
 
         gain = E ||C(x)||^2 / E ||x||^2           x: the gradient and what error feedback adds to it
         density <- density / f, at least `least`  if gain >= `threshold`
         density <- density f, at most `most`      if not, with f = `factor`
 
-    The means are over all ranks and the steps since the look before; 1 would be that nothing is left out. A step down
-    that led below the threshold is tried again only from a gain above that from which it was made, so that the density
-    does not go to and fro.
+    The means are over all ranks and the steps since the last look; a gain of 1 means that nothing is missing. If a step
+    down led below the threshold, the next one needs a gain above the gain before that step. This keeps the density from
+    oscillating.
 
-    It is like GraVAC, not the whole of it: that compresses twice in each step, by the ratio in force and by the next
-    one to try, sends a step uncompressed where neither will do, and ends its search once throughput times gain no
-    longer grows. Here one ratio is in force between two looks, `most` stands for uncompressed, and speed is not asked
-    for. Its ratios are 1 / density; its released code takes norms, not their squares.
+    It is a part of the paper's GraVAC. That one compresses twice in each step: by the present ratio and by the next
+    candidate. It sends a step uncompressed if neither is good enough, and ends its search when throughput times gain no
+    longer grows. Here one ratio holds between two looks, `most` stands for uncompressed, and speed plays no role. The
+    paper's ratios are 1 / density. Its released code uses norms, not their squares.
 
-    Those that send entries larger than they are, to be right on the mean (Wangni, a scaled RandomK), have no such gain,
-    nor has one that sends what its own momentum has gathered (DGC): the policy says so and waits.
+    Compressors that send enlarged entries to be unbiased (Wangni, a scaled RandomK) have no such gain. Neither has DGC,
+    which sends what its own momentum has gathered. For these the policy reports this and waits.
 
-    When to use it: with TopK and its like on a slow wire, where nobody knows what density the model bears. The gain is
-    measured in every step: two passes over the gradient and no byte. Only where all ranks exchange gradients in the
-    same steps (DDP); with sizes only, in a simulation, there is no gain and nothing is decided.
+    When to use it: with TopK and similar compressors over a slow link, if you do not know which density the model
+    tolerates. Measuring the gain takes two passes over the gradient in every step and sends no byte. All ranks must
+    exchange gradients in the same steps (DDP). A simulation with sizes only has no gain, so the policy decides nothing.
 
     Reference: Tyagi and Swany, "GraVAC: Adaptive Compression for Communication-Efficient Distributed DL Training",
     CLOUD 2023, https://arxiv.org/abs/2305.12201

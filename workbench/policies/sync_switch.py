@@ -1,4 +1,4 @@
-"""Sync-Switch: in step at first, for quality; then each at its own pace, for speed; nobody waits for who is slow."""
+"""Sync-Switch: synchronous training first, for quality, then asynchronous training, for speed."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ ROUNDING = 1e-9
 
 @dataclass
 class _State:
-    """What it found when it put a strategy in place of another, and for how many looks each rank was slow or not."""
+    """The settings before the policy replaced a strategy, and each rank's streak of slow looks."""
 
     was: Any = None  # the strategy before, as plain JSON
-    put: Any = None  # the strategy that it has put in its place
+    put: Any = None  # the strategy that replaced it
     lr: float = 0.0  # the learning rate before
-    streak: dict[int, int] = field(default_factory=dict)  # looks in a row: above 0 slow, below 0 not
+    streak: dict[int, int] = field(default_factory=dict)  # consecutive looks: above 0 slow, below 0 not slow
     late: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSwitch(Policy):
-    """The first `fraction` of the steps synchronously, as the experiment says, the rest against an asynchronous server.
+    """Trains the first `fraction` of the steps synchronously, the remaining steps with an asynchronous server.
 
         step < fraction * steps    the strategy that the run began with, learning rate n lr, global batch n B
         from there on              AsyncServer, learning rate lr, each push a batch of B
 
-    Of n ranks each has the same batch B in both phases, so only the rate has to be divided by n; each push then
-    counts in full (`weight` = "sum"). With `lr_scaled` the rate follows by itself and is left alone. Momentum is handed
-    over and kept as it is: the authors' logs show that zeroing or scaling it costs accuracy. The fraction is the
-    paper's for ResNet-32 on CIFAR-10 with 8 workers; it found 12.5 % for ResNet-50 on CIFAR-100 and 50 % with 16
-    workers, each by halving it in recurring runs while the accuracy stayed.
+    Each of n ranks has the same batch B in both phases, so only the rate changes, by 1/n. Each push then counts in full
+    (`weight` = "sum"). With `lr_scaled` the rate follows by itself, so the policy leaves it alone. Momentum is handed
+    over unchanged: the authors' logs show that zeroing or scaling it costs accuracy. The default fraction is the
+    paper's for ResNet-32 on CIFAR-10 with 8 workers. The paper found 12.5 % for ResNet-50 on CIFAR-100, and 50 % with
+    16 workers. It halved the fraction in recurring runs while the accuracy stayed.
 
-    While still synchronous, a rank is a straggler if it computes fewer steps per second than the mean of all ranks less
-    their standard deviation, and less than 1 - `margin` of the mean, in `windows` looks in a row; it is none any more
-    after as many looks in which that was not so. What is done about one (`straggler`):
+    In the synchronous phase a rank becomes a straggler after `windows` consecutive looks in which its steps per second
+    are below two limits: the mean of all ranks minus their standard deviation, and 1 - `margin` of the mean. It stops
+    being one after as many looks without. `straggler` selects the reaction:
 
-        greedy     asynchronous while there is one, then back
-        elastic    the slowest are left out: BackupWorkers, with as many backups as there are stragglers, at a learning
-                   rate of (n - stragglers) / n of the usual one; back when there is none any more
-        nothing    it is waited for
+        greedy     asynchronous while there is a straggler, then back
+        elastic    ignores the slowest: BackupWorkers with as many backups as stragglers, at (n - stragglers) / n of the
+                   usual learning rate; back when no straggler is left
+        nothing    the ranks wait for it
 
-    Margin and the way back are ours: of few ranks that are equally fast the slowest is nearly always more than a
-    deviation behind. Only computing is looked at, not the wire. Under "elastic" the paper takes the straggler out of
-    the cluster; here it goes on computing gradients that come too late to count, and who is late is told in every step
-    by arrival, not by name. Where ranks come back into step, those behind skip what they have not done: a budget of
-    steps, not of examples.
+    The margin and the way back are ours. With few, equally fast ranks the slowest is nearly always more than a standard
+    deviation behind. Only compute counts, not communication. Under "elastic" the paper removes the straggler from the
+    cluster. Here it continues to compute gradients that arrive too late to count: in every step the order of arrival
+    decides, not the rank. When ranks return to lockstep, those behind skip the steps that they missed: the budget
+    counts steps, not examples.
 
-    When to use it: a parameter server is as good as an all-reduce here (fast wires), and ranks are slow for a while.
+    When to use it: if a parameter server is as fast as an all-reduce (fast links), and ranks are slow for a while.
 
     Reference: Li, Mangoubi, Xu and Guo, "Sync-Switch: Hybrid Parameter Synchronization for Distributed Deep Learning",
     ICDCS 2021, https://arxiv.org/abs/2104.08364
@@ -75,7 +75,7 @@ class SyncSwitch(Policy):
         return switch if after < switch < usual else usual
 
     def _switch(self, experiment: Any) -> int:
-        """The first asynchronous step."""
+        """Returns the first asynchronous step."""
         return math.ceil(self.fraction * experiment.steps - ROUNDING)
 
     def needs(self, experiment: Any) -> str | None:
@@ -109,14 +109,14 @@ class SyncSwitch(Policy):
         yield Decision(reason, {"strategy": wanted} | ({"lr": state.lr * share} if scales else {}))
 
     def _said(self, late: set[int], seen: Seen) -> str:
-        """Who is slow, and how much."""
+        """Names the slow ranks and their speeds."""
         rates = {rank: 1 / s for rank, s in enumerate(seen.numbers["compute"]) if s > 0}
         mean = fmean(rates.values())
         told = [f"rank {r} at {rates[r] / mean:.2f} of the mean speed" for r in sorted(late) if r in rates]
         return f"slow in {self.windows} looks in a row: {', '.join(told) or 'a rank that is silent now'}"
 
     def _late(self, seconds: Sequence[float], state: _State) -> set[int]:
-        """Who is a straggler after this look, from the seconds that each rank computed per step."""
+        """Returns the stragglers after this look, from the seconds that each rank computed per step."""
         slow = slower(seconds, self.margin)
         for rank, known in enumerate(seconds):
             if known > 0:
@@ -128,7 +128,7 @@ class SyncSwitch(Policy):
 
 
 def slower(seconds: Sequence[float], margin: float) -> set[int]:
-    """Ranks whose steps per second are below the mean less the standard deviation, and `margin` below the mean.
+    """Returns the ranks with steps per second below mean minus standard deviation and below 1 - `margin` of the mean.
 
     NaN stands for a rank that computed nothing.
     """
