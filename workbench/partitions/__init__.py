@@ -1,5 +1,6 @@
-"""How one replica of the model is spread over ranks: one partition per file, a frozen dataclass of knobs; found by
-looking. In which order a pipeline computes is a family of its own, in `schedules`.
+"""Partitions, which spread one replica of the model over ranks: one per file, each a frozen dataclass of knobs.
+
+The order in which a pipeline computes is a family of its own, in `schedules`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The whole contract of a partition, on one screen. No tensors, no ranks' states and no wires are known here."""
+"""The interface of a partition. It knows neither tensors nor the state of ranks nor process groups."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Coding(NamedTuple):
-    """What crosses in place of activations and of their gradients; None: they cross as they are.
+    """Encodings of activations and of their gradients between ranks; None: sent unchanged.
 
-    masks: does a gradient go back only through what a codec has let of its activation cross?
+    masks: whether a gradient goes back only through the entries of its activation that the codec sent
     """
 
     there: Coder | None = None
@@ -31,64 +31,64 @@ PLAIN = Coding()
 
 @dataclass(frozen=True, kw_only=True)
 class Partition(Family):
-    """How one replica of the model is spread over ranks, and in which order they compute its pieces.
+    """The way in which one replica of the model is spread over ranks, and the order in which they compute.
 
-    A strategy is what happens between replicas, a partition what happens inside one. What a strategy calls all ranks
-    are those that hold the same piece, so its text knows nothing of partitions.
+    A strategy acts between replicas, a partition inside one. A strategy sees only the ranks that hold the same piece,
+    so its code knows nothing of partitions.
     """
 
     home: ClassVar[str] = "workbench.partitions"
 
     def dims(self) -> tuple[tuple[str, int], ...]:
-        """The dimensions of the mesh that one replica takes, as (name, size), neighbours last; none: it is whole."""
+        """Returns the mesh dimensions of one replica as (name, size), neighbours last; () if it is whole."""
         return ()
 
     @property
     def size(self) -> int:
-        """How many ranks one replica takes."""
+        """The number of ranks of one replica."""
         return prod(size for _, size in self.dims())
 
     @property
     def depth(self) -> int:
-        """Into how many stages a replica's layers are cut."""
+        """The number of stages that a replica's layers are cut into."""
         return dict(self.dims()).get("stage", 1)
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces a rank's stage is cut, which are not neighbours in the model."""
+        """The number of pieces of a rank's stage, which are not neighbours in the model."""
         return 1
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """At which parts of the model its pieces begin, the first one left out; none: where they are alike."""
+        """The parts of the model at which pieces begin, without the first; (): cut evenly."""
         return ()
 
     @property
     def slices(self) -> int:
-        """Over how many ranks each matrix is dealt out, which compute it together."""
+        """The number of ranks that share each matrix and compute it together."""
         return 1
 
     @property
     def sequences(self) -> bool:
-        """Does each of them have its own positions of what lies between two layers?"""
+        """Whether each of these ranks has only its own positions between two layers."""
         return False
 
     @property
     def micro_batches(self) -> int:
-        """Into how many parts a batch is cut, whose gradients add up."""
+        """The number of parts of a batch; their gradients add up."""
         return 1
 
     def actions(self, stage: int) -> list[Action]:
-        """What the ranks of a stage compute of one batch, in order; nothing where a replica is whole."""
+        """Returns the passes of a stage's ranks for one batch, in order; [] if a replica is whole."""
         return []
 
     def ahead(self, stage: int) -> int:
-        """How many forwards of batches to come they have made when a step begins."""
+        """Returns how many forwards of later batches they have made when a step begins."""
         return 0
 
     @property
     def delayed(self) -> bool:
-        """Does a whole batch read the weights that were the newest as the step before its own began?"""
+        """Whether a whole batch uses the weights that were newest when the step before its own began."""
         return False
 
     @property
@@ -98,21 +98,21 @@ class Partition(Family):
 
     @property
     def recompute(self) -> tuple[str, int]:
-        """What backward computes again instead of keeping it, and in each how-manieth unit of the model."""
+        """The part that backward recomputes ("none", "units", "attention"), and n: in every n-th unit of the model."""
         return "none", 1
 
     def between(self, memory: Memory) -> Coding:
-        """What crosses between stages."""
+        """Returns the encoding between stages."""
         return PLAIN
 
     def inside(self, memory: Memory) -> Coding:
-        """What crosses between the ranks of a stage, which compute its layers together."""
+        """Returns the encoding between the ranks of a stage, which compute its layers together."""
         return PLAIN
 
     def fewer(self) -> Iterator[Partition]:
-        """The same over fewer ranks, that over the most first; for a run that has lost some."""
+        """Yields the same partition over fewer ranks, largest first. A run that has lost ranks uses it."""
         yield from ()
 
     def refuses(self, batch: int) -> str | None:
-        """Why a batch of so many examples (0: not known) cannot be, in a sentence that says what would do; or None."""
+        """Returns why it cannot take a batch of `batch` examples (0: unknown), and what to do instead; or None."""
         return None

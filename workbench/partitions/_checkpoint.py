@@ -1,4 +1,4 @@
-"""What is said of activation checkpointing wherever it may be set."""
+"""The shared choices and descriptions of activation checkpointing."""
 
 CHECKPOINTS = ("none", "units", "attention")
 CHECKPOINT = "what backward computes again instead of keeping it: units of the model, or the core of attention in them"

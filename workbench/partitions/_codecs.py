@@ -1,4 +1,4 @@
-"""Codecs in place of what ranks of one replica send each other in the middle of a pass."""
+"""Codecs for tensors that the ranks of one replica exchange within a pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from workbench.rank import Memory
 
 
 def coding(activations: Compressor, gradients: Compressor, mask: bool, memory: Memory) -> Coding:
-    """Both at work, without error feedback: what was left out of an activation is not missed by the next one."""
+    """Returns the Coding of both, without error feedback: the next activation does not need what one left unsent."""
     there, back = (None if way.immediate else bare(way).coder(memory) for way in (activations, gradients))
     return Coding(there, back, mask)
 
 
 def refused(activations: Compressor, gradients: Compressor, where: str) -> str | None:
-    """Why one of them cannot stand there, "between two stages", in a sentence that says what would do; or None."""
+    """Returns why a codec cannot be used at `where` ("between two stages"), and what to use; or None."""
     for name, way in (("activations", activations), ("gradients", gradients)):
         if bare(way).coder(Memory()) is None:
             return (

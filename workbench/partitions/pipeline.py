@@ -1,4 +1,4 @@
-"""Pipeline parallelism: layers dealt out over stages, and micro-batches that follow each other through them."""
+"""Pipeline parallelism: stages hold consecutive layers, and micro-batches pass through them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from workbench.settings import knob
 class Pipeline(Partition):
     """Consecutive layers on consecutive ranks: p stages make one replica, and m micro-batches pass through them.
 
-        x of micro-batch i:     0 -> 1 -> ... -> p-1              activations, from stage to stage
-        its gradient:           0 <- 1 <- ... <- p-1
-        once all m are back:    what the strategy does between the ranks that have the same stage
+        x of micro-batch i:       0 -> 1 -> ... -> p-1            activations, from stage to stage
+        its gradient:             0 <- 1 <- ... <- p-1
+        after all m backwards:    the strategy's exchange between the ranks with the same stage
 
-    Each rank holds its own stage's parameters, gradients and optimizer state, about 1/p of the model's, and cuts its
-    batch into m equal parts, whose gradients add up to those of the batch. Stages wait for each other while the
-    pipeline fills and drains: where all take equally long, a share (p-1) / (m+p-1) of the passes' time under GPipe and
-    1F1B; PipeDream and PipeDream2BW never drain it and update by stale gradients. What crosses between two stages is
-    the activation of each micro-batch and its gradient, whatever the model's size.
-    With `micros` = 1 it is naive layer parallelism: one stage computes at a time.
+    Each rank holds the parameters, gradients and optimizer state of its own stage, about 1/p of the model's. It cuts
+    its batch into m equal parts, whose gradients add up to those of the batch. Stages wait for each other while the
+    pipeline fills and drains. Under GPipe and 1F1B, stages of equal speed wait for a share (p-1) / (m+p-1) of the
+    passes' time. PipeDream and PipeDream2BW never drain it and update with stale gradients. Between two stages, ranks
+    send the activation of each micro-batch and its gradient, independent of the model's size. With `micros` = 1 it is
+    naive layer parallelism: one stage computes at a time.
 
-    `activations` and `gradients` may cross in a codec's payload, without error feedback: what was left out of an
-    activation is not missed by the next one. With TopK and `mask` the gradient is that of the entries that crossed, and
-    crosses at these. Parameters that are frozen, and buffers, stay on every rank. A loss must be a mean over examples
-    and draw no random numbers outside the model, for stages draw their own.
+    `activations` and `gradients` can encode what stages send. There is no error feedback, because the next activation
+    does not need what one left unsent. With TopK and `mask`, gradients exist only for the entries that were sent, and
+    use the same entries. Frozen parameters and buffers stay on every rank. A loss must be a mean over examples. It must
+    draw no random numbers outside the model, because each stage draws its own.
 
-    With `of` = Tensor() each stage is t ranks that compute its layers together: fast links inside a stage and slow ones
-    between stages suit both.
+    With `of` = Tensor() each stage is t ranks that compute its layers together. This suits fast links inside a stage
+    and slow links between stages.
 
-    A Sequential is cut between its children, a decoder of transformers between its layers, any other model between the
-    parts that its task names: at `cuts`, the numbers of the parts at which stages 1 to p-1 begin, or, without any, so
-    that the largest stage has as few parameters as can be, embeddings not counted. Where layers take other times than
-    their parameters say, `balance(experiment)` measures them and says which cuts make the slowest stage fastest. With
+    A Sequential is cut between its children, a decoder of transformers between its layers, and any other model between
+    the parts that its task names. `cuts` holds the numbers of the parts at which stages 1 to p-1 begin. Without `cuts`
+    the largest stage gets as few parameters as possible, embeddings not counted. If the time of layers does not follow
+    their parameters, `balance(experiment)` measures it and returns the cuts that make the slowest stage fastest. With
     several pieces per stage there are p v - 1 cuts, one for each piece of the model after the first.
 
     When to use it: for a model that one rank cannot hold or compute, on links too slow to exchange all its gradients or

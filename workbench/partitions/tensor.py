@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of each layer dealt out over ranks, which compute every layer together."""
+"""Tensor parallelism: ranks hold slices of each layer's matrices and compute every layer together."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from workbench.settings import knob
 class Tensor(Partition):
     """Each of t ranks has 1/t of a layer's matrices, and all t compute each example together, as Megatron-LM does.
 
-        Y_k = gelu(X A_k)               columns of A: k's own features of Y, with nothing to say to others
+        Y_k = gelu(X A_k)               columns of A: k's own features of Y, without communication
         Z   = sum over k of Y_k B_k     rows of B: one all-reduce (g); backward it is one of X's gradient (f)
 
-    Attention is dealt out by heads, an embedding by its vocabulary, the head by its outputs, which all gather. A
-    transformer's layer costs two all-reduces of its activations forward and two backward, whatever the model's size, so
-    ranks that do it want the fastest links there are. What is not dealt out (norms, the biases behind an all-reduce)
-    every rank has and computes alike. One rank of the t keeps its optimizer state and gives the others its new values
-    before the next forward, so that strategies and codecs, which know nothing of it, cannot drive it apart.
+    Attention is split by heads, an embedding by its vocabulary, the head by its outputs, which all ranks gather. A
+    transformer's layer costs two all-reduces of its activations forward and two backward, independent of the model's
+    size. So these ranks need the fastest links. Every rank holds and computes the remaining parts alike: norms, and the
+    biases after an all-reduce. One of the t ranks keeps their optimizer state and sends its new values to the other
+    ranks before the next forward. So strategies and codecs, which do not know about it, cannot make them diverge.
 
-    With `sequence` norms and dropout between layers compute each rank's own positions: an all-reduce becomes a
-    reduce-scatter after one layer and an all-gather before the next, of as many bytes together. A rank keeps 1/t of
-    what lies between for its backward, where a layer by columns gathers its input once more. Norms and the biases
-    behind a layer by rows have the gradient of these positions only, which is added up over the ranks, each in a small
-    all-reduce.
+    With `sequence`, each rank computes norms and dropout between layers for its own positions only. An all-reduce
+    becomes a reduce-scatter after one layer and an all-gather before the next, with as many bytes together. A rank
+    keeps 1/t of the activations between layers for its backward. There, a layer split by columns gathers its input once
+    more. Norms, and the biases after a layer split by rows, get gradients of these positions only. A small all-reduce
+    adds up each of them.
 
-    Which layers are dealt out a task says in its plan (`split`), a transformers model in its own; in a Sequential they
-    are pairs of Linears with nothing between but what works element by element. Inside a pair each rank draws random
-    numbers of its own, elsewhere all draw the same. A layer that drops out inside a pair and is computed again by
-    checkpointing draws the same numbers again.
+    A task's plan (`split`) names the layers to split; a transformers model has a plan of its own. In a Sequential they
+    are pairs of Linears with only element-wise layers between. Inside a pair each rank draws its own random numbers;
+    elsewhere all ranks draw the same. A layer with dropout inside a pair that checkpointing recomputes draws the same
+    numbers again.
 
-    `activations` and `gradients` may cross in a codec's payload, without error feedback: each rank encodes what it
-    brings, all gather the payloads, decode them and add up in rank order; (t-1) payloads sent per rank in place of an
-    all-reduce, which a linear codec (Cast) keeps. With TopK and `mask` a rank's part has the gradient of the entries
-    that it sent, which takes no bytes. What an embedding has found and what the last layer answers cross as they are,
-    and so does all while the model is evaluated.
+    `activations` and `gradients` can encode what ranks exchange, without error feedback. Each rank encodes its
+    contribution. All ranks gather the payloads, decode them and add them up in rank order. A rank then sends t-1
+    payloads in place of an all-reduce; a linear codec (Cast) keeps the all-reduce. With TopK and `mask` a rank's part
+    has gradients only for the entries that it sent, which takes no bytes. The output of an embedding and of the last
+    layer, and everything in an evaluation, is sent unencoded.
 
-    When to use it: for layers that are too large for one rank to train, between chips that share a fast link; a
-    Pipeline asks less of it. Each rank makes the whole model once, before it keeps its part.
+    When to use it: for layers that are too large for one rank to train, between chips that share a fast link. A
+    Pipeline needs less bandwidth. Each rank builds the whole model once before it keeps its part.
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
     2019, https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer

@@ -1,4 +1,4 @@
-"""Every rank holds and computes the whole model."""
+"""Whole: every rank holds and computes the whole model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from workbench.settings import knob
 class Whole(Partition):
     """Every rank is a replica: it holds the whole model and computes all of it.
 
-    With `checkpoint` = "units" a forward keeps only what goes into each unit of the model, and backward computes the
-    unit once more to have the rest: about a third more compute where all are, for the activations of one unit at a
-    time. Units are the parts between which the model may be cut into stages: blocks of a transformer, children of a
-    Sequential. Gradients are the same to the bit, for units draw the random numbers again that they drew.
-    "attention" computes again only what attention makes of queries, keys and values, which costs little: scores for
-    each pair of positions. A fused kernel never keeps these, and then almost nothing is saved. A Tensor has the same
-    knobs, a Pipeline in `of`. What ranks of a Tensor say to each other inside of a unit they say again.
+    With `checkpoint` = "units" a forward keeps only the input of each unit of the model. Backward recomputes the unit
+    to get its other activations. If all units do this, a step takes about 33 % more compute, and memory holds the
+    activations of one unit at a time. Units are the parts between which the model may be cut into stages: blocks of a
+    transformer, children of a Sequential. Gradients are bit-identical, because units draw the same random numbers
+    again. "attention" recomputes only the core of attention, from queries, keys and values. This costs little and saves
+    the scores of each pair of positions. A fused kernel never keeps these, so it saves almost nothing there. A Tensor
+    has the same knobs, a Pipeline has them in `of`. Ranks of a Tensor repeat the communication inside a unit.
 
     When to use it: while the model fits into a rank's memory, or under a strategy that shards it (ZeRO3).
 

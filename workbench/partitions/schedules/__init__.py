@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline compute: one schedule per file, found by looking."""
+"""Schedules, the order in which the stages of a pipeline compute: one per file."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The whole contract of a schedule: what each stage of a pipeline computes, in order."""
+"""The interface of a schedule: the passes that each stage of a pipeline makes, in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from workbench.settings import Family
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward; or, in two halves, "I", the
-    gradient of what went in, and "W", those of the parameters.
+    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward.
 
-    chunk: through which of the pieces of the model that the stage has, in the order of the model
+    A backward can have two halves: "I", the gradient of the stage's input, and "W", those of the parameters.
+
+    chunk: the piece of the stage that it passes, in the order of the model
     """
 
     what: str
@@ -25,51 +26,51 @@ class Action(NamedTuple):
 
 
 def forwards(*micros: int, chunk: int = 0) -> list[Action]:
-    """The forwards of these micro-batches, one after the other."""
+    """Returns the forwards of these micro-batches, in order."""
     return [Action("F", micro, chunk) for micro in micros]
 
 
 def backwards(*micros: int, chunk: int = 0) -> list[Action]:
-    """The backwards of these micro-batches, one after the other."""
+    """Returns the backwards of these micro-batches, in order."""
     return [Action("B", micro, chunk) for micro in micros]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Family):
-    """In which order a stage computes. A pass begins once what it needs has come from the piece before or after.
+    """The order in which a stage computes. A pass begins when its input from a neighbouring piece has arrived.
 
-    Every micro-batch goes once forward and then once backward through each piece, backwards (the halves of which are
-    for parameters) in their order: so gradients add up alike.
+    Every micro-batch passes each piece once forward and then once backward. Backwards, or their halves for parameters,
+    keep the order of the micro-batches, so gradients add up alike.
 
-    A step is one batch, there and back. Under a schedule that never flushes stages are ahead of it: of m micro-batches
-    to a batch, number m is the first of the next one. Each backward uses the weights that its forward has read.
+    A step is one batch, forward and backward. Under a schedule that never flushes, stages are ahead of it: with m
+    micro-batches to a batch, number m is the first of the next batch. Each backward uses the weights of its forward.
     """
 
     home: ClassVar[str] = "workbench.partitions.schedules"
 
     @property
     def halves(self) -> bool:
-        """Is each backward made in two halves?"""
+        """Whether each backward has two halves."""
         return False
 
     @property
     def delayed(self) -> bool:
-        """Does a whole batch read the weights that were the newest as the step before its own began?"""
+        """Whether a whole batch uses the weights that were newest when the step before its own began."""
         return False
 
     def ahead(self, stage: int, stages: int) -> int:
-        """How many forwards of batches to come a stage has made when a step begins, and before the first one makes."""
+        """Returns how many forwards of later batches a stage has made when a step begins. The first step makes them."""
         return 0
 
     @property
     def pieces(self) -> int:
-        """How many pieces of the model each stage has: consecutive ones are on consecutive stages, round and round."""
+        """The number of pieces of the model on each stage. Consecutive pieces are on consecutive stages, in rounds."""
         return 1
 
     def refuses(self, stages: int, micros: int) -> str | None:
-        """Why it cannot order so many micro-batches, in a sentence that says what would do; or None."""
+        """Returns why it cannot order `micros` micro-batches, and what to do instead; or None."""
         return None
 
     @abstractmethod
     def actions(self, stage: int, stages: int, micros: int) -> list[Action]:
-        """What stage number `stage` of `stages` computes of `micros` micro-batches, in order."""
+        """Returns the passes of stage `stage` of `stages` over `micros` micro-batches, in order."""

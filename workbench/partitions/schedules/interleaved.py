@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several pieces of the model on each stage, so that the pipeline fills in smaller steps."""
+"""Interleaved 1F1B: several pieces of the model per stage make the pipeline fill faster."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Interleaved(Schedule):
-    """1F1B over v pieces of the model per stage: a micro-batch goes round all p stages v times.
+    """1F1B over v pieces of the model per stage: a micro-batch passes all p stages v times.
 
         stage 0   F0 F1 F0a F1a  F2 B0a  F3 B1a F2a  B0 F3a  B1   . B2a   . B3a  B2  B3
         stage 1    . F0  F1 F0a B0a F1a B1a  F2  B0  F3  B1 F2a B2a F3a B3a  B2  B3   .
 
-    "F0a" is the forward of micro-batch 0 through a stage's second piece. Piece c p + i of the model lies on stage i. A
-    pass takes 1/v of a stage's time, so filling and draining take 1/v as long: (p-1) / (v m + p-1) of the passes' time
-    is lost. In return v times as many activations cross between stages, and a stage keeps those of
-    2 (p-1-i) + (v-1) p + 1 pieces at most. Micro-batches are taken p at a time, so m must be a multiple of p.
+    "F0a" is the forward of micro-batch 0 through a stage's second piece. Piece c p + i of the model is on stage i. A
+    pass takes 1/v of a stage's time, so filling and draining take 1/v as long. The lost share of the passes' time is
+    (p-1) / (v m + p-1). In return, stages send v times as many activations. A stage keeps the activations of at most 2
+    (p-1-i) + (v-1) p + 1 pieces. The schedule takes p micro-batches at a time, so m must be a multiple of p.
 
-    When to use it: for few micro-batches over fast links; a model with at least v p parts.
+    When to use it: for few micro-batches over fast links, and a model with at least v p parts.
 
     Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021, https://arxiv.org/abs/2104.04473, section 2.2.2

@@ -9,17 +9,16 @@ from workbench.partitions.schedules._base import Action, Schedule, backwards, fo
 
 @dataclass(frozen=True, kw_only=True)
 class OneFOneB(Schedule):
-    """1F1B: a stage goes forward as often as it has to, then backward and forward in turn (PipeDream-Flush).
+    """1F1B: after a warm-up of forwards, a stage alternates between backward and forward (PipeDream-Flush).
 
         stage 0   F0 F1 F2  .  . B0 F3 B1  . B2  . B3
         stage 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-    Stage i is p-1-i forwards ahead of the last one. The same (p-1) / (m+p-1) of the time as under GPipe is lost, but
-    stage i keeps the activations of min(m, p-i) micro-batches at most instead of all m, so m can be large and the
-    bubble small.
+    Stage i is p-1-i forwards ahead of the last stage. It loses the same (p-1) / (m+p-1) of the time as GPipe. But stage
+    i keeps the activations of at most min(m, p-i) micro-batches, not of all m. So m can be large and the bubble small.
 
-    When to use it: wherever GPipe would do.
+    When to use it: in place of GPipe.
 
     Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021, https://arxiv.org/abs/2104.04473, section 2.2.1; the order is that of Narayanan et al., "PipeDream:

@@ -1,4 +1,4 @@
-"""PipeDream: no flush, and for each minibatch in flight the weights that it began with."""
+"""PipeDream: no flush, and each minibatch in flight keeps the weights that it began with."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ class PipeDream(Schedule):
         stage 1    . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-    A step is a minibatch: stage i makes the forward of the one p-1-i steps ahead, then its own one's backward, then
-    what the strategy does. Once full, equal stages are never idle but for what messages take. The price is stale
+    A step is a minibatch. Stage i makes the forward of the minibatch p-1-i steps ahead, then its own one's backward,
+    then the strategy's part. Once the pipeline is full, equal stages wait only for messages. The price is stale
     gradients: with stashing, step k is
 
         w(k+1) = w(k) - lr * gradient of f at (w_0(k-p+1), w_1(k-p+2), ..., w_{p-1}(k)),      w(k) = w(0) for k < 0
 
-    where w_i is stage i's part, and f the loss of minibatch k; the optimizer may be any. Stage i keeps activations of
-    p-i minibatches and p-i versions of its weights, the newest among them. A version is copied when it is about to
-    change and still to be read, so the last stage copies nothing. Vertical sync is not here.
+    where w_i is stage i's part, and f the loss of minibatch k. Any optimizer works. Stage i keeps activations of p-i
+    minibatches, and p-i versions of its weights, including the newest. It copies a version that a later backward needs
+    just before the update, so the last stage copies nothing. Vertical sync is not implemented.
 
-    Before anything is changed the pipeline is drained: each stage has made the same updates, keeps its newest weights
-    and forgets the forwards that it was ahead; their minibatches, none of them lost, go forward once more. A held-out
-    loss is that of the newest weights and drains nothing. Where gradients are clipped all stages wait for each other
-    in each step.
+    The pipeline drains before any change. Each stage has then made the same updates, keeps its newest weights and drops
+    the forwards that it was ahead. Their minibatches are not lost: they go forward again. A held-out loss uses the
+    newest weights and drains nothing. If gradients are clipped, all stages wait for each other in each step.
 
-    Two things are not as after a flush. Random numbers that forgotten forwards have drawn (dropout) are not given back,
-    so their minibatches draw others when they go forward once more. And in an evaluation the running statistics of a
-    stage (BatchNorm) have seen the p-1-i minibatches that it is ahead, which its weights have not.
+    Two things differ from a schedule with a flush. Random numbers of dropped forwards (dropout) are used up, so their
+    minibatches draw new ones. In an evaluation, a stage's running statistics (BatchNorm) include the p-1-i minibatches
+    that it is ahead, while its weights do not.
 
-    When to use it: where 1F1B's bubble hurts and stale gradients do not: slow links, many steps, a rate that warms up.
+    When to use it: if 1F1B's bubble hurts and stale gradients do not: slow links, many steps, a rate that warms up.
 
     Reference: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
     https://doi.org/10.1145/3341301.3359646, sections 3.2 and 3.3, figure 4

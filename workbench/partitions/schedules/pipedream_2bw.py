@@ -1,4 +1,4 @@
-"""PipeDream-2BW: no flush, and two versions of the weights whatever the depth."""
+"""PipeDream-2BW: no flush, and two versions of the weights at any depth."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from workbench.partitions.schedules._base import Action, Schedule, backwards, fo
 
 @dataclass(frozen=True, kw_only=True)
 class PipeDream2BW(Schedule):
-    """1F1B that never flushes: an update after each batch of m micro-batches, all of which read one version of weights.
+    """1F1B that never flushes: an update after each batch of m micro-batches, which all read the same weights.
 
         stage 0   F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3
         stage 1    . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-    Micro-batches m to 2m-1 are the next batch's, and so on: while a batch goes back the first of the next one go
-    forward. That one reads the weights there are, before the batch's own update, on every stage and to its end:
+    Micro-batches m to 2m-1 are the next batch's, and so on. While a batch goes backward, the first micro-batches of the
+    next one go forward. That batch reads the newest weights before the present batch's update, on every stage and until
+    its end:
 
         w(k+1) = w(k) - lr * gradient of f at w(k-1),      w(-1) = w(0)
 
-    where f is the loss of batch k; the optimizer may be any. So the delay is one step whatever p, and each stage keeps
-    two versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches, which
-    takes m >= p. Once full, equal stages are never idle but for what messages take.
+    where f is the loss of batch k. Any optimizer works. So the delay is one step for any p, and each stage keeps two
+    versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches, which
+    requires m >= p. Once the pipeline is full, equal stages wait only for messages.
 
-    Before anything is changed the pipeline is drained, and a held-out loss drains nothing: see PipeDream, also for what
-    random numbers and running statistics are then; here a stage is p-1-i micro-batches ahead.
+    The pipeline drains before any change, and a held-out loss drains nothing. See PipeDream, also for random numbers
+    and running statistics. Here a stage is p-1-i micro-batches ahead.
 
-    When to use it: as PipeDream, for deeper pipelines and larger batches, at a fraction of the memory.
+    When to use it: like PipeDream, for deeper pipelines and larger batches, with far less memory.
 
     Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
     https://arxiv.org/abs/2006.09503, section 3.1
