@@ -1,8 +1,7 @@
 """The command line: `workbench lab | demo | run | tune | show | what-if | compare | export | open`.
 
-A mistake is answered with one sentence.
-
-Heavy packages are imported inside the commands that need them, so that `workbench show` needs no torch.
+A user's mistake prints one sentence. Commands import heavy packages themselves, so that `workbench show` needs no
+torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from workbench.run import Run, RunError
 from workbench.settings import KnobError
 
 WHAT = "a recipe, such as first_run, digits or slow_link, or a training script, such as train.py"
-LOOK = 0.2  # seconds between two looks at what a script says
+LOOK = 0.2  # seconds between two looks at a script's output
 
 app = typer.Typer(
     help="Watch and steer distributed training while it runs.",
@@ -32,7 +31,7 @@ app = typer.Typer(
 
 
 def plainly(command: Callable[..., None]) -> Callable[..., None]:
-    """What a person can put right is said in a sentence, with exit code 2; what a rank died of, with 1."""
+    """Turns a user's error into one sentence with exit code 2, and a rank's error into one with exit code 1."""
 
     @functools.wraps(command)
     def said(*args: Any, **kwargs: Any) -> None:
@@ -64,7 +63,7 @@ def demo(
     ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
     seconds: Annotated[float, typer.Option(help="how long they train, about", min=5)] = 60.0,
 ) -> None:
-    """Train on a slow wire, switch strategy and compressor live, and say what each change did."""
+    """Train on a slow link, switch strategy and compressor live, and print the effect of each change."""
     from workbench.doors.demo import tour
 
     tour(out, ranks, seconds)
@@ -83,9 +82,9 @@ def run(
 ) -> None:
     """Run a recipe or a training script without a browser and record it, or go on from a checkpoint.
 
-    A script, such as train.py, is one that torchrun could start: its DistributedDataParallel is torch's own at first
-    (TorchDDP), or that of --set strategy=DDP, LocalSGD, ... It ends by itself, or after --steps. Its own words come
-    after --, as in: workbench run train.py --ranks 2 --out runs/mine -- --epochs 3
+    A script, such as train.py, is one that torchrun could start. Its DistributedDataParallel is torch's own (TorchDDP),
+    or that of --set strategy=DDP, LocalSGD, ... It ends by itself, or after --steps. Its arguments come after --, as
+    in: workbench run train.py --ranks 2 --out runs/mine -- --epochs 3
     """
     from workbench.experiment import given
 
@@ -101,7 +100,7 @@ def run(
 
     with told() as ending:
         with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
-        with_lab.cluster.renewal.ahead = False  # no other run follows
+        with_lab.cluster.renewal.ahead = False  # because no other run follows
         try:
             done = with_lab.run(experiment, out=out, resume=resume)
             ending.lab = with_lab
@@ -128,7 +127,7 @@ def tune(
     ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
     out: Annotated[Path | None, typer.Option(help="the run directory that is written")] = None,
 ) -> None:
-    """Train a recipe, try settings while it trains, and say which step is shortest."""
+    """Train a recipe, try settings while it trains, and print the settings with the shortest step."""
     from workbench.doors.tuned import tuned
     from workbench.experiment import given
 
@@ -144,7 +143,7 @@ def show(
     rundir: Annotated[Path, typer.Argument(help="a run directory")],
     out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
 ) -> None:
-    """Print what a recorded run came to; with --out, write its charts as one HTML page."""
+    """Print the summary of a recorded run; with --out, write its charts as one HTML page."""
     found = Run.open(rundir)
     print_summary(found)
     if out:
@@ -162,7 +161,7 @@ def what_if(
     ranks: Annotated[list[int] | None, typer.Option(help="how many ranks; given again, a row for each")] = None,
     over: Annotated[bool, typer.Option("--over", help="a row for each of 2, 4, 8, ... 4,096 ranks")] = False,
 ) -> None:
-    """Ask the simulator, calibrated from a recorded run, about other settings, networks and numbers of ranks."""
+    """Predict a recorded run under other settings, networks and numbers of ranks, with the simulator."""
     found, settings, some = opened(rundir), dict(map(setting, knobs or ())), ranks or []
     try:
         if over or len(some) > 1:
@@ -170,7 +169,7 @@ def what_if(
         else:
             told = found.what_if(settings | ({"ranks": some[0]} if some else {}), network)
             text = "\n".join([repr(told), *(f"- {assumed}" for assumed in told.assumptions)])
-    except ValueError as error:  # no step from which anything can be measured
+    except ValueError as error:  # no step to measure costs from
         raise RunError(str(error)) from None
     typer.echo(text)
 
@@ -184,7 +183,7 @@ def compare(
     tolerance: Annotated[float, typer.Option(help="share of a's value by which b may be worse", min=0, max=10)] = 0.0,
     out: Annotated[Path | None, typer.Option(help="also write the overlaid curves into this page")] = None,
 ) -> None:
-    """Compare two recorded runs; exit code 1 where b is worse in a metric, beyond the tolerance, at 99 % confidence."""
+    """Compare two recorded runs; exit code 1 if b is worse in a metric beyond the tolerance, at 99 % confidence."""
     from workbench.doors.comparing import side_by_side
 
     if side_by_side(opened(a), opened(b), metric, tolerance, out):
@@ -209,7 +208,7 @@ def open_traces(
     save: Annotated[Path | None, typer.Option(help="also keep them as this run directory")] = None,
     out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
 ) -> None:
-    """Take in traces of another job: its timeline, what overlaps what, who waits for whom."""
+    """Read traces of another job and print its timeline, overlaps and waits."""
     from workbench.doors.traces import lines as traces_said
 
     found = Run.from_traces(traces)
@@ -225,13 +224,13 @@ def open_traces(
 
 
 def opened(text: str) -> Run:
-    """The run in a run directory; of `runs/first@100:200` its steps 100 to 199."""
+    """Returns the run in a run directory; for `runs/first@100:200` its steps 100 to 199."""
     part = None if Path(text).exists() else re.fullmatch(r"(.+)@([0-9]{1,9}):([0-9]{1,9})", text)
     return Run.open(part[1]).segment(int(part[2]), int(part[3])) if part else Run.open(text)
 
 
 def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
-    """The experiment that settings are set in: a recipe's, a script's, or a checkpoint's."""
+    """Returns the experiment of a recipe, a script or a checkpoint, to which settings apply."""
     from workbench.experiment.recipes import recipe as find
 
     if (recipe is None) == (resume is None):
@@ -251,10 +250,10 @@ def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
 
 
 def followed(run: Run) -> None:
-    """Waits for the end of a script's run, and says meanwhile what its rank 0 says."""
+    """Waits for the end of a script's run, and prints the output of its rank 0."""
     told, live = 0, True
     while live:
-        live = run.live  # before its lines are read: the last ones are there once it is over
+        live = run.live  # before it reads the lines: the last ones exist once the run is over
         lines = run.details("log", rank=0)
         for _, _, line in lines[told:]:
             typer.echo(line["text"].rstrip("\n"), err=line["stream"] == "stderr")
@@ -264,7 +263,7 @@ def followed(run: Run) -> None:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`path=value` as (path, value); the value is read as JSON if it is JSON, and as a word if not.
+    """Returns `path=value` as (path, value). The value is read as JSON if it is JSON, else as a word.
 
     >>> setting("strategy.every=8"), setting("strategy=LocalSGD")
     (('strategy.every', 8), ('strategy', 'LocalSGD'))
@@ -279,7 +278,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def print_summary(run: Run) -> None:
-    """One line per value of a run's summary."""
+    """Prints one line per value of a run's summary."""
     typer.echo(repr(run))
     for name, value in run.summary().items():
         typer.echo(f"  {name:<28} {value:.4g}" if isinstance(value, float) else f"  {name:<28} {value}")

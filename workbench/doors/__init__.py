@@ -1,1 +1,1 @@
-"""Doors besides the notebook's: the demonstration, JupyterLab's start, a run as a page."""
+"""Entry points other than the notebook: the demo, JupyterLab's start, reports, trackers and comparisons."""

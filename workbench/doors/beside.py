@@ -1,4 +1,4 @@
-"""A member on the simulator beside what it is held against, for pages that import no simulator."""
+"""A member and its reference on the simulator, for pages that import no simulator."""
 
 from workbench.sim.teach.beside import Beside as Beside
 from workbench.sim.teach.beside import beside as beside

@@ -1,4 +1,4 @@
-"""Two recorded runs, or segments of them, side by side on the command line."""
+"""Compares two recorded runs, or segments of them, on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.record.run import Run, RunError
 
 
 def chosen(rows: list[Compared], metric: str | None) -> list[Compared]:
-    """The rows whose names begin with `metric`; all for None. Raises RunError where there are none."""
+    """Returns the rows whose names begin with `metric` (None: all rows). Raises RunError if none does."""
     found = [row for row in rows if metric is None or row.metric.startswith(metric)]
     if not found:
         raise RunError(f"--metric {metric}: must be the beginning of one of {', '.join(row.metric for row in rows)}")
@@ -19,7 +19,10 @@ def chosen(rows: list[Compared], metric: str | None) -> list[Compared]:
 
 
 def side_by_side(a: Run, b: Run, metric: str | None, tolerance: float, out: Path | None) -> bool:
-    """Prints the comparison, writes its page, and returns whether `b` is worse. RunError where nothing can be told."""
+    """Prints the comparison, writes its page and returns whether `b` is worse.
+
+    Raises RunError if no metric has a verdict.
+    """
     rows = chosen(analysis.compare(a, b, tolerance), metric)
     print(f"a  {a!r}\nb  {b!r}")
     for text in analysis.differing(a, b):
@@ -34,7 +37,7 @@ def side_by_side(a: Run, b: Run, metric: str | None, tolerance: float, out: Path
 
 
 def table(rows: list[Compared]) -> str:
-    """The rows as text, less of all of which is better."""
+    """Returns the rows as text; less of each metric is better."""
     lines = [f"{'':<25} {'a':>11} {'b':>11} {'b - a':>11}  {'99 % interval':<25} b is"]
     for row in rows:
         interval = "" if row.verdict == UNKNOWN else f"[{row.low:+.3g}, {row.high:+.3g}]"

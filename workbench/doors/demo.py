@@ -1,6 +1,6 @@
-"""The main job without a browser: four ranks on a slow wire, steered live, and what each change did.
+"""The demo without a browser: 4 ranks on a slow link, live changes, and the effect of each.
 
-Starts real ranks through a Lab, sets knobs as a person would, and reads everything it prints from the record.
+It starts real ranks through a Lab, sets knobs as a user would, and prints only values from the record.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from workbench.record.run import FINAL, Run, RunError
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
-PATIENCE = 180.0  # seconds until the first step must have been made
+PATIENCE = 180.0  # seconds to wait for the first step
 
 
 class Stop(NamedTuple):
-    """One stop of the tour: what is set there, and its share of the time."""
+    """One stop of the tour: its setting and its share of the time."""
 
     title: str
     path: str
@@ -35,13 +35,13 @@ class Stop(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a stretch of steps came to."""
+    """The figures of consecutive steps."""
 
     title: str
     steps: int
-    rate: float  # steps per second, evaluations left out
+    rate: float  # steps per second, without evaluations
     nbytes: float  # sent per step and rank
-    exposed: float  # seconds per step that ranks stood still for communication
+    exposed: float  # seconds per step that ranks wait for communication
     before: float  # held-out loss
     after: float
 
@@ -77,7 +77,7 @@ def tour(out: Path, ranks: int, seconds: float) -> list[Row]:
 
 
 def drive(lab: Lab, run: Run, seconds: float) -> list[int]:
-    """Goes through the stops while the ranks train; returns the step at which each began."""
+    """Makes the stops while the ranks train; returns the step at which each began."""
     begins = [0]
     shape = "{desc} {bar} {n:.0f}/{total_fmt} s{postfix}"
     pause = 0.2 if sys.stderr.isatty() else 10.0
@@ -94,7 +94,7 @@ def drive(lab: Lab, run: Run, seconds: float) -> list[int]:
 
 
 def set_at(lab: Lab, stop: Stop) -> int:
-    """Sets the stop's knob and waits for the step from which it acts."""
+    """Sets the stop's knob and waits for the step from which it holds."""
     change = lab.set(stop.path, stop.value)
     change.wait(60)
     if change.refused or change.applied_at is None:
@@ -103,7 +103,7 @@ def set_at(lab: Lab, stop: Stop) -> int:
 
 
 def follow(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> None:
-    """Moves the bar for `seconds`, or waits until the first step is done; a run that ended early says why."""
+    """Moves the bar for `seconds`, or until the first step is done. Raises RunError if the run ends early."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
         step = analysis.last_steps(run.timeline)[1]
@@ -121,13 +121,13 @@ def follow(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> No
 
 
 def rows(run: Run, begins: list[int]) -> list[Row]:
-    """The table's rows, each over the steps from one stop to the next."""
+    """Returns the table's rows, each over the steps from one stop to the next."""
     ends = [*begins[1:], analysis.last_steps(run.timeline)[1]]
     return [row(run, stop.title, *span) for stop, *span in zip(TOUR, begins, ends, strict=True)]
 
 
 def row(run: Run, title: str, first: int, end: int) -> Row:
-    """What steps [first, end) came to, read from the record."""
+    """Returns the figures of steps [first, end), from the record."""
     b = analysis.breakdown(run.timeline, first, end)
     sent = analysis.bytes_per_step(run.timeline, first, end)
     mean = float(np.mean(b.seconds)) if b.steps else float("nan")
@@ -136,14 +136,14 @@ def row(run: Run, title: str, first: int, end: int) -> Row:
 
 
 def held_out(run: Run, step: int) -> float:
-    """The newest held-out loss at `step`."""
+    """Returns the newest held-out loss at `step`."""
     known = run.samples
     known = known[(known["name"] == "held_out") & (known["step"] <= step)]
     return float(known["value"].iloc[-1]) if len(known) else float("nan")
 
 
 def table(found: list[Row]) -> str:
-    """The rows as text; speed is against the first row's."""
+    """Returns the rows as text; speed is relative to the first row."""
     head = f"{'steps':>5} {'steps/s':>8} {'speed':>6} {'MB/step/rank':>13} {'exposed ms':>11} {'held-out loss':>15}"
     lines = [f"{'':<20} {head}"]
     for r in found:

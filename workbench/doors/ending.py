@@ -1,4 +1,4 @@
-"""A command that is told SIGTERM, as a scheduler does some time before it ends a job: its run is kept, and stops."""
+"""Handles SIGTERM, which a scheduler sends before it ends a job: the run keeps a checkpoint and stops."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from workbench.record.store import RunError
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
-PATIENCE = 20.0  # seconds for a checkpoint to be written; schedulers leave 30 before they kill
-CODE = 128 + signal.SIGTERM  # with which a process ends that was told so
+PATIENCE = 20.0  # seconds to write a checkpoint; schedulers allow 30 before SIGKILL
+CODE = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
 
 
 class Told:
-    """Was this process told to end? So often."""
+    """Counts the SIGTERMs that this process received, and reacts to them."""
 
     def __init__(self) -> None:
         self.times = 0
         self.lab: Lab | None = None
 
     def hear(self, *_: Any) -> None:
-        """Between two steps the run keeps a checkpoint and stops. Told twice, or before there is a run, all ends."""
+        """Keeps a checkpoint at the next step boundary and stops the run.
+
+        Exits at once on a second SIGTERM, or if no run is live.
+        """
         self.times += 1
         if self.times > 1 or self.lab is None or not self.lab.live:
             raise SystemExit(CODE)
@@ -36,14 +39,14 @@ class Told:
     @staticmethod
     def _keep(lab: Lab) -> None:
         try:
-            with suppress(RunError, TimeoutError):  # the run has said why there is none
+            with suppress(RunError, TimeoutError):  # the run itself reports why no checkpoint exists
                 lab.checkpoint().wait(PATIENCE)
         finally:
             lab.stop()
 
 
 def how(out: Path) -> str:
-    """What became of a run that was told to end, and how it goes on, in a sentence."""
+    """Returns a sentence on how to continue a run that SIGTERM ended."""
     kept = found(out / FOLDER)
     if not kept:
         return "told to end (SIGTERM), and no checkpoint is kept"
@@ -53,7 +56,7 @@ def how(out: Path) -> str:
 
 @contextmanager
 def told() -> Iterator[Told]:
-    """Listens inside, in the main thread."""
+    """Handles SIGTERM inside the block, on the main thread."""
     it = Told()
     before = signal.signal(signal.SIGTERM, it.hear)
     try:

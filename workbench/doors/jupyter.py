@@ -1,4 +1,4 @@
-"""Opening JupyterLab on the first notebook, for people who do not know Jupyter's options. Starts nothing else."""
+"""Opens JupyterLab on the first notebook, for users who do not know Jupyter's options. Starts nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST = "00_first_run.ipynb"
 
 
 def open_lab(port: int, browser: bool) -> NoReturn:
-    """Becomes JupyterLab, so that Ctrl-C and signals reach it and nobody else."""
+    """Replaces this process by JupyterLab, so that Ctrl-C and signals reach only JupyterLab."""
     given.system()
     folder = notebooks()
     free = free_port(port)
@@ -29,21 +29,21 @@ def open_lab(port: int, browser: bool) -> NoReturn:
     opens = browser and can_open_browser()
     address = f"http://localhost:{free}/lab/tree/{folder.name}/{FIRST}?token={token}"
     print("opening" if opens else "open this address in a browser:", address, flush=True)
-    # The token goes by the environment, where other users of the machine cannot read it.
+    # The token is in the environment, which other users of the machine cannot read.
     os.execve(sys.executable, command(folder, free, opens), {**os.environ, "JUPYTER_TOKEN": token})  # noqa: S606
 
 
 def command(folder: Path, port: int, opens: bool) -> list[str]:
-    """How JupyterLab is started."""
+    """Returns the command line that starts JupyterLab."""
     words = [sys.executable, "-m", "jupyterlab", str(folder / FIRST), f"--ServerApp.root_dir={folder.parent}"]
     words += [f"--port={port}", "--ServerApp.port_retries=50", "--log-level=WARN"]
-    words += ["--LabApp.news_url=None"]  # else it asks whether to fetch news, over the corner of whatever is shown
+    words += ["--LabApp.news_url=None"]  # else its question about news covers a corner of the page
     words += [] if opens else ["--no-browser"]
     return words + (["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else [])
 
 
 def notebooks() -> Path:
-    """The folder with the lessons: beside the source, or here, copied from the installed ones."""
+    """Returns the lessons' folder: next to the source, or here, copied from the installed files."""
     beside = Path(__file__).parent.parent / "notebooks"
     if (beside / FIRST).exists():
         return beside
@@ -58,7 +58,7 @@ def notebooks() -> Path:
 
 
 def free_port(port: int) -> int:
-    """`port` if nobody listens there, else the next one that is free."""
+    """Returns `port` if it is free, else the next free one."""
     for candidate in range(port, min(port + 50, 65536)):
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def free_port(port: int) -> int:
 
 
 def can_open_browser() -> bool:
-    """Is there a browser that can be opened, and a screen for it?"""
+    """Whether there is a screen and a browser to open."""
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Laws that a strategy of yours can be held to, for pages that import no simulator."""
+"""Checks for a strategy of your own, for pages that import no simulator."""
 
 from workbench.sim.teach.laws import RATE as RATE
 from workbench.sim.teach.laws import Laws as Laws

@@ -1,4 +1,4 @@
-"""What the description of an experiment alone makes of its step: nothing is started and nothing measured."""
+"""Predicts a step's cost from the experiment alone: nothing starts, nothing is measured."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from workbench.sim import simulate
 
 
 class Priced(NamedTuple):
-    """What a step is made of by the description alone: milliseconds of compute asked for, and of the wire's time."""
+    """A step's parts from its description: milliseconds of requested compute and of communication."""
 
     compute: int
     wire: int
     sent: float  # MB that each rank sends
-    messages: int  # one after the other, on all buckets together
+    messages: int  # consecutive, over all buckets
 
 
 def priced(experiment: Experiment) -> Priced:
-    """What the simulator makes of a step of `experiment`, which has a pace and a Link, without anything measured."""
+    """Simulates a step of `experiment`, which has a pace and a Link, and returns its parts."""
     run = simulate(experiment.set("steps", 3).set("eval_every", 0).set("policy", None))
     rows = run.timeline.spans.rows()
     rows = rows[(rows.rank == 0) & (rows.step == 2)]

@@ -1,4 +1,4 @@
-"""A run as one self-contained page, drawn by whoever offers to; nothing is drawn here."""
+"""Writes a run as one self-contained page. An entry point, such as our widgets', draws it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def write_page(run: Run, path: Path | str) -> Path:
 
 @contextlib.contextmanager
 def report(path: Path | str) -> Iterator[list[Run]]:
-    """Writes the runs that begin within the block as pages when it is left, also by an error.
+    """Writes the runs that begin within the block as pages at its end, also after an error.
 
         with workbench.report("out.html"):
             lab.run(experiment).wait()
 
-    The first run's page is `path`, that of a second one `out-2.html`, and so on. Simulations count. Gives the list of
-    the runs so far. A run that is live when the block is left is written as far as it got. Raises RunError where no run
-    began, or a page cannot be written.
+    The first run's page is `path`, the second one's `out-2.html`, and so on. Simulations count as runs. The block gets
+    the list of the runs so far. If a run is still live at the end of the block, its page shows it up to that point.
+    Raises RunError if no run began, or if a page cannot be written.
     """
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise RunError(f"path={str(path)[:60]!r}: must be a page to write, such as 'out.html'")
@@ -36,7 +36,7 @@ def report(path: Path | str) -> Iterator[list[Run]]:
     try:
         yield runs
     except BaseException:
-        with contextlib.suppress(RunError):  # the block's own error is what must be heard
+        with contextlib.suppress(RunError):  # the block's own error comes first
             _written(page, runs)
         raise
     finally:

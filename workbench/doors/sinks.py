@@ -1,10 +1,10 @@
-"""A run told to an experiment tracker while it trains: loss, step time, exposed communication and bytes, step by step.
+"""Sends a run to an experiment tracker while it trains: loss, step time, exposed communication and bytes.
 
     sink = log_to(run, "mlflow", project="wires")   # or "wandb", "trackio"; returns at once, and follows the run
     sink.wait()
 
-A tracker is an optional package, imported when it is asked for. One that fails ends the sink and never the run: what it
-said is in `sink.error`. Whatever has gone on before `log_to` is told, too, so a recorded run can be given away as well.
+A tracker is an optional package, imported on use. If it fails, the sink ends with its message in `sink.error`, and the
+run continues. `log_to` also sends the steps before its call, so it works for a recorded run too.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from workbench.analysis.steps.window import Window, last_steps
 from workbench.record.run import Run, RunError
 
 PERIOD = 2.0  # seconds between two looks at a live run
-MOST = 500  # steps that are told at once
+MOST = 500  # steps in one batch
 SAMPLES = ("loss", "held_out", "lr")
 
 
 class Tracker(Protocol):
-    """What a sink needs of a tracker: metrics of steps, and to hear of the end."""
+    """The interface of a tracker: metrics of steps, and the end."""
 
     def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
-        """Each row: step, seconds since 1970, metrics by name."""
+        """Takes rows of step, seconds since 1970, and metrics by name."""
 
     def finish(self, well: bool) -> None: ...
 
 
 class Sink:
-    """Tells a run to a tracker on a thread of its own; `told` steps so far."""
+    """Sends a run to a tracker from a thread of its own; `told` counts the steps sent."""
 
     def __init__(self, run: Run, tracker: Tracker) -> None:
         self.run, self.tracker = run, tracker
@@ -44,11 +44,11 @@ class Sink:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until all of an ended run is told, or the sink has ended."""
+        """Waits until the sink has sent the ended run, or has failed."""
         self._thread.join(timeout)
 
     def stop(self) -> None:
-        """Tells what is there and follows no longer."""
+        """Sends the steps so far, then ends the sink."""
         self._stop.set()
         self._thread.join()
 
@@ -62,11 +62,11 @@ class Sink:
                 if ended:
                     return self.tracker.finish(self.run.state not in ("preempted", "failed"))
                 self._stop.wait(PERIOD)
-        except Exception as error:  # of somebody else's package: training goes on
+        except Exception as error:  # an error of a foreign package must not stop training
             self.error = f"{type(error).__name__}: {error}"
 
     def _fresh(self) -> list[tuple[int, float, dict[str, float]]]:
-        """The next steps that have ended on every rank."""
+        """Returns the next steps that have ended on every rank."""
         first, (begin, stop) = self._next, last_steps(self.run.timeline)
         first = max(first, begin)
         self._next = stop = min(stop, first + MOST)
@@ -74,7 +74,7 @@ class Sink:
 
 
 def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str, float]]]:
-    """Steps [first, stop) as (step, seconds since 1970, metrics): means over ranks; what is not known is left out."""
+    """Returns (step, seconds since 1970, metrics) of steps [first, stop): means over ranks, known values only."""
     w, samples = Window(run.timeline, first, stop), run.timeline.samples.rows()
     ended = w.lane("step")
     rows = w.lane("comm")
@@ -95,9 +95,9 @@ def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str,
 
 
 def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
-    """Tells `run` to "mlflow", "trackio" or "wandb", live or afterwards, as a run of `project`; returns at once.
+    """Sends `run` to "mlflow", "trackio" or "wandb" as a run of `project`, live or afterwards; returns at once.
 
-    Raises RunError for another tracker, or one that is not installed.
+    Raises RunError for an unknown tracker, or one that is not installed.
     """
     if tracker not in TRACKERS:
         raise RunError(f"tracker={str(tracker)[:60]!r}: must be one of {', '.join(TRACKERS)}")
@@ -108,7 +108,7 @@ def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
 
 
 class MLflow:
-    """A run of MLflow, in the experiment `project`; where it keeps them is MLflow's own setting."""
+    """A run of MLflow in the experiment `project`. MLflow's own settings choose where it is stored."""
 
     def __init__(self, run: Run, project: str) -> None:
         from mlflow.entities import Metric, Param
@@ -123,7 +123,7 @@ class MLflow:
     def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
         said = [(name, value, int(t * 1e3), step) for step, t, found in rows for name, value in found.items()]
         every = [self._metric(*one) for one in said]
-        for at in range(0, len(every), 1000):  # as many as it takes at once
+        for at in range(0, len(every), 1000):  # MLflow's limit per batch
             self._client.log_batch(self._id, metrics=every[at : at + 1000])
 
     def finish(self, well: bool) -> None:
@@ -131,7 +131,7 @@ class MLflow:
 
 
 class Trackio:
-    """A run of trackio, in `project`."""
+    """A run of trackio in `project`."""
 
     def __init__(self, run: Run, project: str) -> None:
         import trackio
@@ -147,7 +147,7 @@ class Trackio:
 
 
 class WandB:
-    """A run of Weights & Biases, in `project`; WANDB_MODE=offline keeps it on this machine, as wandb itself says."""
+    """A run of Weights & Biases in `project`; wandb's WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, run: Run, project: str) -> None:
         import wandb

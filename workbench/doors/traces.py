@@ -1,4 +1,4 @@
-"""What traces of another job come to, in a line per rank."""
+"""Summarises traces of another job, one line per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.record.run import Run
 
 
 def lines(run: Run) -> list[str]:
-    """How long each rank's steps are, and how much of its communication lies behind compute."""
+    """Returns each rank's step time, and how much of its communication compute hides."""
     first, stop = analysis.last_steps(run.timeline)
     found, times = analysis.overlap(run.timeline, first, stop), analysis.step_times(run.timeline)
     steps = max(stop - first, 1)

@@ -1,4 +1,4 @@
-"""`workbench tune`: a run that trains while settings are tried on it, said as they end, and the best of them."""
+"""`workbench tune`: trains a run, tries settings on it, prints each trial as it ends, and then the best."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.sim.plan.space import space_of
 
-SETTLED = 20  # steps before anything is tried: compute is at speed, and the loss has a trend
+SETTLED = 20  # steps before the first trial, until compute is at full speed and the loss has a trend
 LOOK = 0.2  # seconds between two looks at the trials
 
 
 def tuned(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse: float, out: Path | None) -> Any:
-    """What the search has found. Raises what `lab.tune` does; the lab is closed whatever happens."""
-    space_of(e.checked(), space, {})  # what cannot be is said before anything is started
+    """Returns the result of the search. Raises the errors of `lab.tune`; always closes the lab."""
+    space_of(e.checked(), space, {})  # refuses an invalid space before anything starts
     with Lab(ranks=e.ranks, name="tune") as lab:
         run = lab.run(e, out=out)
         while run.live and last_steps(run.timeline)[1] < SETTLED:
@@ -27,7 +27,7 @@ def tuned(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse
         tuning = lab.tune(space, trials=trials, worse=worse)
         said = 0
         while tuning.live:
-            said = _say(tuning.trials[:-1], said)  # the last is under way
+            said = _say(tuning.trials[:-1], said)  # the last trial is under way
             time.sleep(LOOK)
         _say(tuning.trials, said)
         found = tuning.wait()
