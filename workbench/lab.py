@@ -1,6 +1,6 @@
-"""Lab: the notebook's front door. It owns a cluster and the run on it; everything else is behind it.
+"""Lab: the notebook's entry point, which owns a cluster and the run on it.
 
-It draws nothing and imports no torch: `workbench.display` entry points give it a face in a notebook.
+It draws nothing and imports no torch. `workbench.display` entry points draw it in a notebook.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _labs: dict[str, Lab] = {}
 class Lab(Handles):
     """`ranks` real ranks on engines of their own, and the run that they train.
 
-    The engines start in the background. Making the same lab again gives the same lab; with other ranks the old
-    one is closed first, unless it is training.
+    The engines start in the background. Making the same lab again returns the same lab. With other arguments the old
+    lab is closed first, or ClusterError raised if it is training.
 
-    name:     labs of different names live side by side
+    name:     labs of different names can coexist
     cluster:  the client connection file of an existing ipyparallel cluster; None starts one here
     profile:  the ipyparallel profile of an existing cluster
     device:   "auto", "cpu", "cuda", or how many GPUs to use
-    spare:    engines more, kept warm for `resize` and `on_death="replace"`; another is started for each that is taken
+    spare:    further engines, kept warm for `resize` and `on_death="replace"`; each used one is replaced
     """
 
     _asked: tuple[Any, ...]
@@ -97,14 +97,14 @@ class Lab(Handles):
         self._experiment = Experiment(ranks=ranks).checked()
         self._live: Live | None = None
         self.tuning: Tuning | None = None
-        self.watchers: list[Callable[[], bool]] = []  # each says whether a person sees this lab through it
+        self.watchers: list[Callable[[], bool]] = []  # each returns whether a user sees this lab through it
         self._begun = True
         cluster.spares.used = lambda: self._live.been if self.live and self._live else range(ranks)
         _labs[name] = self
 
     @classmethod
     def attach(cls, name: str | None = None) -> Lab:
-        """The live lab that an earlier kernel detached, with its run from the first row on."""
+        """Returns the live lab that an earlier kernel detached, with its complete run."""
         for known in _labs.values():
             if known._usable and name in (None, known.name):
                 return known
@@ -128,7 +128,7 @@ class Lab(Handles):
 
     @property
     def experiment(self) -> Experiment:
-        """What would run, or runs now, or ran last, with every change that was applied."""
+        """The experiment of the next, present or last run, with every applied change."""
         last = self._live
         followed = last and (self.live or self._experiment is last.began_with)
         return last.changes.experiment if last and followed else self._experiment
@@ -146,12 +146,12 @@ class Lab(Handles):
 
     @property
     def progress(self) -> str:
-        """How far the engines are in coming up: "loading torch", "2 of 4 engines up", "ready"."""
+        """The progress of the engines' start: "loading torch", "2 of 4 engines up", "ready"."""
         return self.cluster.progress
 
     @property
     def notes(self) -> list[str]:
-        """What went wrong or wants attention, in sentences, newest last."""
+        """Errors and warnings as sentences, newest last."""
         own = [str(self.cluster.error)] if self.cluster.error else []
         cluster = self.cluster
         lacking = filter(None, [cluster.health.trouble, cluster.spares.trouble, cluster.renewal.trouble])
@@ -159,7 +159,7 @@ class Lab(Handles):
 
     @property
     def status(self) -> list[dict[str, Any]]:
-        """Each rank: engine, host, pid, device, state, step, and what it is busy with."""
+        """Each rank's engine, host, pid, device, state, step and present activity."""
         return self.cluster.table(self._live.status if self._live else {})
 
     @property
@@ -168,7 +168,7 @@ class Lab(Handles):
         return self.wait().cluster.view
 
     def wait(self, timeout: float | None = None) -> Lab:
-        """Waits until the engines are up; raises ClusterError with the reason if they will not be."""
+        """Waits until the engines are up. Raises ClusterError with the reason if they cannot start."""
         self.cluster.wait(timeout)
         return self
 
@@ -176,15 +176,16 @@ class Lab(Handles):
         self, experiment: Experiment | None = None, changes: Sequence[Change] = (), out: Path | str | None = None,
         on_nan: str | None = None, secret: str = "", resume: Path | str | None = None,
     ) -> Run:  # fmt: skip
-        """Starts a run and returns it at once; the one under way if it is of this very experiment.
+        """Starts a run and returns it at once. If the same experiment already runs, returns that run.
 
-        A run that was asked to stop is waited for, at most 60 s. Raises ClusterError if it is not over then.
+        Waits up to 60 s for a run that is stopping. Raises ClusterError if it does not end.
 
-        resume:  goes on from a checkpoint: its folder, or a run's directory, whose newest it is. Without an experiment
-                 as it was, to the bit in lockstep; with one, what is otherwise is changed before the first step.
+        resume:  a checkpoint's folder, or a run's directory for its newest checkpoint. Without an experiment the run
+                 goes on unchanged, bit-identical in lockstep; with one, different settings change before the first
+                 step.
         changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
         on_nan:  the experiment's knob of that name, set for this run; None leaves it as it is.
-        secret:  for riddles: what dashboards say in place of verdicts and faults, until `run.secret` is "" again.
+        secret:  for riddles: text that dashboards show in place of verdicts and faults, until `run.secret` is "" again.
         """
         wanted = self.experiment if experiment is None else launch.fitted(given.experiment(experiment), self.ranks)
         begun = None
@@ -203,7 +204,7 @@ class Lab(Handles):
         with whole():
             self.cluster = launch.renewed(self.cluster)
         run = launch.open_run(wanted, out, Run, begun and begun.parent)
-        run.secret = secret  # before anybody sees the run
+        run.secret = secret  # before the run is visible
         for hear in tuple(hearers):
             hear(run)
         seen = partial(launch.seen, self.watchers)
@@ -214,10 +215,10 @@ class Lab(Handles):
         return run
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
-        """Sets a knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
+        """Sets a knob on all ranks before one step, or for the next run. Raises KnobError at once if it is invalid.
 
-        A dict of values by path sets several at once, checked when all are set, as strategy and partition may want.
-        `lab.turn` is its old name, which goes on working for one release, as `lab.turns` for `lab.changes`.
+        A dict of values by path sets several at once and checks them together, as strategy and partition may need.
+        `lab.turn` and `lab.turns` are old names of `lab.set` and `lab.changes`, for one release.
         """
         if self.live and self._live:
             require_memory(self.experiment, path, value)
@@ -228,10 +229,10 @@ class Lab(Handles):
         return self.changes[-1]
 
     def tune(self, paths: Any = None, **how: Any) -> Tuning:
-        """Searches live for settings with which a step is shortest, on a thread of its own: `wait()` for what it finds.
+        """Searches live, on a thread of its own, for settings with the shortest step; `wait()` returns the result.
 
-        The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for what may be asked, and
-        `workbench.sim.tune.tuning` for what it does. Raises KnobError, and where another search goes on.
+        The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for the arguments, and
+        `workbench.sim.tune.tuning` for the method. Raises KnobError, also if another search is under way.
         """
         if self.tuning is not None and self.tuning.live:
             raise KnobError("tune: a search goes on; lab.tuning.stop() ends it, lab.tuning.wait() waits for it")
@@ -243,7 +244,7 @@ class Lab(Handles):
     # -- the end
 
     def close(self) -> None:
-        """Ends the run, and every process that this lab started."""
+        """Ends the run and every process that this lab started."""
         with whole():
             if self._live:
                 self._live.close()
@@ -251,7 +252,7 @@ class Lab(Handles):
             self.cluster.close()
 
     def detach(self) -> None:
-        """Leaves engines and run going when this kernel ends; `Lab.attach()` in another one finds them."""
+        """Keeps engines and run alive when this kernel ends; `Lab.attach()` in another kernel finds them."""
         cluster = self.wait().cluster
         with whole():
             cluster.detach()
@@ -282,9 +283,9 @@ class Lab(Handles):
         return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """The dashboard as a widget, the same each time; with `read_only` another one, for those who may only look.
+        """Returns the dashboard as a widget, the same each time; with `read_only` a separate one without controls.
 
-        Its `dock()` shows it in a panel beside the notebook; `state()` and `restore(state)` keep what is open on it.
+        Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """
         return dashboard("Lab", self, read_only)
 
@@ -297,6 +298,6 @@ class Lab(Handles):
 
 @atexit.register
 def _close_all() -> None:
-    with ExitStack() as stack:  # closes the others, too, where one fails, and raises its error after that
+    with ExitStack() as stack:  # closes every lab, then raises the error of one that failed
         for lab in reversed(list(_labs.values())):
             stack.callback(lab.close)

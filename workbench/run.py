@@ -1,6 +1,7 @@
-"""Run, as people meet it: the record's data, and what is asked of it most; and `simulate`, which makes one.
+"""Run, the record's data with its most used analyses, and functions such as `simulate`, `plan` and `tune`.
 
-A door like `workbench.lab`: rooms inside pass the data alone (`workbench.record.run.Run`) and call functions.
+This is an entry point like `workbench.lab`. Inner packages use the data alone (`workbench.record.run.Run`) and call
+functions.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(recorded.Checkpoint):
-    """A checkpoint on disk, opened for reading; no ranks are needed for that.
+    """A checkpoint on disk, opened for reading without ranks.
 
-    `Checkpoint.open(path)` takes its folder, or the directory of a run, and then opens the newest. `step` is the step
-    before which it was made, `ranks` how many ranks trained, `settings` their settings as plain values.
+    `Checkpoint.open(path)` takes its folder, or a run's directory for the newest one. `step` is the step before which
+    it was made, `ranks` the number of ranks that trained, `settings` their settings as plain values.
     """
 
     def model(self, task: Any = None, into: nn.Module | None = None) -> nn.Module:
-        """The trained model, on the CPU.
+        """Returns the trained model, on the CPU.
 
-        task: of a checkpoint whose Task the settings do not tell; into: a model that takes the values, and is returned
+        task: the Task, if the settings do not describe it; into: a model that takes the values, and is returned
 
-        Each file's digest is verified before a value of it is used. Raises RunError if a file is damaged, and KnobError
-        if the settings or the model are of another task.
+        Verifies each file's digest before it uses a value. Raises RunError if a file is damaged, and KnobError if the
+        settings or the model belong to another task.
         """
         from workbench.sim.run.resuming import model_of
 
@@ -62,7 +63,7 @@ def plan(
     experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
     partitions: Iterable[Any] = (),
 ) -> list[Planned]:  # fmt: skip
-    """Pairs of strategy and partition that fit, the fastest first. See `workbench.sim.plan.planner`, which this is."""
+    """Returns valid pairs of strategy and partition, fastest first. See `workbench.sim.plan.planner`."""
     from workbench.sim.plan.planner import plan
 
     return plan(experiment, costs=costs, strategies=strategies, partitions=partitions)
@@ -72,42 +73,45 @@ def balance(
     experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
     slow: Sequence[float] | record.Run | None = None, rounds: int = 9,
 ) -> Balanced:  # fmt: skip
-    """Cuts that make a pipeline's slowest stage fastest. See `workbench.sim.plan.balancer`, which this is."""
+    """Returns the cuts that make a pipeline's slowest stage fastest. See `workbench.sim.plan.balancer`."""
     from workbench.sim.plan.balancer import balance
 
     return balance(experiment, times=times, slow=slow, rounds=rounds)
 
 
 def tune(on: Experiment | Training, paths: Trying = None, **how: Any) -> Tuned:
-    """Settings with which a step is shortest, searched by trying. See `workbench.sim.tune.tuner`, which this is."""
+    """Searches by trials for settings with the shortest step. See `workbench.sim.tune.tuner`."""
     from workbench.sim.tune.tuner import tune
 
     return tune(on, paths, **how)
 
 
 def tuning(on: Training, paths: Trying = None, **how: Any) -> Tuning:
-    """The same on ranks that train, begun and not waited for. See `workbench.sim.tune.tuning`, which this is."""
+    """Starts such a search on ranks that train, and returns at once. See `workbench.sim.tune.tuning`."""
     from workbench.sim.tune.tuning import Tuning
 
     return Tuning(on, paths, **how).start()
 
 
 def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> Resumed:
-    """How a run goes on from the checkpoint at `path`. Raises KnobError, RunError. See `workbench.sim.run.resuming`."""
+    """Returns how a run continues from the checkpoint at `path`. See `workbench.sim.run.resuming`.
+
+    Raises KnobError and RunError.
+    """
     from workbench.sim.run.resuming import resumed
 
     return resumed(Checkpoint.open(path), wanted, changes, most)
 
 
 def settings_of(path: Path | str) -> Experiment:
-    """Under which the checkpoint at `path` was made. Raises KnobError and RunError."""
+    """Returns the settings of the checkpoint at `path`. Raises KnobError and RunError."""
     from workbench.sim.run.resuming import settings_of
 
     return settings_of(Checkpoint.open(path))
 
 
 def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
-    """Raises KnobError if ranks of `experiment`, or a change of it, would need more than `memory_mb`; see sim.fits."""
+    """Raises KnobError if ranks of `experiment`, or of a change of it, would exceed `memory_mb`. See sim.run.fits."""
     if experiment.memory_mb or (path and "memory_mb" in each(path, value)):
         from workbench.sim.run.fits import require_memory
 
@@ -115,21 +119,21 @@ def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", v
 
 
 def outlined(task: Any) -> bool:
-    """Is the model of this task known already, so that `refused_by_model` builds nothing?"""
-    if (suits := sys.modules.get("workbench.sim.run.suits")) is None:  # asked often, and where nothing may take long
+    """Whether the model of this task is already known, so that `refused_by_model` builds nothing."""
+    if (suits := sys.modules.get("workbench.sim.run.suits")) is None:  # called often and by callers that must not wait
         return False
     return bool(suits.outlined(task))
 
 
 def refused_by_model(experiment: Experiment) -> str:
-    """Why the task's model cannot be trained so, in a sentence; "" where nothing is said. See sim.suits."""
+    """Returns why the task's model cannot train under these settings; "" if it can. See sim.run.suits."""
     from workbench.sim.run.suits import refused_by_model
 
     return refused_by_model(experiment)
 
 
 class Run(Frames):
-    """An experiment, its timeline and its environment; live, recorded and simulated runs are the same class.
+    """An experiment, its timeline and its environment: one class for live, recorded and simulated runs.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: LocalSGD, 2 ranks, 0 steps in 0.0 s (cut off)
@@ -137,7 +141,7 @@ class Run(Frames):
 
     @classmethod
     def of(cls, run: record.Run) -> Self:
-        """The same ended run, with the methods below."""
+        """Returns the same ended run with the methods of this class."""
         return cls(
             run.experiment, timeline=run.timeline, environment=run._environment, name=run.name, started=run.started,
             epoch=run.epoch, parent=run.parent,
@@ -145,11 +149,11 @@ class Run(Frames):
 
     @classmethod
     def from_traces(cls, paths: Iterable[Path | str], name: str = "") -> Self:
-        """A run of traces that torch.profiler wrote of any job, a file per rank, .json or .json.gz.
+        """Returns a run from traces of any job by torch.profiler: one file per rank, .json or .json.gz.
 
-        Its timeline has steps, kernels or operators, collectives and what of them was exposed, so that all that is
-        asked of timelines can be asked of it; see `analysis/export/taken.py`. `save` keeps it as a run directory.
-        Nothing in a trace is run. Raises RunError for what is none, or too large.
+        Its timeline has steps, kernels or operators, collectives and their exposed parts, so all analyses of timelines
+        work. See `analysis/export/taken.py`. `save` keeps it as a run directory. Nothing in a trace is executed. Raises
+        RunError if a file is no such trace, or is too large.
         """
         every = [paths] if isinstance(paths, str | Path) else list(paths)
         if not every:
@@ -165,11 +169,11 @@ class Run(Frames):
         return run
 
     def summary(self) -> dict[str, Any]:
-        """The run in a few plain values."""
+        """Returns the run's summary as plain values."""
         return analysis.summary(self)
 
     def what_if(self, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
-        """The simulator's word on other settings, calibrated from this run. See `workbench.sim.plan.what_if`."""
+        """Predicts the run under other settings by a calibrated simulation. See `workbench.sim.plan.what_if`."""
         from workbench.sim.plan.what_if import what_if
 
         found = what_if(self, settings, network)
@@ -177,7 +181,7 @@ class Run(Frames):
 
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
-        """The same over numbers of ranks, by itself 2 to 4,096, with what is assumed. See `sim/plan/scaling.py`."""
+        """Predicts it for several numbers of ranks, by default 2 to 4,096. See `workbench.sim.plan.scaling`."""
         from workbench.sim.plan.what_if import RANKS, scaling
 
         return scaling(self, settings, network, RANKS if ranks is None else ranks)
@@ -185,40 +189,42 @@ class Run(Frames):
     def model(
         self, step: int | None = None, task: Any = None, timeout: float = 60.0, into: nn.Module | None = None
     ) -> nn.Module:
-        """The trained model, on the CPU: of a live run as it is at its next step boundary, of an ended one as it ended.
+        """Returns the trained model, on the CPU: a live run's at its next step boundary, an ended run's final one.
 
-        What ranks hold is brought together as when a strategy is left: shards, slices and stages to the whole, and of
-        replicas that drifted apart the mean. It is read from a checkpoint; the one of a live run stays.
+        The whole model is assembled from shards, slices and stages; replicas that drifted apart are averaged. It comes
+        from a checkpoint; the checkpoint of a live run stays.
 
-        step: of the checkpoint before that step instead; task: of a recorded run, whose own functions are not in it
+        step: of the checkpoint before that step instead; task: for a recorded run, which lacks your own functions
         timeout: seconds to wait for a live run's boundary
-        into: a model that takes the values, and is returned: of a loop of its own, which alone knows how it is made
+        into: a model that takes the values, and is returned; needed for a loop of its own, which alone can make the
+              model
 
-        Raises RunError where it was not kept, and says what is, TimeoutError, and KnobError of another task's settings.
+        Raises RunError if the model was not kept, naming what was; TimeoutError; and KnobError for another task's
+        settings.
         """
         from workbench.sim.run.resuming import model_of
 
         return model_of(*self._kept(step, task, timeout), into)
 
     def _kept(self, step: int | None, task: Any, timeout: float) -> tuple[Checkpoint, Any]:
-        """What its model is read from, and the task that makes one."""
+        """Returns the checkpoint to read the model from, and the task that makes a model."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise KnobError(f"step={short(step)}: must be the step of a checkpoint, 0 or more, or None")
         checkpoint = Checkpoint.open(kept(self, step, timeout))
         return checkpoint, self.experiment.task if task is None else task
 
     def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:
-        """Writes `model(...)` to `path`: `.safetensors` as that (needs safetensors), else its state dict as torch does.
+        """Writes `model(...)` to `path`: as `.safetensors` (needs safetensors), else its state dict in torch's format.
 
-        `torch.load(path, weights_only=True)` reads the latter. Raises what `model` does, and RunError where it cannot
-        be written.
+        `torch.load(path, weights_only=True)` reads the latter. Raises the errors of `model`, and RunError if it cannot
+        write.
         """
         from workbench.sim.run.resuming import saved_state, written_to
 
         return written_to(path, lambda: saved_state(*self._kept(step, task, timeout)))
 
     def segment(self, first: int, stop: int) -> Self:
-        """Steps [first, stop) as a run of their own, to be compared, exported or looked at like any.
+        """Returns steps [first, stop) as a run of their own, for comparisons, exports and analyses.
 
         >>> Run({"ranks": 2}, name="tour").segment(10, 20).name
         'tour, steps 10 to 19'
@@ -235,8 +241,9 @@ class Run(Frames):
     def compare(self, other: record.Run, tolerance: float = 0.0) -> pd.DataFrame:
         """Compares `other` with this run, a row per metric. Less of a metric is better.
 
-        Columns: unit, a (this run), b, difference (b - a), its 99 % interval low and high, verdict (of b: better,
-        worse, alike, unknown) and why it is unknown. Of two segments of one run each is `run.segment(...)`.
+        The columns are unit, a (this run), b, difference (b - a), low and high of its 99 % interval, verdict and why.
+        The verdict is that b is better, worse, alike or unknown; why explains an unknown verdict. To compare two
+        segments of one run, use `run.segment(...)`.
 
         tolerance: share of a's value by which b may be worse, 0 to 10. Raises RunError for another.
 
@@ -248,7 +255,8 @@ class Run(Frames):
         return pd.DataFrame(analysis.compare(self, other, tolerance)).set_index("metric")
 
     def advice(self, last: int = 40) -> Advised:
-        """What cost a step most in the last so many steps, and what to try next. See `workbench.sim.plan.advice`.
+        """Returns the largest costs of a step over the last steps, and what to try next. See
+        `workbench.sim.plan.advice`.
 
         >>> Run({"ranks": 2}, name="tour").advice().unjudged[:17]
         'Too few steps to '
@@ -258,17 +266,17 @@ class Run(Frames):
         return advice(self, last)
 
     def export(self, to: str, out: Path | str | None = None) -> Path:
-        """Writes the run for another tool, to "perfetto", "chrome", "parquet", "csv" or "tensorboard".
+        """Writes the run for another tool: "perfetto", "chrome", "parquet", "csv" or "tensorboard". Returns the path.
 
-        `workbench.analysis.export.files` describes each. out: file or folder; by default NAME-FORM where Python runs.
-        Returns where it is. Raises RunError for another form, or where it cannot be written.
+        `workbench.analysis.export.files` describes each form. out: file or folder; the default is NAME-FORM in the
+        working directory. Raises RunError for an unknown form, or if it cannot write.
         """
         from workbench.analysis.export.files import export
 
         return export(self, to, out)
 
     def as_python(self) -> str:
-        """Code that runs the same experiment with the same changes."""
+        """Returns code that runs the same experiment with the same changes."""
         from workbench.analysis.export.export import as_python
 
         return as_python(self)
@@ -277,9 +285,9 @@ class Run(Frames):
         return analysis.line(self)
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """The dashboard as a widget, the same each time; with `read_only` another one, for those who may only look.
+        """Returns the dashboard as a widget, the same each time; with `read_only` a separate one without controls.
 
-        Its `dock()` shows it in a panel beside the notebook; `state()` and `restore(state)` keep what is open on it.
+        Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """
         return dashboard("Run", self, read_only)
 
@@ -295,7 +303,7 @@ def simulate(
     replay: record.Run | None = None, alike: bool = False, resume: Checkpoint | None = None,
     checkpoints: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.run.simulate`, which this is."""
+    """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.run.simulate`."""
     from workbench.sim import simulate
 
     run = Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,
