@@ -31,7 +31,7 @@ app = typer.Typer(
 
 
 def plainly(command: Callable[..., None]) -> Callable[..., None]:
-    """Turns a user's error into one sentence with exit code 2, and a rank's error into one with exit code 1."""
+    """Turns an error into one sentence, with exit code 2 for a user's error and 1 for a rank's."""
 
     @functools.wraps(command)
     def said(*args: Any, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ def compare(
     tolerance: Annotated[float, typer.Option(help="share of a's value by which b may be worse", min=0, max=10)] = 0.0,
     out: Annotated[Path | None, typer.Option(help="also write the overlaid curves into this page")] = None,
 ) -> None:
-    """Compare two recorded runs; exit code 1 if b is worse in a metric beyond the tolerance, at 99 % confidence."""
+    """Compare two recorded runs; exit code 1 if b is worse in a metric (99 % confidence, tolerance)."""
     from workbench.doors.comparing import side_by_side
 
     if side_by_side(opened(a), opened(b), metric, tolerance, out):

@@ -229,7 +229,7 @@ class Lab(Handles):
         return self.changes[-1]
 
     def tune(self, paths: Any = None, **how: Any) -> Tuning:
-        """Searches live, on a thread of its own, for settings with the shortest step; `wait()` returns the result.
+        """Searches live for settings with the shortest step, on a thread of its own. `wait()` returns the result.
 
         The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for the arguments, and
         `workbench.sim.tune.tuning` for the method. Raises KnobError, also if another search is under way.
@@ -283,7 +283,7 @@ class Lab(Handles):
         return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """Returns the dashboard as a widget, the same each time; with `read_only` a separate one without controls.
+        """Returns the dashboard as a widget; with `read_only` a separate one without controls.
 
         Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """

@@ -1,4 +1,4 @@
-"""Run, the record's data with its most used analyses, and functions such as `simulate`, `plan` and `tune`.
+"""Run, the record's data with analyses, and functions such as `simulate`, `plan` and `tune`.
 
 This is an entry point like `workbench.lab`. Inner packages use the data alone (`workbench.record.run.Run`) and call
 functions.
@@ -133,7 +133,7 @@ def refused_by_model(experiment: Experiment) -> str:
 
 
 class Run(Frames):
-    """An experiment, its timeline and its environment: one class for live, recorded and simulated runs.
+    """An experiment, its timeline and its environment, whether live, recorded or simulated.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: LocalSGD, 2 ranks, 0 steps in 0.0 s (cut off)
@@ -189,18 +189,18 @@ class Run(Frames):
     def model(
         self, step: int | None = None, task: Any = None, timeout: float = 60.0, into: nn.Module | None = None
     ) -> nn.Module:
-        """Returns the trained model, on the CPU: a live run's at its next step boundary, an ended run's final one.
+        """Returns the trained model on the CPU: at a live run's next step boundary, or at the end.
 
         The whole model is assembled from shards, slices and stages; replicas that drifted apart are averaged. It comes
         from a checkpoint; the checkpoint of a live run stays.
 
-        step: of the checkpoint before that step instead; task: for a recorded run, which lacks your own functions
+        step: of the checkpoint before that step instead
+        task: for a recorded run, which lacks your own functions
         timeout: seconds to wait for a live run's boundary
-        into: a model that takes the values, and is returned; needed for a loop of its own, which alone can make the
-              model
+        into: a model to fill and return; a loop of its own needs it, because only the loop can make the model
 
-        Raises RunError if the model was not kept, naming what was; TimeoutError; and KnobError for another task's
-        settings.
+        Raises RunError if the model was not kept, with the steps that were. Also raises TimeoutError, and KnobError for
+        another task's settings.
         """
         from workbench.sim.run.resuming import model_of
 
@@ -214,7 +214,7 @@ class Run(Frames):
         return checkpoint, self.experiment.task if task is None else task
 
     def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:
-        """Writes `model(...)` to `path`: as `.safetensors` (needs safetensors), else its state dict in torch's format.
+        """Writes `model(...)` to `path`, as `.safetensors` (needs safetensors) or torch's state dict.
 
         `torch.load(path, weights_only=True)` reads the latter. Raises the errors of `model`, and RunError if it cannot
         write.
@@ -224,7 +224,7 @@ class Run(Frames):
         return written_to(path, lambda: saved_state(*self._kept(step, task, timeout)))
 
     def segment(self, first: int, stop: int) -> Self:
-        """Returns steps [first, stop) as a run of their own, for comparisons, exports and analyses.
+        """Returns steps [first, stop) as a run of their own, to compare, export or inspect.
 
         >>> Run({"ranks": 2}, name="tour").segment(10, 20).name
         'tour, steps 10 to 19'
@@ -285,7 +285,7 @@ class Run(Frames):
         return analysis.line(self)
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """Returns the dashboard as a widget, the same each time; with `read_only` a separate one without controls.
+        """Returns the dashboard as a widget; with `read_only` a separate one without controls.
 
         Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """

@@ -1,1 +1,1 @@
-"""Entry points other than the notebook: the demo, JupyterLab's start, reports, trackers and comparisons."""
+"""Entry points other than the notebook, such as the demo, JupyterLab's start and reports."""

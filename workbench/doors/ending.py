@@ -1,4 +1,7 @@
-"""Handles SIGTERM, which a scheduler sends before it ends a job: the run keeps a checkpoint and stops."""
+"""Handles SIGTERM: the run keeps a checkpoint and stops.
+
+A scheduler sends SIGTERM some time before it ends a job.
+"""
 
 from __future__ import annotations
 

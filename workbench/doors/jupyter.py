@@ -1,4 +1,4 @@
-"""Opens JupyterLab on the first notebook, for users who do not know Jupyter's options. Starts nothing else."""
+"""Opens JupyterLab on the first notebook, for users who do not know its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends a run to an experiment tracker while it trains: loss, step time, exposed communication and bytes.
+"""Sends the metrics of a run's steps to an experiment tracker while it trains.
 
     sink = log_to(run, "mlflow", project="wires")   # or "wandb", "trackio"; returns at once, and follows the run
     sink.wait()
@@ -74,7 +74,10 @@ class Sink:
 
 
 def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str, float]]]:
-    """Returns (step, seconds since 1970, metrics) of steps [first, stop): means over ranks, known values only."""
+    """Returns (step, seconds since 1970, metrics) for steps [first, stop). Metrics are means over ranks.
+
+    It omits unknown metrics.
+    """
     w, samples = Window(run.timeline, first, stop), run.timeline.samples.rows()
     ended = w.lane("step")
     rows = w.lane("comm")
@@ -95,7 +98,7 @@ def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str,
 
 
 def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
-    """Sends `run` to "mlflow", "trackio" or "wandb" as a run of `project`, live or afterwards; returns at once.
+    """Sends `run` to "mlflow", "trackio" or "wandb", live or afterwards; returns at once.
 
     Raises RunError for an unknown tracker, or one that is not installed.
     """

@@ -1,4 +1,4 @@
-"""`workbench tune`: trains a run, tries settings on it, prints each trial as it ends, and then the best."""
+"""`workbench tune`: trains a run, tries settings on it and prints each trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiment, the value that describes a run completely, and the checks that refuse an invalid one."""
+"""Experiment, which describes a run completely, and the checks that refuse an invalid one."""
 
 from workbench.experiment.experiment import Experiment as Experiment
 

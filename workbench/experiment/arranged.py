@@ -19,8 +19,8 @@ _MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
     """Returns the mesh of the ranks that train: the strategy's dimensions, then the partition's.
 
-    All ranks of a process share one mesh while the strategy exists: a copy for each of thousands of ranks would hold
-    thousands of numbers. Raises StrategyError if the dimensions do not fit.
+    All ranks of a process share it, because copies for thousands of ranks would take much memory. Raises StrategyError
+    if the dimensions do not fit.
     """
     made = _MADE.setdefault(strategy, {})
     inside = partition.dims()

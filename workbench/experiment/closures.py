@@ -1,4 +1,4 @@
-"""Refuses optimizers whose step needs a closure: a rank's step makes 1 gradient from 1 backward."""
+"""Refuses optimizers whose step needs a closure: a rank computes its loss once per step."""
 
 from __future__ import annotations
 

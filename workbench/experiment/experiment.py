@@ -125,7 +125,7 @@ class Experiment:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of the model. A strategy sees one rank of each."""
+        """The number of replicas of the model. A strategy sees it as the number of ranks that train."""
         return partitioned.replicas(self)
 
     def filled(self) -> Experiment:

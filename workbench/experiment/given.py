@@ -81,14 +81,14 @@ def experiment(value: Any) -> Experiment:
 
 
 def script(file: str, words: Sequence[str] = ()) -> Experiment:
-    """Returns an experiment that runs a script as torchrun would, under torch's own DistributedDataParallel."""
+    """Returns an experiment that runs a script as torchrun would, under torch's own DDP."""
     if not Path(file).is_file():
         raise KnobError(f"file={short(file)}: there is no such file; must be a training script, such as 'train.py'")
     return Experiment(task=Script(file=file, args=tuple(words)), strategy=TorchDDP(), eval_every=0)
 
 
 def changes(value: Any) -> tuple[Change, ...]:
-    """Checks planned changes; each may also be a tuple (at_step, path, value) or (at_step, {path: value, ...})."""
+    """Checks planned changes. Each may also be (at_step, path, value) or (at_step, {path: value, ...})."""
     wanted = "must be Change(at_step, path, value)"
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise KnobError(f"changes={short(value)}: must be a list, and each in it {wanted[8:]}")

@@ -1,4 +1,4 @@
-"""Keeps torch's compiler out of a process until something compiles: it is 20 % of an engine's imports.
+"""Keeps torch's compiler, 20 % of an engine's imports, out of a process until it compiles.
 
 In a notebook, importing it would delay the first change that inspects an optimizer by seconds.
 

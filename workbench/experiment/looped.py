@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment) -> str | None:
-    """Returns why the task's own loop cannot run under `e`'s settings, and what to do instead; or None."""
+    """Returns why the task's own loop cannot run as `e` says, and what to do instead; or None."""
     if not e.task.leads:
         return None
     name, strategy = type(e.task).__name__, type(e.strategy).__name__

@@ -1,4 +1,4 @@
-"""Checks whether a compressor can keep the optimizer's momentum: it needs gradients and plain sums of them."""
+"""Checks whether a compressor can keep the optimizer's momentum, a plain sum of gradients."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The learning rate of a step, on both hosts: the experiment's `lr` times a factor.
 
-`lr_scaled` makes the rate follow the global batch (linear scaling): a batch k times as large gets a rate k times as
-large. The reason: k small steps in about the same direction add up to one step that is k times as long. This fails in
-the first steps, when the gradient turns quickly. Therefore the factor may rise in `lr_warmup` equal parts.
+`lr_scaled` makes the rate follow the global batch (linear scaling): k times the batch, k times the rate. The reason: k
+small steps in about the same direction add up to one step that is k times as long. This fails in the first steps, when
+the gradient turns quickly. Therefore the factor may rise in `lr_warmup` equal parts.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
 https://arxiv.org/abs/1706.02677
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def factor(e: Experiment) -> float:
-    """Returns the factor on `lr` after warm-up: the global batch divided by the batch that `lr` is meant for.
+    """Returns the factor on `lr` after warm-up: the global batch over the batch that `lr` is for.
 
     The global batch is what all training ranks read for one update.
     """

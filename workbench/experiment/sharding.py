@@ -1,4 +1,4 @@
-"""Checks that the optimizer steps each element by itself, as sharding strategies and sliced matrices need."""
+"""Checks that the optimizer is element-wise if a strategy shards or a partition slices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
-    """Returns why `e`'s strategy or partition cannot shard `e`'s optimizer, and what to do instead; or None.
+    """Returns why `e` cannot shard its optimizer, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes unchecked
     """

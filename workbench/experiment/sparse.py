@@ -1,4 +1,4 @@
-"""Checks that the strategy keeps sparse gradients sparse if the optimizer (SparseAdam) needs it."""
+"""Checks that the strategy keeps gradients sparse if the optimizer is SparseAdam."""
 
 from __future__ import annotations
 

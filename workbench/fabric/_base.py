@@ -1,4 +1,4 @@
-"""Fault, the base class of injected faults: the engine performs them, the simulator computes their cost."""
+"""Fault, the base class of faults that the engine performs and the simulator prices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from workbench.settings import Family
 class Fault(Family):
     """A fault of one rank, injected on purpose and recorded.
 
-    `stretch` is the factor on the duration of a compute phase on a rank at a step; `choke` is the factor on the time
-    that its port is busy. `pause` is how many seconds the rank stalls when the fault begins; `crashes` is whether its
+    `stretch` is the factor on the duration of a compute phase on a rank at a step. `choke` is the factor on the time
+    that its port is busy. `pause` is how many seconds the rank stalls when the fault begins. `crashes` is whether its
     process ends.
     """
 
@@ -32,5 +32,5 @@ class Fault(Family):
         return False
 
     def idle(self, is_shaped: bool) -> str | None:
-        """Returns why it has no effect on a network that is or is not emulated, and what to do instead; or None."""
+        """Returns why it has no effect on the network, and what to do instead; or None."""
         return None

@@ -10,7 +10,7 @@ Hop = tuple[str, int]  # ("host" or "disk", bytes moved there or back)
 
 
 def hop_seconds(fabric: Fabric, hops: Iterable[Hop]) -> float:
-    """Returns the seconds of these transfers one after another, as far as `fabric` has their bandwidths."""
+    """Returns the seconds of consecutive transfers, as far as `fabric` has their bandwidths."""
     rates = {"host": fabric.host, "disk": fabric.disk}
     return sum(nbytes * 1e-9 / rates[where] for where, nbytes in hops if rates[where])
 

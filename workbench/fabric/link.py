@@ -1,4 +1,4 @@
-"""The network as one description: the engine shapes real traffic by it, the simulator computes costs from it."""
+"""Link and Fabric: the network that the engine shapes traffic by and the simulator prices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Link:
         return bool(self.bandwidth or self.latency)
 
     def seconds(self, nbytes: float, messages: int) -> float:
-        """Returns how long a port is busy with `nbytes` in `messages` consecutive messages, without jitter."""
+        """Returns how long consecutive messages of `nbytes` in total occupy a port, without jitter."""
         wire = nbytes * 8e-6 / self.bandwidth if self.bandwidth else 0.0
         return messages * self.latency * 1e-3 + wire
 
@@ -41,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """The emulated network: one Link per rank, sites, an all-reduce algorithm, and the injected faults.
+    """The emulated network: a Link per rank, sites, an all-reduce algorithm and the injected faults.
 
     site:       neighbouring ranks share a site, such as a machine or a rack; traffic between sites has the smaller
                 bandwidth and the larger latency of the Link and the `between_` settings
@@ -79,7 +79,7 @@ class Fabric:
         return self._far if self.crosses(ranks) else self.link
 
     def measured(self, latency: float, bandwidth: float) -> Fabric:
-        """Returns this fabric with a Link of this latency (ms) and bandwidth (Mbit/s); 0 keeps the present value."""
+        """Returns this fabric with a Link of this latency (ms) and bandwidth (Mbit/s); 0: unchanged."""
         link = replace(self.link, latency=latency or self.link.latency, bandwidth=bandwidth or self.link.bandwidth)
         return replace(self, link=link)
 
@@ -112,7 +112,7 @@ def even(verb: str, nbytes: int, size: int) -> Load:
 
 
 def uneven(lengths: tuple[tuple[int, ...], ...], width: int, rank: int) -> Load:
-    """Returns the Load of an all-to-all: rank i sends lengths[i][j] elements of `width` bytes to rank j.
+    """Returns the Load of an all-to-all: rank i sends lengths[i][j] elements to rank j.
 
     A rank's data for itself and empty rows cost nothing.
 

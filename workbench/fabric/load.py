@@ -70,7 +70,7 @@ def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
 def message_seconds(
     fabric: Fabric, nbytes: int, size: int, seed: int, source: int, to: int, number: int
 ) -> float:
-    """Returns how long message `number` of `source` occupies a healthy port, or the port shared by `size` ranks."""
+    """Returns how long message `number` of `source` occupies its healthy, or the shared, port."""
     link = fabric.path(sorted((source, to)))
     return link.seconds(nbytes * (size if fabric.shared else 1), 1) * link.noise(seed + source, number)
 
@@ -82,12 +82,12 @@ def leaves(now: float, free: float, seconds: float) -> tuple[float, float]:
 
 
 def comes(begun: float, taken: float, seconds: float) -> float:
-    """Returns when a message has arrived that began to leave at `begun`, at a port that is busy until `taken`."""
+    """Returns when a message that began to leave at `begun` has arrived at a port busy until `taken`."""
     return max(begun, taken) + seconds
 
 
 def port_seconds(link: Link, shared: bool, load: Load, parallel: int = 1) -> float:
-    """Returns how long a collective occupies the busiest healthy port, or the shared one, without jitter.
+    """Returns how long a collective occupies the busiest or the shared port, without jitter.
 
     link:     its link (`Fabric.path`)
     parallel: how many groups run it at the same time, which matters on a shared port

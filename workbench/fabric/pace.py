@@ -1,4 +1,4 @@
-"""How a pace and faults set the duration of a compute phase, and whether a rank keeps its pace, on both hosts.
+"""The duration of a compute phase under a pace and faults, and whether a rank keeps its pace.
 
 A rank that computes for `computed` seconds under a pace of `asked` takes max(asked, computed), times its faults. So a
 fault also works on a machine that cannot keep the pace.
@@ -16,7 +16,7 @@ AGAIN = 1.25  # times the last reported value: beyond this it reports again
 
 
 def lasts(asked: float, computed: float, factor: float = 1.0) -> float:
-    """Returns the duration of a phase that should take `asked` and computes for `computed`, times `factor`.
+    """Returns the duration of a phase: the longer of `asked` and `computed`, times `factor`.
 
     >>> lasts(0.1, 0.25, 2.0)
     0.5

@@ -51,7 +51,7 @@ def chosen(lr: float, own: Own) -> float:
 
 
 def by_layers(params: list[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns two groups: weights, with trust ratio and decay, and biases and normalisations, with neither.
+    """Returns two groups: weights, and biases with normalisations, without trust ratio and decay.
 
     Parameters with at most one dimension belong to the second group.
     """

@@ -30,7 +30,7 @@ def elementwise(optimizer: Any) -> bool:
 
 
 def slots(optimizer: Any) -> tuple[str, ...]:
-    """Returns the slots per parameter that `optimizer` shares with its line; () if its line is unknown."""
+    """Returns the slots per parameter that `optimizer` shares with its line; () if unknown."""
     groups = optimizer.param_groups
     if type(optimizer) in MOMENTUM:
         return ("momentum_buffer",) if any(g["momentum"] for g in groups) else ()

@@ -13,7 +13,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay: it shrinks the parameters themselves and is no part of the gradient.
+    """Adam with decoupled weight decay, which shrinks the parameters and is not in the gradient.
 
         w <- w - lr weight_decay w - lr m_hat / (sqrt(v_hat) + eps)          m, v and hat as in Adam
 

@@ -31,7 +31,7 @@ PLAIN = Coding()
 
 @dataclass(frozen=True, kw_only=True)
 class Partition(Family):
-    """The way in which one replica of the model is spread over ranks, and the order in which they compute.
+    """How one replica of the model is spread over ranks, and in which order they compute.
 
     A strategy acts between replicas, a partition inside one. A strategy sees only the ranks that hold the same piece,
     so its code knows nothing of partitions.
@@ -98,7 +98,10 @@ class Partition(Family):
 
     @property
     def recompute(self) -> tuple[str, int]:
-        """The part that backward recomputes ("none", "units", "attention"), and n: in every n-th unit of the model."""
+        """The part that backward recomputes, and n: it does so in every n-th unit of the model.
+
+        The part is "none", "units" or "attention".
+        """
         return "none", 1
 
     def between(self, memory: Memory) -> Coding:
@@ -114,5 +117,5 @@ class Partition(Family):
         yield from ()
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why it cannot take a batch of `batch` examples (0: unknown), and what to do instead; or None."""
+        """Returns why it cannot take such a batch (0: unknown size), and what to do instead; or None."""
         return None

@@ -9,7 +9,10 @@ from workbench.rank import Memory
 
 
 def coding(activations: Compressor, gradients: Compressor, mask: bool, memory: Memory) -> Coding:
-    """Returns the Coding of both, without error feedback: the next activation does not need what one left unsent."""
+    """Returns the Coding of both, without error feedback.
+
+    The next activation does not need what an activation left unsent.
+    """
     there, back = (None if way.immediate else bare(way).coder(memory) for way in (activations, gradients))
     return Coding(there, back, mask)
 

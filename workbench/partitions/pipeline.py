@@ -18,7 +18,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Partition):
-    """Consecutive layers on consecutive ranks: p stages make one replica, and m micro-batches pass through them.
+    """Consecutive layers on consecutive ranks: p stages make a replica, m micro-batches pass.
 
         x of micro-batch i:       0 -> 1 -> ... -> p-1            activations, from stage to stage
         its gradient:             0 <- 1 <- ... <- p-1
@@ -39,7 +39,7 @@ class Pipeline(Partition):
     With `of` = Tensor() each stage is t ranks that compute its layers together. This suits fast links inside a stage
     and slow links between stages.
 
-    A Sequential is cut between its children, a decoder of transformers between its layers, and any other model between
+    A Sequential is cut between its children, a transformers decoder between its layers. Another model is cut between
     the parts that its task names. `cuts` holds the numbers of the parts at which stages 1 to p-1 begin. Without `cuts`
     the largest stage gets as few parameters as possible, embeddings not counted. If the time of layers does not follow
     their parameters, `balance(experiment)` measures it and returns the cuts that make the slowest stage fastest. With

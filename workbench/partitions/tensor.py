@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks hold slices of each layer's matrices and compute every layer together."""
+"""Tensor parallelism: ranks hold slices of each layer's matrices and compute together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Partition):
-    """Each of t ranks has 1/t of a layer's matrices, and all t compute each example together, as Megatron-LM does.
+    """Each of t ranks has 1/t of a layer's matrices, and all compute together, as in Megatron-LM.
 
         Y_k = gelu(X A_k)               columns of A: k's own features of Y, without communication
         Z   = sum over k of Y_k B_k     rows of B: one all-reduce (g); backward it is one of X's gradient (f)

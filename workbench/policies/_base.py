@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBase(Family):
-    """The base of policies, which change knobs during a run, and of ByHand, which does not."""
+    """The base class of policies and of ByHand, which is none."""
 
     home: ClassVar[str] = "workbench.policies"
     decides: ClassVar[bool] = False

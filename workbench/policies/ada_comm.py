@@ -1,4 +1,4 @@
-"""AdaComm: ranks train alone for long periods at first, and for shorter ones as the loss falls."""
+"""AdaComm: ranks train alone for long periods at first, for shorter ones as the loss falls."""
 
 from __future__ import annotations
 

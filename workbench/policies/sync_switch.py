@@ -1,4 +1,4 @@
-"""Sync-Switch: synchronous training first, for quality, then asynchronous training, for speed."""
+"""Sync-Switch: synchronous training first for quality, then asynchronous training for speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSwitch(Policy):
-    """Trains the first `fraction` of the steps synchronously, the remaining steps with an asynchronous server.
+    """Trains the first `fraction` of the steps synchronously, then with an asynchronous server.
 
         step < fraction * steps    the strategy that the run began with, learning rate n lr, global batch n B
         from there on              AsyncServer, learning rate lr, each push a batch of B
@@ -128,9 +128,10 @@ class SyncSwitch(Policy):
 
 
 def slower(seconds: Sequence[float], margin: float) -> set[int]:
-    """Returns the ranks with steps per second below mean minus standard deviation and below 1 - `margin` of the mean.
+    """Returns the slow ranks, from seconds per step.
 
-    NaN stands for a rank that computed nothing.
+    Their steps per second are below mean minus standard deviation, and below 1 - `margin` of the mean. NaN stands for a
+    rank that computed nothing.
     """
     rates = {rank: 1 / s for rank, s in enumerate(seconds) if s > 0}
     if len(rates) < 2:

@@ -1,4 +1,4 @@
-"""The verbs that an algorithm may use on its rank, and the values that they exchange. No clock, no process group."""
+"""The verbs that an algorithm may use on its rank, and the values that they exchange."""
 
 from workbench.rank.awaitables import Backward as Backward
 from workbench.rank.awaitables import Forward as Forward

@@ -28,8 +28,7 @@ class Arithmetic:
         return Op("factors")
 
     def curve(self, vector: list[Tensor]) -> Op:
-        """Returns the Gauss-Newton matrix of the last forward's batch on this rank times `vector`: (n,) for each
-        bucket.
+        """Returns the Gauss-Newton matrix of the last forward's batch times `vector`, (n,) per bucket.
 
         Use it between that forward and the next change of the parameters. Raises StrategyError if the loss does not
         depend on the output of one call of the model.
@@ -37,7 +36,7 @@ class Arithmetic:
         return Op("curve", vector)
 
     def value(self) -> Op:
-        """Returns the loss of the last forward's batch under the present parameters, without a graph for gradients."""
+        """Returns the loss of the last forward's batch under the present parameters, without a graph."""
         return Op("value")
 
     def work(self, of: Callable[[], Any], flops: float, name: str) -> Op:

@@ -1,8 +1,8 @@
 """The awaitables that a Rank's verbs return, and the names of their Spans.
 
-A verb builds an `Op`. Awaiting it hands the Op to the host that drives the coroutine: the engine on the wall clock, the
-simulator on a virtual one. The host resumes the coroutine with its answer. See "The trampoline" in workbench/DESIGN.md.
-This module has no clock, process group or thread.
+A verb builds an `Op`. Awaiting it hands the Op to the host that drives the coroutine; the host resumes the coroutine
+with its answer. The engine is a host on the wall clock, the simulator on a virtual one. See "The trampoline" in
+workbench/DESIGN.md. This module has no clock, process group or thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @lru_cache(1 << 16)  # a server of 1,000 ranks needs the same few names in every step
 def message_name(verb: str, kind: str, **other: int | None) -> str:
-    """Returns the name of a message's Span on both hosts: `message_name("send", "ask", to=2)` is "send ask to 2"."""
+    """Returns the name of a message's Span: `message_name("send", "ask", to=2)` is "send ask to 2"."""
     ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
     return " ".join([verb, *([kind] if kind else []), *ends])
 
 
 def collective(op: Op, child: str = "") -> str:
-    """Returns the name of a collective's Span on both hosts: verb, name, and the group unless it is all ranks.
+    """Returns the name of a collective's Span: verb, name, and the group unless it is all ranks.
 
     child: the name of the child that runs it, for an operation without a name
     """

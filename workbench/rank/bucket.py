@@ -1,4 +1,4 @@
-"""Bucket, a slice of the model that is exchanged as one, and Memory, state addressed by place in the model."""
+"""Bucket, a slice of the model for exchange, and Memory, state by place in the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Generator, Tensor, dtype
 
-MOMENTUM = "momentum"  # name of the buffer in a compressor's Memory for the optimizer's momentum
+MOMENTUM = "momentum"  # the buffer of a compressor's Memory that replaces the optimizer's
 
 
 class Part(NamedTuple):
@@ -25,8 +25,8 @@ class Part(NamedTuple):
 class Bucket:
     """A flat, named slice of the model's gradients or parameters.
 
-    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. A `Memory` keeps the state that
-    belongs to a bucket by place in the model, so it survives a change of bucket size.
+    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. State that belongs to a bucket is in
+    a `Memory`, by place in the model, so it survives a change of bucket size.
 
     kept:   the part of a gradient bucket that is left after `give_back`; else None
     forget: for a bucket of gradients, releases them from its layout; else None
@@ -64,7 +64,7 @@ class Bucket:
         return Bucket(self.index, self.data[start:stop], parts, self.offset + start)
 
     def give_back(self, kept: Tensor) -> None:
-        """Keeps only `kept`, stored elsewhere, of these gradients; their layout frees its memory for the next ones."""
+        """Keeps only `kept`, which is stored elsewhere. The layout of these gradients releases its memory."""
         self.kept = kept
         if self.forget is not None:
             self.forget()
@@ -113,7 +113,7 @@ class Memory:
         return self._generator[str(device)]
 
     def flat(self, name: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
-        """Returns the buffer's values for `bucket`: (n,) in the bucket's dtype or in `kind`, initially zero.
+        """Returns the buffer for `bucket`: (n,) in the bucket's dtype or in `kind`, initially zero.
 
         The tensor is contiguous and shared: writing into it changes the memory. It is cut again if the bucket's
         parameters change.
@@ -123,7 +123,7 @@ class Memory:
         return self._join(name, key, bucket, kind) if found is None else found
 
     def keep(self, name: str, bucket: Bucket, values: Tensor) -> None:
-        """Replaces what `flat` returned for `bucket` by `values`, (n,), without a copy."""
+        """Replaces the tensor of `flat` for `bucket` by `values` (n,) without a copy."""
         self._joined[name, bucket.places] = values
         for part in bucket.parts:
             self.buffers[name][part.name] = values[part.start : part.stop]

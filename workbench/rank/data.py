@@ -31,11 +31,11 @@ class Data:
         return Op("look_up")
 
     def row_grads(self, rows: dict[str, Tensor]) -> Op:
-        """Returns the gradient of these rows by table, (n, width), and takes it: `update` then skips these tables."""
+        """Takes the gradient of these rows, (n, width) by table, and returns it. `update` then skips these tables."""
         return Op("row_grads", rows)
 
     def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> Op:
-        """Steps these rows of a table with the optimizer, at rate `lr`, by their gradient (n, width).
+        """Steps these rows of a table by their gradient (n, width) at rate `lr`.
 
         The optimizer state of other rows stays unchanged; the step counter belongs to the whole table. A background of
         a rank that only serves may use it. It takes no time under a pace.

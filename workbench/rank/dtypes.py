@@ -17,7 +17,7 @@ def can_average(kind: dtype) -> bool:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Returns a complex tensor (...) as a view (..., 2) of real and imaginary parts; a real tensor unchanged."""
+    """Returns a complex tensor (...) as a view (..., 2) of reals; a real tensor unchanged."""
     if not x.is_complex():
         return x
     import torch

@@ -7,7 +7,7 @@ from typing import Any
 from workbench.rank.awaitables import Op, StrategyError
 from workbench.rank.bucket import Bucket
 
-KEPT = ("parameters", "gradients", "optimizer state")  # the parts of a bucket's state that can leave the device
+KEPT = ("parameters", "gradients", "optimizer state")  # of a bucket, can leave the device
 
 
 class Elsewhere:
@@ -17,7 +17,7 @@ class Elsewhere:
 
     # host and disk
     def offload(self, shard: Bucket, what: str, to: str) -> Op:
-        """Keeps "gradients", "optimizer state" or "parameters" of a bucket's shard on the "host" or on "disk".
+        """Keeps `what` ("gradients", "optimizer state", "parameters") of a shard on "host" or "disk".
 
         Anything already off the device moves there. For parameters this is a copy: `hold` decides what stays in the
         model.
@@ -29,7 +29,7 @@ class Elsewhere:
     def fetch(self, shard: Bucket, what: str, to: str = "device", keep: bool = False) -> Op:
         """Brings offloaded state to the "host" or back to the "device".
 
-        Returns parameters or gradients that reach the device, (n,), owned by the caller; None for optimizer state.
+        For parameters or gradients that reach the device it returns (n,), owned by the caller; otherwise None.
 
         keep: whether the offloaded copy stays as well
         """

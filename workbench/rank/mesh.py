@@ -59,7 +59,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named dimensions and their sizes, outermost first; `ranks` are the run's ranks that fill it, in order.
+    """Named dimensions and their sizes, outermost first; `ranks` fill it in order.
 
     inside: the dimensions over which one replica of the model is spread; along the other dimensions, ranks hold the
             same part
@@ -131,7 +131,7 @@ class Mesh:
 
 
 def _listed(ranks: tuple[int, ...], most: int = 8) -> str:
-    """Lists up to `most` ranks; of more ranks, the first, the second and the last."""
+    """Lists up to `most` ranks; of more ranks only the first two and the last."""
     if len(ranks) <= most:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"

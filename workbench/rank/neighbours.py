@@ -7,7 +7,7 @@ from workbench.rank.ops import Member, Rank
 
 
 def sites(rank: Rank, of: int) -> tuple[Rank, Rank | None]:
-    """Returns `rank` in the group of its site (`of` neighbours), and in the group of each site's first rank.
+    """Returns `rank` among the `of` neighbours of its site, and among each site's first rank.
 
     The second is None unless `rank` is the first of its site. Sites count ranks by their number in the run. A site may
     have fewer than `of` ranks.

@@ -16,7 +16,7 @@ from workbench.rank.pieces import Pieces
 if TYPE_CHECKING:
     from torch import Tensor
 
-REDUCTIONS = ("sum", "mean", "max", "min")  # the operations of an all-reduce
+REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Rank(Arithmetic, Data, Pieces, Elsewhere):
@@ -73,7 +73,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         self._groups.clear()
 
     def group(self, *dims: str) -> Rank:
-        """Returns this rank in the group of ranks that differ only in the mesh dimensions `dims`: the same verbs.
+        """Returns a Rank for this rank's group along the mesh dimensions `dims`, with the same verbs.
 
         Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension, and on a
         server, which is outside the mesh.
@@ -95,14 +95,14 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
 
     # compute
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
-        """Returns the loss of the next batch or of `x`; on a pipeline stage before the last, the activation.
+        """Returns the loss of the next batch or of `x`; before a pipeline's last stage, the activation.
 
         `micro` names this forward for its backward. Several may be open at once.
         """
         return Forward(x, micro)
 
     def backward(self, grad: float | Tensor | None = None, micro: int = 0) -> Backward:
-        """Computes the gradients of `micro`'s forward times `grad`: a number for a loss, a tensor for an activation.
+        """Computes gradients of `micro`'s forward times `grad`, a number or an activation's gradient.
 
         Gradients add up until `update`. `async for` yields buckets as they fill, with the sums so far.
         """
@@ -121,7 +121,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return Op("update", bucket, by, on)
 
     def params(self) -> Op:
-        """Returns the parameters as a list of Buckets that view them: writing into `data` changes the model."""
+        """Returns the parameters as Buckets that view them: writing into `data` changes the model."""
         return Op("params")
 
     def grads(self) -> Op:
@@ -148,7 +148,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
-        """Replaces `x` by its sum over all ranks ("mean", "max", "min"), in place; returns `x`.
+        """Replaces `x` in place by its sum over all ranks (or "mean", "max", "min") and returns it.
 
         A mean divides the sum after the exchange, so it sends the same bytes. Raises StrategyError for another `op`,
         and for the mean of integers.
@@ -174,7 +174,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return self._collective("all_to_all", x, name)
 
     def all_to_allv(self, rows: list[Tensor], lengths: tuple[tuple[int, ...], ...], name: str = "") -> Op:
-        """Sends row j to rank j, of any length and one dtype; returns the list of rows from ranks 0, 1, ...
+        """Sends row j, of any length, to rank j; returns the list of rows from ranks 0, 1, ... All have one dtype.
 
         lengths[i][j] is the number of elements that rank i sends to rank j. All ranks must pass the same lengths. An
         empty row costs nothing: with 1 non-empty row per rank this is an exchange in pairs.
@@ -217,10 +217,10 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return Op("wait", handle)
 
     def again(self, rest: float = 0.0, alone: bool = False) -> Op:
-        """In a background: waits for the end of a step and for `rest` seconds, then returns the step's number.
+        """In a background: waits for a step's end and `rest` seconds, and returns the step's number.
 
-        Returns 0 when the backgrounds must end: those of all ranks, with `alone` only this one, in a group those of its
-        ranks. Ranks outside the group need not take part.
+        Returns 0 when the backgrounds must end: all of them together, or this one alone with `alone`. In a group, only
+        its ranks count. Ranks outside the group need not take part.
         """
         return self._collective("again", rest, alone)
 

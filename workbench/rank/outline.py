@@ -1,8 +1,8 @@
 """Helpers for tensors that have shapes and no values.
 
 A simulation without values runs algorithms on tensors of torch's meta device. Shapes follow from the operations, at
-some microseconds each. Two kinds of code need help: a function whose result depends on values (`outlined`), and code
-that reads numbers out of a tensor (`values_of`). This module knows no host.
+some microseconds each. A function whose result depends on values needs `outlined`. Code that reads numbers out of a
+tensor needs `values_of`. This module knows no host.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def outlined(by: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def values_of(x: Tensor, otherwise: float) -> Tensor:
-    """Returns `x`, to read numbers from; with sizes only, a CPU tensor filled with `otherwise`."""
+    """Returns `x` to read numbers from. With sizes only, it is a CPU tensor filled with `otherwise`."""
     return x.new_full(x.shape, otherwise, device="cpu") if x.is_meta else x
 
 
 def each(every: Tensor) -> Tensor:
-    """Returns the gathered rows (size, n) to loop over; with sizes only 1 row, which represents all."""
+    """Returns the gathered rows (size, n) to loop over. With sizes only, 1 row represents all."""
     return every[:1] if every.is_meta else every
 
 

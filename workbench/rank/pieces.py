@@ -15,7 +15,7 @@ class Pieces:
 
     # parts of a model
     def pieces(self, most: int) -> Op:
-        """Returns into how many pieces `rise` and `fall` can cut the model, at most `most`; 1 if it cannot be cut.
+        """Returns how many pieces `rise` and `fall` can cut the model into, at most `most`, at least 1.
 
         Cuts are between the parts that a Pipeline deals out to stages. Pieces have as equal a number of parts as
         possible.
@@ -23,16 +23,16 @@ class Pieces:
         return Op("pieces", most)
 
     def rise(self, micro: int, piece: int, of: int, falls: bool = False) -> Op:
-        """Runs the next batch forward through piece `piece` of `of`, in order; the last piece returns the loss.
+        """Runs the next batch forward through piece `piece` of `of`; the last piece returns the loss.
 
         falls: its backward will be by `fall`, piece by piece; else by one `backward` after the last piece
         """
         return Op("rise", micro, piece, of, falls)
 
     def fall(self, micro: int, piece: int, of: int, grad: float = 1.0) -> Op:
-        """Runs the backward through one piece of `micro`, the last first, and frees what autograd kept for it.
+        """Runs the backward through one piece of `micro`, the last first, and frees its graph.
 
-        Gradients, times `grad`, stay on this rank and add up, as for an awaited `backward`.
+        Gradients times `grad` stay on this rank and add up, as for an awaited `backward`.
         """
         return Op("fall", micro, piece, of, grad)
 
@@ -45,7 +45,7 @@ class Pieces:
         return Op("units")
 
     def narrow(self, kept: list[Tensor] | None, scaled: bool = False) -> Op:
-        """Makes this rank train the sub-model that keeps these indices of each of the `units`, (k,) int64 each.
+        """Makes this rank train the sub-model that keeps these indices, (k,) int64 for each `units`.
 
         None restores the whole model, including the values that the sub-model has learned.
 

@@ -1,4 +1,4 @@
-"""Hidden units that a sub-model can omit, and the entries of the parameters that a sub-model keeps.
+"""Hidden units that a sub-model can omit, and the entries of parameters that it keeps.
 
 A unit is an output of one layer that only the next one reads: a feature, a channel, an attention head. Without it both
 layers' matrices have fewer rows or columns: the result is a smaller model. This module knows only buckets and the names
@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
 
 class Units(NamedTuple):
-    """`size` units between two layers, named after the first, and the parameters with entries for each of them.
+    """`size` units between two layers, named after the first, and the parameters that they cut.
 
     reader: the weight by which the next layer reads them
     """
@@ -90,7 +90,7 @@ class Entries:
 
     @outlined(lambda self, bucket: bucket.data.new_empty(self.numel(bucket)))
     def pick(self, bucket: Bucket) -> Tensor:
-        """Returns (m,): the sub-model's entries of a bucket of whole parameters, in the order of its parts."""
+        """Returns (m,): the sub-model's entries of a bucket of whole parameters, in order."""
         parts = [self.of(p.name, bucket.data[p.start : p.stop]).reshape(-1) for p in bucket.parts]
         return parts[0].clone() if len(parts) == 1 else _cat(parts)
 

@@ -13,7 +13,7 @@ from workbench.settings.plain import in_words, to_plain
 
 T = TypeVar("T")
 NEXT = -1  # the next possible step
-FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # of its JSON form, in messages and in the record
+FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # of its JSON form
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
 def fold(
     start: T, changes: Iterable[Change], made: Callable[[T, str, Any], T] = with_value, skips: bool = False
 ) -> list[tuple[int, T]]:  # fmt: skip
-    """Returns (step, settings in force from that step on): `start` at step 0, then one entry per change, in order.
+    """Returns a list of (step, settings in force from it): `start` at step 0, then one per change.
 
     made: applies one change to the settings in force
     skips: ignore an invalid change instead of raising KnobError

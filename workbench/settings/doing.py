@@ -1,4 +1,4 @@
-"""Progress of long work, for the prompt and for dashboards.
+"""Progress of long work at the prompt and on dashboards.
 
     with doing("planning", total=len(pairs)) as work:
         for pair in pairs:

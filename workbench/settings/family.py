@@ -1,4 +1,4 @@
-"""The base class of every family: strategies, compressors, optimizers, faults, tasks, views and more."""
+"""Family, the base class of strategies, compressors, tasks, views and every other family."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Family(ABC):
 
 
 def _check_hooks(cls: type) -> None:
-    """Raises TypeError if a method of `cls` differs from its family's: async or not, or in its parameters."""
+    """Raises TypeError if a method differs from its family's: async or not, or in parameters."""
     for name, mine in vars(cls).items():
         theirs = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
         if not (inspect.isfunction(mine) and inspect.isfunction(theirs)):

@@ -25,7 +25,7 @@ MEMBER = re.compile(r"^@dataclass\(frozen=True, kw_only=True\)\nclass ([A-Z]\w*)
 
 
 def members(base: type[M]) -> dict[str, type[M]]:
-    """Returns the concrete members of a family by name; a class defined again in a cell replaces the old one."""
+    """Returns the concrete members of a family by name; a class defined again replaces the old."""
     if not getattr(base, "__family__", False):
         return {base.__name__: base}
     if home := getattr(base, "home", ""):

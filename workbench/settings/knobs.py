@@ -99,7 +99,7 @@ class Knob:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    """Returns the integers of a list, or of text such as "2, 5" or "[2, 5]"."""
+    """Returns the integers of a list or of a text, such as "2, 5" or "[2, 5]"."""
     if isinstance(value, str):
         value = [n for n in value.strip().strip("[]()").split(",") if n.strip()]
     held = value if isinstance(value, list | tuple) else _no()
@@ -204,6 +204,6 @@ def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
 
 
 def describe(member: type) -> dict[str, Any]:
-    """Returns a family member's name, first doc line and knobs, for the controls."""
+    """Returns what the controls need of a family member: name, first doc line and knobs."""
     doc = (member.__doc__ or "").strip().splitlines()
     return {"name": member.__name__, "doc": doc[0] if doc else "", "knobs": knobs(member)}

@@ -36,7 +36,7 @@ def find(base: type[M], name: str) -> type[M]:
 
 
 def word_of(family: type) -> str:
-    """Returns the word for a member of `family`, which is also the setting's name: "strategy" for Strategy."""
+    """Returns the word for a member of `family`, also the setting's name: "strategy" for Strategy."""
     return family.__name__.removesuffix("Base").lower()
 
 
@@ -98,7 +98,7 @@ def _known_as(name: str, every: Mapping[str, type]) -> list[str]:
 
 
 def _family_of(name: str, base: type) -> tuple[type, str] | None:
-    """Returns another family with a member `name`, and the member's exact name; None if there is no such family."""
+    """Returns another family with a member `name`, and the member's exact name; or None."""
     root = next((cls for cls in base.__mro__ if "__family__" in vars(cls)), None)
     families: list[Any] = root.__subclasses__() if root else []
     for family in families:

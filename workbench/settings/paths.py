@@ -101,7 +101,7 @@ def _depth(now: Any, where: str) -> int:
 
 
 def _formerly(thing: Any, path: str, value: Any) -> Any:
-    """Returns `thing` with a knob of an earlier version set to `value`; None if `path` is no such knob."""
+    """Returns `thing` with a knob of an earlier version set to `value`; None if it had none."""
     *holder, name = path.split(".")
     for full, k in walk(thing):
         held: Any = k.default

@@ -14,7 +14,7 @@ from workbench.settings.named import find
 
 
 def to_plain(value: Any) -> Any:
-    """Returns a settings value as JSON: `{"LocalSGD": {"every": 8}}` for a dataclass, lists for tuples."""
+    """Returns a settings value as JSON: `{"LocalSGD": {"every": 8}}`; lists for tuples."""
     if is_dataclass(value) and not isinstance(value, type):
         return {type(value).__name__: {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.init}}
     if isinstance(value, (list, tuple)):

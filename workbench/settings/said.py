@@ -32,7 +32,7 @@ def said(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Returns the traceback with its causes, perhaps without the middle; `said(error)` if formatting fails."""
+    """Returns the traceback with its causes, without a long middle; else `said(error)`."""
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:

@@ -1,7 +1,7 @@
 """Takes a member's docstring apart, for pages, lessons and `help`.
 
-A docstring has a first paragraph (a summary), indented paragraphs (the algorithm), one that begins `When to use it:`,
-one that begins `Reference:`, and further paragraphs.
+A docstring has a summary as its first paragraph and may have an algorithm in indented paragraphs. Further paragraphs
+may begin `When to use it:` or `Reference:`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 WHEN, PAPER = "When to use it:", "Reference:"
-TERM = re.compile(r"\w+: {2,}")  # the first line of a list of terms
+TERM = re.compile(r"\w+: {2,}")  # begins a list of terms
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def is_code(paragraph: str) -> bool:
 
 
 def terms(doc: str) -> Iterator[tuple[str, str]]:
-    """Yields (term, meaning) for the lines `term: meaning` of a docstring, with their continuation lines."""
+    """Yields (term, meaning) for lines `term: meaning` of a docstring and their continuations."""
     for part in paragraphs(doc):
         if re.match(r"\w[\w, ]*: ", part) and not part.startswith((WHEN, PAPER)):
             for found in re.finditer(r"^(\w[\w, ]*): +(.*(?:\n +.*)*)", part, re.M):
@@ -89,7 +89,7 @@ def source(member: type[Any]) -> str:
 
 
 def _in_a_cell(member: type[Any]) -> str:
-    """Returns the source of a class from a notebook cell, found by one of its methods; "" if it has none.
+    """Returns the source of a class from a notebook cell, by one of its methods; or "".
 
     Such a class has no file.
     """

@@ -1,4 +1,4 @@
-"""The interface of an all-reduce algorithm: the messages of one rank, and the duration of the whole."""
+"""The interface of an all-reduce algorithm: one rank's messages, and the total duration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Among:
-    """One rank in an all-reduce, as an algorithm sees it: it sends, and copies or adds received tensors.
+    """One rank in an all-reduce: it sends tensors, and copies or adds received ones.
 
     ranks:       their numbers in the run, in order
     index, size: this rank's place in `ranks`, and their number
@@ -66,7 +66,7 @@ class Algorithm(Family):
     Times assume ports that send one message and receive one at a time (full duplex). A message takes alpha + n beta:
     the Link's latency, plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
 
-    native: whether the backend performs it, so that the methods here stay unused
+    native: whether the backend itself performs it; the host then does not call `all_reduce`
     """
 
     home: ClassVar[str] = "workbench.fabric.algorithms"
@@ -78,7 +78,10 @@ class Algorithm(Family):
 
     @abstractmethod
     def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        """Returns the duration for `nbytes` among `ranks` that begin together on free ports; gamma: seconds a byte."""
+        """Returns the duration for `nbytes` among `ranks` that begin together on free ports.
+
+        gamma: seconds to add one byte
+        """
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         """Returns the algorithm that sums `nbytes` among `ranks`. It is the same on every rank.
@@ -93,13 +96,13 @@ class Algorithm(Family):
 
 
 def alpha_beta(fabric: Fabric, ranks: Sequence[int]) -> tuple[float, float]:
-    """Returns the seconds of a message and of each byte among `ranks`, in ascending order, without jitter."""
+    """Returns seconds per message and per byte among `ranks` (ascending), without jitter."""
     link = fabric.path(ranks)
     return link.seconds(0, 1), link.seconds(len(ranks) if fabric.shared else 1, 0)
 
 
 def parted(fabric: Fabric, size: int) -> Fabric:
-    """Returns the fabric with a port for each of `size` ranks in place of a shared one, slower by that factor.
+    """Returns the fabric with `size` separate ports in place of a shared one, `size` times as slow.
 
     It serves costs that are computed group by group: the load of all ranks slows a bus, not that of one group.
     """

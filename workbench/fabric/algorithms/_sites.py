@@ -1,4 +1,4 @@
-"""Helpers of algorithms with two levels: ranks by site, and which algorithms can sum between sites."""
+"""Helpers of algorithms with two levels: ranks by site, and valid algorithms between sites."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def refuse_between(name: str, between: Algorithm) -> str | None:
-    """Returns why algorithm `name` cannot use `between` between sites, and what to use; None if it can."""
+    """Returns why algorithm `name` cannot use `between` between sites, and what to use; or None."""
     if between.native:
         return f"{name}.between=Native(): the backend's own way has no messages; take Ring()"
     if isinstance(between, ByGroup):

@@ -1,4 +1,4 @@
-"""Two binary trees over the same ranks, and the rounds in which messages pass up and down them."""
+"""Two binary trees over the same ranks, and the rounds of messages up and down them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Tree = tuple[int | None, ...]  # each rank's parent; the root has none
 
 
 class Hop(NamedTuple):
-    """A message of a round: piece `piece` of a tree's half of the tensor, up to be added or down to be copied."""
+    """A message of a round: piece `piece` of a tree's half, up (to add) or down (to copy)."""
 
     source: int
     to: int
@@ -22,7 +22,7 @@ class Hop(NamedTuple):
 def trees(size: int) -> tuple[Tree, Tree]:
     """Returns 2 trees; inner ranks of one tree are leaves of the other as far as possible.
 
-    In the first tree, odd ranks are leaves, and the root, rank 0, has 1 child. The second is its mirror image; with an
+    In the first tree odd ranks are leaves, and rank 0 is the root with 1 child. The second is its mirror image; with an
     odd number of ranks it is the first, shifted by 1 rank.
     """
     first = tuple(_parent(i, size) for i in range(size))

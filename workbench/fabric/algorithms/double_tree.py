@@ -1,4 +1,4 @@
-"""DoubleTree: each half of the tensor is summed up a binary tree and copied down again, in pieces."""
+"""DoubleTree: a binary tree for each half of the tensor sums it and copies it back, in pieces."""
 
 from __future__ import annotations
 

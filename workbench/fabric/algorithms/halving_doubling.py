@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HalvingDoubling(Algorithm):
-    """Recursive halving and doubling: log p rounds sum ever smaller parts, and as many rounds gather them.
+    """Recursive halving and doubling: log p rounds sum ever smaller parts, as many gather them.
 
         round k:  rank i and its partner at distance 2^k each send the half that the other keeps, and add
         then, from the last round to the first, each sends what it has to the same partner
@@ -36,7 +36,7 @@ class HalvingDoubling(Algorithm):
     """
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        ranks = _powers(rank.size)  # the ranks that take part, a power of two
+        ranks = _powers(rank.size)
         extra = rank.size - len(ranks)
         if rank.index < 2 * extra and rank.index % 2:
             await rank.send(x, rank.index - 1)
@@ -72,7 +72,7 @@ class HalvingDoubling(Algorithm):
 
 
 def _powers(size: int) -> list[int]:
-    """Returns the ranks that take part, a power of two: every other one of the first, then the remaining ranks."""
+    """Returns the ranks that take part, a power of two: all except the first odd ranks."""
     extra = size - (1 << size.bit_length() - 1)
     return [*range(0, 2 * extra, 2), *range(2 * extra, size)]
 

@@ -1,4 +1,4 @@
-"""Hierarchical: a reduce-scatter inside each site, an all-reduce of each part between sites, an all-gather inside."""
+"""Hierarchical: sums parts inside each site, then between sites, then gathers inside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Algorithm):
-    """Each rank sums one part of the tensor inside its site, then between sites, and the site gathers the parts.
+    """Each rank sums one part inside its site, then between sites; the site gathers the parts.
 
         inside:    reduce-scatter around a ring of the site's g ranks: rank i ends with part i of g
         between:   all-reduce of part i among the i-th ranks of all m sites, for all parts at the same time

@@ -1,4 +1,4 @@
-"""ParameterServer: one rank, or each rank for its own part, sums the tensors and returns the sum."""
+"""ParameterServer: one rank, or each for its own part, sums the tensors and returns the sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Algorithm):
-    """The first ranks serve a part of the tensor each: the other ranks send it there and get the sum back.
+    """The first ranks serve a part of the tensor each, and return the sum to the other ranks.
 
         time = 2 (p-1) (alpha + n/s beta) + (p-1) n/s gamma                                  s = 1 server, or s = p
 

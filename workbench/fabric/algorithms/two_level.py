@@ -1,4 +1,4 @@
-"""TwoLevel: each site sums along a tree to its leader, leaders sum, and the sum goes back down."""
+"""TwoLevel: a tree sums each site to its leader, leaders sum, and the sum goes back down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel(Algorithm):
-    """A tree of leaders: ranks sum along a tree to their site's leader, and leaders sum among themselves.
+    """A tree of leaders: ranks sum along a tree to their site's leader, then leaders sum.
 
         inside:    ceil(log2 g) rounds along a binomial tree; in each, half of the remaining ranks send all they have
         between:   an all-reduce of the m leaders, by an algorithm of its own
@@ -76,7 +76,7 @@ class TwoLevel(Algorithm):
 
 
 def _binomial(i: int, size: int) -> tuple[int | None, list[int]]:
-    """Returns a rank's parent in a binomial tree with root 0, and its children in the order in which they finish."""
+    """Returns a rank's parent in a binomial tree with root 0, and its children as they finish."""
     lowest = i & -i if i else 1 << size.bit_length()
     children = [i + d for d in (1 << k for k in range(lowest.bit_length() - 1)) if i + d < size]
     return (i - lowest if i else None), children

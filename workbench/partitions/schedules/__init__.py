@@ -1,4 +1,4 @@
-"""Schedules, the order in which the stages of a pipeline compute: one per file."""
+"""Schedules: the orders in which stages of a pipeline compute, one per file."""
 
 from typing import Any
 

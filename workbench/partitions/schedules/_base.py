@@ -10,9 +10,9 @@ from workbench.settings import Family
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward.
+    """A pass of one micro-batch through a stage: "F" is its forward, "B" its backward.
 
-    A backward can have two halves: "I", the gradient of the stage's input, and "W", those of the parameters.
+    A backward can have two halves: "I" is the gradient of the stage's input, "W" the gradient of its parameters.
 
     chunk: the piece of the stage that it passes, in the order of the model
     """
@@ -37,13 +37,15 @@ def backwards(*micros: int, chunk: int = 0) -> list[Action]:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Family):
-    """The order in which a stage computes. A pass begins when its input from a neighbouring piece has arrived.
+    """The order in which a stage computes.
 
-    Every micro-batch passes each piece once forward and then once backward. Backwards, or their halves for parameters,
-    keep the order of the micro-batches, so gradients add up alike.
+    A pass begins when its input from a neighbouring piece has arrived. Every micro-batch passes each piece once forward
+    and then once backward. Backwards, or their halves for parameters, keep the order of the micro-batches. So gradients
+    add up alike.
 
-    A step is one batch, forward and backward. Under a schedule that never flushes, stages are ahead of it: with m
-    micro-batches to a batch, number m is the first of the next batch. Each backward uses the weights of its forward.
+    A step is one batch, forward and backward. Under a schedule that never flushes, stages are ahead of the step. They
+    count on: with m micro-batches to a batch, number m is the first of the next batch. Each backward uses the weights
+    of its forward.
     """
 
     home: ClassVar[str] = "workbench.partitions.schedules"
@@ -59,7 +61,7 @@ class Schedule(Family):
         return False
 
     def ahead(self, stage: int, stages: int) -> int:
-        """Returns how many forwards of later batches a stage has made when a step begins. The first step makes them."""
+        """Returns how many forwards of later batches a stage has made when any step begins."""
         return 0
 
     @property

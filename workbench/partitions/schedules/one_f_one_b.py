@@ -9,7 +9,7 @@ from workbench.partitions.schedules._base import Action, Schedule, backwards, fo
 
 @dataclass(frozen=True, kw_only=True)
 class OneFOneB(Schedule):
-    """1F1B: after a warm-up of forwards, a stage alternates between backward and forward (PipeDream-Flush).
+    """1F1B: after warm-up forwards, a stage alternates backward and forward (PipeDream-Flush).
 
         stage 0   F0 F1 F2  .  . B0 F3 B1  . B2  . B3
         stage 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .

@@ -9,21 +9,21 @@ from workbench.partitions.schedules._base import Action, Schedule, backwards, fo
 
 @dataclass(frozen=True, kw_only=True)
 class PipeDream(Schedule):
-    """1F1B that never flushes: an update after each minibatch, whose backward uses the weights of its forward.
+    """1F1B without a flush: each minibatch updates, and its backward uses its forward's weights.
 
         stage 0   F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3
         stage 1    . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-    A step is a minibatch. Stage i makes the forward of the minibatch p-1-i steps ahead, then its own one's backward,
-    then the strategy's part. Once the pipeline is full, equal stages wait only for messages. The price is stale
-    gradients: with stashing, step k is
+    A step is a minibatch. Stage i makes the forward of the minibatch p-1-i steps ahead, then the backward of its own
+    minibatch, then the strategy's part. Once the pipeline is full, equal stages wait only for messages. The price is
+    stale gradients: with stashing, step k is
 
         w(k+1) = w(k) - lr * gradient of f at (w_0(k-p+1), w_1(k-p+2), ..., w_{p-1}(k)),      w(k) = w(0) for k < 0
 
     where w_i is stage i's part, and f the loss of minibatch k. Any optimizer works. Stage i keeps activations of p-i
-    minibatches, and p-i versions of its weights, including the newest. It copies a version that a later backward needs
-    just before the update, so the last stage copies nothing. Vertical sync is not implemented.
+    minibatches, and p-i versions of its weights, including the newest. Before an update it copies a version that a
+    later backward still reads, so the last stage copies nothing. Vertical sync is not implemented.
 
     The pipeline drains before any change. Each stage has then made the same updates, keeps its newest weights and drops
     the forwards that it was ahead. Their minibatches are not lost: they go forward again. A held-out loss uses the

@@ -9,7 +9,7 @@ from workbench.partitions.schedules._base import Action, Schedule, backwards, fo
 
 @dataclass(frozen=True, kw_only=True)
 class PipeDream2BW(Schedule):
-    """1F1B that never flushes: an update after each batch of m micro-batches, which all read the same weights.
+    """1F1B without a flush: each batch of m micro-batches updates, and all read the same weights.
 
         stage 0   F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3
         stage 1    . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5
