@@ -17,8 +17,8 @@ class Crash(Fault):
     replacement.
 
     A simulation uses medians of real ranks that were killed on 2 busy cores. The other ranks miss the rank after 0.23
-    s, and begin again 0.27 s after the last of them has noticed. With on_death="replace" the replacement is ready 19.6
-    s later.
+    s, and begin again 0.27 s after the last of them has noticed. With on_death="replace" the replacement is ready 2.0 s
+    later.
 
     When to use it: to see which strategies and partitions survive the loss of a rank, at what cost, and which state is
     lost with it.
