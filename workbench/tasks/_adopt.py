@@ -1,4 +1,4 @@
-"""What a script has made, as a task: its model, optimizer, data and loss, with no function to be written."""
+"""Turns a script's model, optimizer, data and loss into a `Task`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ def adopt(
     scheduler_every: int = 1, accumulate: int = 1, autocast: Any = None, batch: int = 0, parts: Function | None = None,
     split: Function | None = None, lookups: Function | None = None, pure: bool = False,
 ) -> Task:  # fmt: skip
-    """A `Task` of what a script has before its loop: `lab.run(Experiment(task=adopt(model, optimizer, loader, loss)))`.
+    """Returns a `Task` of a script's own objects: `lab.run(Experiment(task=adopt(model, optimizer, loader, loss)))`.
 
-    model:     a Module; ranks begin with the weights that it has now, and it is not changed here. One that torch's
-               DistributedDataParallel or compile has wrapped is taken out of that
-    optimizer: a torch Optimizer of its parameters, made anew on each rank with its class, its settings and its groups.
-               What it remembers of steps before stays here. Several of one class step together. Parameters that no
-               optimizer has do not learn
-    loader:    a DataLoader, whose examples are dealt out to ranks by index, each to one in a pass, in the order of its
-               sampler, a batch of `batch_size` to each rank; passes follow each other without a batch that is shorter.
-               A batch sampler's batches go to ranks in turn, and those of an IterableDataset or of a list, which every
-               rank reads. Or a Dataset, shuffled, with `batch`. Examples are read by the rank itself: `num_workers` is
-               not taken over
+    model:     a Module, which is copied. Ranks begin with its present weights. Wrappers of torch's
+               DistributedDataParallel or compile are removed
+    optimizer: a torch Optimizer of its parameters. Each rank makes one of the same class, settings and groups, with
+               empty optimizer state. Several optimizers of one class step together. Parameters without an optimizer are
+               frozen
+    loader:    a DataLoader. Ranks take its examples by index in the sampler's order, each example once per pass,
+               `batch_size` per rank and batch. A batch may continue into the next pass, so none is shorter. Ranks take
+               the batches of a batch sampler in turn. Every rank reads all batches of an IterableDataset or a list and
+               keeps its turn's. A Dataset is shuffled and needs `batch`. The rank itself reads the examples and ignores
+               `num_workers`
     loss:      (model, batch) -> scalar Tensor, or a criterion (output, target) -> scalar of batches (input, target)
     evaluate:  (model) -> held-out loss, or {"loss": ..., "accuracy": ...}
-    scheduler: one of torch.optim.lr_scheduler's of this optimizer, stepped after `scheduler_every` steps; with all
-               groups alike, and of rates alone
-    accumulate: batches of the loader per step and rank, whose gradients are averaged; they are computed together
+    scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, stepped after `scheduler_every` steps. It may
+               change only learning rates, by the same factor in all groups
+    accumulate: batches of the loader per step and rank, with averaged gradients. They share one forward and backward
     autocast:  "bf16": forward and loss under torch.autocast
-    batch:     examples per rank and batch, of a Dataset
+    batch:     examples per rank and batch, for a Dataset
     parts, split, lookups, pure: as in `Task`
 
-    On one rank this is the script's own loop, if that is seeded with the experiment's `seed` before its first pass.
-    Tried on a first batch at once; raises KnobError in a sentence where it cannot be adopted.
+    On one rank the result equals the script's own loop, seeded with the experiment's `seed` before its first pass.
+    Tries a first batch at once. Raises KnobError if the script cannot be adopted.
     """
     import torch
     from torch import nn

@@ -1,4 +1,4 @@
-"""What learns: a model and its data, as a few functions. No ranks, wires or records are known here."""
+"""The task family: a model and its data as a few functions, independent of ranks and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.settings import Family
 
-EPOCHS = 1_000_000  # behind which an order of examples can go on: 15 s for 1,797 of them
+EPOCHS = 1_000_000  # epochs that `used` may skip: 15 s for 1,797 examples
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 class TaskError(RuntimeError):
-    """A task that cannot be trained: says which of its functions did what, and what would do."""
+    """A task cannot be trained. The message names the function at fault and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A task as the engine uses it: five functions, and how the model may be spread over ranks.
+    """A task as the engine uses it: five functions, and how the model may be split over ranks.
 
     model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
-    data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples; where they are
-                `indexed` (rank, ranks, batch, seed, used)
+    data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples. With `indexed`
+                it also takes `used`
     loss:       (model, batch) -> scalar Tensor
-    optimizer:  (params, lr) -> Optimizer; lr = 0 leaves the rates that the optimizer was made with
-    evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None for none
-    parts:      (model) -> Modules of its parameters, of which each takes what the one before returns, together what the
-                model computes; None: it can be cut if it is a Sequential, or a decoder of transformers
-    split:      (model) -> by module name how it is dealt out over ranks that compute together: Colwise(), Rowwise();
-                None: as the model's own `_tp_plan` says, or where it is a Sequential. Of what lies between a Colwise()
-                and a Rowwise() Linear a sub-model can be without some, too
-    lookups:    (batch) -> by name of an embedding's weight, which of its rows the batch reads: int64 of any shape, and
-                no others are read; all tables are named for every batch. None: it does not say
-    indexed:    examples stand in one order, epoch after epoch, that depends on the seed alone; `data` begins behind the
-                `used` first of it, and deals out what follows among the ranks one by one
-    pure:       these functions, and the model, keep nothing from call to call but parameters and buffers: a step may be
-                looked at beforehand
-    schedule:   (step) -> by what the learning rate of that step is multiplied; None: by 1
+    optimizer:  (params, lr) -> Optimizer; lr = 0 keeps the rates of the optimizer's maker
+    evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None: no evaluation
+    parts:      (model) -> Modules that hold the model's parameters. Each takes the output of the one before. Together
+                they compute the model. None: only a Sequential or a decoder of transformers can be cut
+    split:      (model) -> {module name: Colwise(), Rowwise(), ...}, for tensor parallelism. None: the model's own
+                `_tp_plan`, or the layers of a Sequential. A sub-model can leave out features between a Colwise() and a
+                Rowwise() Linear
+    lookups:    (batch) -> {name of an embedding's weight: the rows that the batch reads}, int64 of any shape. It names
+                all tables for every batch, and the batch reads no other rows. None: unknown
+    indexed:    examples have one order over all epochs that depends on the seed alone. `data` skips its first `used`
+                examples and deals the following ones to the ranks one by one
+    pure:       these functions and the model keep no state between calls except parameters and buffers, so a step may
+                be traced beforehand
+    schedule:   (step) -> the factor of that step's learning rate; None: 1
     """
 
     model: Callable[[], nn.Module]
@@ -61,30 +61,30 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskBase(Family):
-    """A model with data that it can learn. `lr` and `batch` are what it likes best; 0 means its functions decide."""
+    """A model with data that it can learn. `lr` and `batch` are its defaults; 0 lets its functions decide."""
 
     home: ClassVar[str] = "workbench.tasks"
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 8
     metric: ClassVar[str] = "held-out loss"
-    keeps: ClassVar[bool] = False  # is what ranks hold at the end of a run kept, where they have a step in common?
-    looks_up: ClassVar[bool] = False  # do its functions say which rows of embedding tables a batch reads?
-    leads: ClassVar[bool] = False  # does a loop of its own make the steps, which a strategy follows?
+    keeps: ClassVar[bool] = False  # whether the run's end saves a checkpoint, if the ranks have a step in common
+    looks_up: ClassVar[bool] = False  # whether the task names the rows of embedding tables that a batch reads
+    leads: ClassVar[bool] = False  # whether the task's own loop makes the steps, and the strategy follows
 
     def build(self) -> Learner:
-        """The functions that the engine calls on each rank."""
+        """Returns the functions that the engine calls on each rank."""
         raise TypeError(f"{type(self).__name__} does not say how it is built")
 
     def refuses(self, batch: int) -> str | None:
-        """Why this task cannot be, or not with `batch` examples per rank, in a sentence that says what would do."""
+        """Returns why this task is invalid, or invalid with `batch` examples per rank, and a remedy; else None."""
         return None
 
 
 def at_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of the first group to `lr` and scales the other groups' with it.
+    """Sets the learning rate of the first group to `lr` and scales the rates of the other groups with it.
 
-    So groups keep their ratio to each other, also through a rate of 0 if they say the `initial_lr` that torch's
-    schedulers note, and an optimizer with one group simply gets `lr`.
+    So groups keep their ratio. They keep it even through a rate of 0 if they have the `initial_lr` of torch's
+    schedulers.
     """
     groups = optimizer.param_groups
     own = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -93,32 +93,32 @@ def at_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def stands_for(made: Any, of: Any) -> Any:
-    """`made`, a parameter in the place of another (its slice, its size alone), of the same group of the optimizer."""
+    """Returns `made` in the same optimizer group as `of`. `made` replaces parameter `of`, as its slice or its size."""
     if (group := getattr(of, "optimizer_group", None)) is not None:
         made.optimizer_group = group
     return made
 
 
 def same_groups(made: Any, of: nn.Module) -> Any:
-    """`made`, a copy of a Module: its parameters stand for those of the same names, as copies of themselves do not."""
+    """Returns `made`, a copy of Module `of`, with the optimizer groups of `of`. Copying a Module loses them."""
     for name, p in of.named_parameters():
         stands_for(made.get_parameter(name), p)
     return made
 
 
 def rate(optimizer: Optimizer) -> float:
-    """The learning rate of the first group."""
+    """Returns the learning rate of the first group."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
-    """Indices of one rank's batches without end: (batch,) int64 each.
+    """Yields indices of one rank's batches without end: (batch,) int64 each.
 
-    Every epoch is shuffled anew, the same way on all ranks, and epochs follow each other in one line, of which the
-    `used` first are gone. What follows is dealt out one by one, so that within an epoch no two ranks see the same
-    example, nor one that was used before. Depends on the arguments and on nothing else.
+    All ranks shuffle each epoch in the same way and skip the `used` first examples of the endless order. They take the
+    following examples one by one in turn. So no two ranks see the same example within an epoch, and none sees a used
+    one. The result depends on the arguments alone.
 
-    Raises ValueError where `used` is less than nothing or more than `EPOCHS` epochs: each is passed by one by one.
+    Raises ValueError if `used` is negative or exceeds `EPOCHS` epochs, because each skipped epoch costs time.
     """
     import torch
 
@@ -130,13 +130,13 @@ def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: 
 
 
 def in_turn(epochs: Iterator[Tensor], rank: int, ranks: int, batch: int, used: int = 0) -> Iterator[Tensor]:
-    """Indices of one rank's batches, (batch,) int64 each: epochs, (n,) int64 each, follow each other in one line.
+    """Yields indices of one rank's batches, (batch,) int64 each, from consecutive epochs, (n,) int64 each.
 
-    Of it the `used` first are gone, and what follows is dealt out one by one.
+    Skips the `used` first indices and deals the following ones to ranks one by one.
     """
     import torch
 
-    gone, turn = used, rank  # which of those that follow is this rank's next
+    gone, turn = used, rank  # turn: offset of this rank's next index in the next epoch
     hand = torch.empty(0, dtype=torch.int64)
     for epoch in epochs:
         left, gone = epoch[gone:], max(0, gone - len(epoch))

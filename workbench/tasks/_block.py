@@ -1,4 +1,4 @@
-"""A loop of your own in a block, at whose end the model is what all ranks have trained together."""
+"""A context manager around a training loop; after it all ranks have the same model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ B = TypeVar("B")
 
 
 class Block:
-    """What `training` gives to its block. `rank` of `ranks` runs it; by itself that is 0 of 1."""
+    """The object that `training` gives to its block. Rank `rank` of `ranks` runs it; a process alone is rank 0 of 1."""
 
     def __init__(self, model: nn.Module, led: Led | None) -> None:
         self._model, self._led, self._over = model, led, False
         self.rank, self.ranks = led.place if led is not None else (0, 1)
 
     def steps(self, loader: Iterable[B], accumulate: int = 1) -> Iterator[B]:
-        """One pass over `loader`: `workbench.steps(loader, model, accumulate)`."""
+        """Returns one pass over `loader`: `workbench.steps(loader, model, accumulate)`."""
         return steps(loader, self._model, accumulate)
 
     @property
     def changes(self) -> tuple[Any, ...]:
-        """The knobs that were set so far, in order, each at the step before which all ranks made it."""
+        """The knob changes so far, in order, each with the step before which all ranks made it."""
         return tuple(self._led.changes) if self._led is not None else ()
 
     def model(self) -> nn.Module:
-        """The model that was given, trained, once the block is over: the same on all ranks.
+        """Returns the trained model after the block: the same on all ranks.
 
-        Of replicas that drifted apart it is the mean. Raises TaskError before, and where the block failed.
+        If replicas drifted apart, it is their mean. Raises TaskError inside the block and after a block that failed.
         """
         if not self._over:
             raise TaskError("model(): is there once the block of workbench.training is over; in it each rank has its "
@@ -46,9 +46,10 @@ class Block:
         return self._model
 
     def save_model(self, path: Path | str) -> Path:
-        """Writes the state dict of `model()` to `path`, on rank 0 alone: `.safetensors` as that, else as torch does.
+        """Writes the state dict of `model()` to `path`, on rank 0 alone.
 
-        Raises what `model` does, and TaskError where it cannot be written.
+        The format is safetensors if the suffix is `.safetensors`, else torch's. Raises the errors of `model`, and
+        TaskError if the file cannot be written.
         """
         model = self.model()
         return written(path, model.state_dict) if self.rank == 0 else Path(path)
@@ -59,7 +60,7 @@ class Block:
 
 @contextmanager
 def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
-    """A loop of your own in a block, which ranks run together: `with training(model, optimizer) as run:`.
+    """Runs a loop of your own, which ranks run together: `with training(model, optimizer) as run:`.
 
         with workbench.training(model, optimizer) as run:
             for epoch in range(3):
@@ -69,13 +70,13 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
                     optimizer.zero_grad()
         run.save_model("model.pt")
 
-    In a process by itself it is the loop, and nothing else. Under `workbench run train.py`, or in a `Loop`, `run.steps`
-    deals out batches as `workbench.steps` does. The steps end with the block, also where `Experiment(steps=...)` or
-    `lab.stop()` ends them earlier. Then `model` is what all ranks have together, and each rank goes on with the lines
-    behind the block, by itself. An exception that leaves the block ends the run with it.
+    In a process alone the loop runs unchanged. Under `workbench run train.py`, or in a `Loop`, `run.steps` deals
+    batches as `workbench.steps` does. Training ends with the block, or earlier by `Experiment(steps=...)` or
+    `lab.stop()`. Then `model` holds the common result of all ranks, and each rank runs the lines after the block by
+    itself. An exception that leaves the block ends the run.
 
-    model:      the Module that the loop calls; a run has one, and one block
-    optimizers: that step it
+    model:      the Module that the loop calls. A run has one model and one block
+    optimizers: the optimizers that step it
     """
     led = leads()
     _check(model, optimizers)
@@ -94,7 +95,7 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
 
 
 def _check(model: Any, optimizers: tuple[Any, ...]) -> None:
-    """Raises KnobError for what does not train together."""
+    """Raises KnobError if the model and the optimizers do not belong together."""
     if not callable(getattr(model, "parameters", None)):
         raise KnobError(f"model={short(model)}: must be the Module that the loop calls")
     mine = {id(p) for p in model.parameters()}

@@ -1,4 +1,4 @@
-"""The random numbers of a process, and others in their place for a while."""
+"""Swaps the random number generators of a process for a while."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-Numbers = tuple[Any, Any, Any]  # how torch's, numpy's and Python's random numbers go on
+Numbers = tuple[Any, Any, Any]  # states of torch's, numpy's and Python's generators
 
 
 def numbers() -> Numbers:
-    """How the process's go on now."""
+    """Returns the present states of the process's generators."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 class Chance:
-    """Random numbers of its own: inside it torch's, numpy's and Python's draw from here, and go on where they were."""
+    """Random states of its own: inside the context, torch, numpy and Python draw from them, and continue afterwards."""
 
     def __init__(self, seed: int | Numbers) -> None:
         self._mine: Numbers = seed if isinstance(seed, tuple) else (
@@ -28,11 +28,11 @@ class Chance:
 
     @property
     def numbers(self) -> Numbers:
-        """How they go on."""
+        """The states from which the next context continues."""
         return self._mine
 
     def begin(self) -> None:
-        """The process's go on from here, for good."""
+        """Sets the process's generators to these states for good."""
         self._swapped(self._mine)
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Predicting clicks from ids and numbers: the network, its loss, and how well it ranks. No data is known here."""
+"""Click prediction from ids and numbers: the network, its loss, and its AUC."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Batch = tuple[Tensor, Tensor, Tensor]  # ids (B, fields) int64, numbers (B, numb
 
 
 class ClickNet(nn.Module):
-    """An embedding of each id, joined with the numbers, through two hidden layers: (B,) log odds of a click.
+    """Embeds each id, appends the numbers, and applies two hidden layers: (B,) log odds of a click.
 
-    Each field has a table of its own, whose gradient is dense in shape and zero in all rows that a batch does not name.
+    Each field has its own table. The table's gradient has a dense shape and is zero in rows that the batch does not
+    read.
     """
 
     def __init__(self, fields: int, ids: int, numbers: int, width: int, hidden: int) -> None:
@@ -36,27 +37,27 @@ class ClickNet(nn.Module):
 
 
 def lookups(batch: Batch) -> dict[str, Tensor]:
-    """Which rows of which table a batch reads: (B,) of each."""
+    """Returns the rows that a batch reads of each table: (B,) of each."""
     return {f"tables.{field}.weight": ids for field, ids in enumerate(batch[0].unbind(1))}
 
 
 def log_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean nats per example; clicks may be chances instead of 0 and 1."""
+    """Mean nats per example. `clicked` may hold probabilities instead of 0 and 1."""
     ids, numbers, clicked = batch
     return F.binary_cross_entropy_with_logits(model(ids, numbers), clicked)
 
 
 def of_rate(rate: float) -> float:
-    """The entropy of clicks that come at this rate, in nats per example: the loss of whoever knows no more than it.
+    """Returns the entropy of clicks at this rate, in nats per example: the loss of a model that knows only the rate.
 
-    Where all or none click nothing is left to tell, and it is taken as the smallest number above 0.
+    Clamps the rate so that the result stays above 0 if all or no examples are clicks.
     """
     p = min(max(rate, 1e-12), 1 - 1e-12)
     return -p * math.log(p) - (1 - p) * math.log(1 - p)
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """How often an example with a click scores higher than one without; equal scores count half, one kind alone 0.5."""
+    """How often an example with a click scores higher than one without. Ties count half; a single class gives 0.5."""
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
     ends = counts.cumsum(0).double()
     ranks = (ends - (counts - 1) / 2)[place]

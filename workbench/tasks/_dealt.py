@@ -1,4 +1,4 @@
-"""A loader of one's own as a task's data: read in the order that it has, and dealt out to ranks."""
+"""Adopts a script's own loader as a task's data and deals its batches to ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from workbench.settings import KnobError
 from workbench.tasks._base import TaskError, in_turn
 from workbench.tasks._chance import Chance
 
-_ALONE = threading.RLock()  # ranks that are threads have their process's random numbers in common
+_ALONE = threading.RLock()  # ranks that are threads share the random numbers of their process
 
 Order = torch_data.Sampler[Any] | torch_data.BatchSampler
 
 
 class Micros(list[Any]):
-    """The batches of one step, whose gradients are added up."""
+    """The micro-batches of one step, whose gradients are averaged."""
 
 
 class Epochs:
-    """What a sampler says, pass after pass without end, the same on all ranks: as in a process that was seeded so.
+    """Endless passes of a sampler, the same on all ranks: as in a process with this seed.
 
     dataset, generator: the loader's, which its passes draw from
     """
@@ -40,22 +40,22 @@ class Epochs:
         return copy.deepcopy(of, {id(self._dataset): self._dataset})
 
     def of(self, seed: int) -> Iterator[list[Any]]:
-        """Each pass of the sampler as a list. A sampler with random numbers of its own goes on with those."""
+        """Yields each pass of the sampler as a list. A sampler with its own random numbers continues with them."""
         sampler, generator = self._copied(self._sampler, self._generator)
-        if isinstance(sampler, torch_data.DistributedSampler):  # all ranks' examples, which are dealt out as it does
+        if isinstance(sampler, torch_data.DistributedSampler):  # ranks share what one replica reads
             first, was = sampler.epoch, sampler
             sampler = torch_data.DistributedSampler(was.dataset, num_replicas=1, rank=0, shuffle=was.shuffle,
                                                     seed=was.seed, drop_last=was.drop_last)  # fmt: skip
         else:
             first = 0
-        process = torch.Generator().manual_seed(seed)  # draws as the process would that was seeded so
+        process = torch.Generator().manual_seed(seed)  # draws as a process with this seed would
         bare = getattr(sampler, "generator", process) is None
         known = type(sampler).__module__.startswith("torch.utils.data")
         chance = nullcontext() if known else Chance(seed)
         for epoch in count(first):
             with _ALONE if not known else nullcontext(), chance:
                 draws = process if known and generator is None else generator
-                torch.empty((), dtype=torch.int64).random_(generator=draws)  # as a DataLoader's pass, for its workers
+                torch.empty((), dtype=torch.int64).random_(generator=draws)  # a DataLoader's draw for its workers
                 if bare and known:
                     sampler.generator = _of_its_own(process) if type(sampler) is torch_data.RandomSampler else process
                 if callable(getattr(sampler, "set_epoch", None)):
@@ -67,18 +67,18 @@ class Epochs:
 
 
 def _of_its_own(process: torch.Generator) -> torch.Generator:
-    """What a RandomSampler makes for a pass where it was given none."""
+    """Returns the generator that a RandomSampler without one makes for a pass."""
     return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=process)))
 
 
 class Examples:
-    """(rank, ranks, seed, batch, used) -> a rank's batches without end, of examples that are dealt out by index.
+    """(rank, ranks, seed, batch, used) -> a rank's endless batches of examples, which ranks share by index.
 
-    Passes follow each other in one line, so that the last batch of one is filled from the next.
+    A batch may continue into the next pass.
 
-    batch:  examples per rank and step that the loader makes, of all its micro-batches
-    micros: batches of a step, of as many examples each
-    cut:    a pass is cut to a multiple of so many examples, as `drop_last` does
+    batch:  examples per rank and step, over all micro-batches
+    micros: micro-batches per step, of equal size
+    cut:    a pass is cut to a multiple of this many examples, as `drop_last` does
     """
 
     def __init__(self, loader: Any, sampler: Any, batch: int, micros: int, drop_last: bool) -> None:
@@ -100,7 +100,7 @@ class Examples:
         return self.collate(together(indices) if together else [self.dataset[i] for i in indices])
 
     def refuses(self, batch: int) -> str | None:
-        """Why a step cannot have so many examples per rank, in a sentence that says what would do; or None."""
+        """Returns why a step cannot have this many examples per rank, with a remedy; else None."""
         if batch % self.micros:
             return f"batch={batch}: a step has {self.micros} batches (accumulate); give a multiple of {self.micros}"
         return None
@@ -110,9 +110,9 @@ class Examples:
 
 
 class Whole:
-    """(rank, ranks, seed) -> a rank's batches without end: of those that a loader makes each `ranks`-th is its own.
+    """(rank, ranks, seed) -> a rank's endless batches: one in `ranks` batches of a loader is its own.
 
-    Every rank reads them all where they have no index; where a sampler says which examples are in each, only its own.
+    Every rank reads all batches and keeps its own. With a sampler of indices (`Sampled`) it reads only its own.
     """
 
     def __init__(self, source: Any, micros: int) -> None:
@@ -143,7 +143,7 @@ class Whole:
                 return
 
     def refuses(self, batch: int) -> str | None:
-        """Why a step cannot have so many examples per rank, in a sentence that says what would do; or None."""
+        """Returns why a step cannot have this many examples per rank, with a remedy; else None."""
         if not batch:
             return None
         return f"batch={batch}: the adopted loader makes its own batches; leave 0, or adopt one with a batch_size"
@@ -153,12 +153,12 @@ class Whole:
 
 
 class Sampled(Whole):
-    """As `Whole`, of batches each of which is a list of indices that a batch sampler says."""
+    """Like `Whole`, for a batch sampler: each batch is a list of its indices."""
 
     def __init__(self, loader: Any, micros: int) -> None:
         super().__init__(loader.dataset, micros)
         by = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        self.single = loader.batch_sampler is None  # one example is a batch
+        self.single = loader.batch_sampler is None  # each example is a batch
         self.collate, self.epochs = loader.collate_fn, Epochs(loader.dataset, by, loader.generator)
 
     def _mine(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
@@ -170,10 +170,10 @@ class Sampled(Whole):
 
 
 def dealt(loader: Any, batch: int, micros: int) -> Examples | Whole:
-    """What a DataLoader, a Dataset or an iterable of batches is as a task's data. Raises KnobError.
+    """Returns a DataLoader, a Dataset or an iterable of batches as a task's data. Raises KnobError.
 
-    batch:  of a Dataset, the examples of a batch; of a DataLoader 0, for it has its own
-    micros: batches of a step
+    batch:  examples per batch of a Dataset; 0 for a DataLoader, which has its own
+    micros: batches per step
     """
     if isinstance(loader, torch_data.Dataset) and not isinstance(loader, torch_data.IterableDataset):
         if not batch:

@@ -1,4 +1,4 @@
-"""Where a decoder of transformers may be cut: its embedding, each of its layers, and its norm with the head."""
+"""Cuts a transformers decoder into its embedding, each of its layers, and its norm with the head."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def decoder_parts(model: nn.Module) -> list[nn.Module] | None:
-    """The parts of a causal language model of transformers that is built as Llama is; None of any other.
+    """Returns the parts of a causal language model that is built like transformers' Llama; None for other models.
 
-    They take token ids, as `model(ids)` or `model(input_ids=ids)`, and return what the model returns, of which only
-    `logits` is filled. Padding, caches and positions of one's own are not passed on; that the parts compute what the
-    model does is tried on a batch before it is cut.
+    The parts take token ids, as `model(ids)` or `model(input_ids=ids)`. They return the model's output with only
+    `logits` filled. They ignore padding, caches and custom positions. Before a cut the caller checks on a batch that
+    the parts compute the same as the model.
     """
     inner: Any = getattr(model, "model", None)
     outer: Any = model

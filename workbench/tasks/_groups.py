@@ -1,4 +1,4 @@
-"""An optimizer of one's own as a task's: made anew for the parameters that lie on a rank, with its groups and rates."""
+"""Rebuilds a script's own optimizer and scheduler for the parameters on a rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NOT_SETTINGS = {"defaults", "state", "param_groups", "step", "_opt_called", "_ze
 
 
 class Groups:
-    """(params) -> an Optimizer of the class and the settings of one's own; it remembers nothing yet.
+    """(params) -> an Optimizer with the class and settings of the given one, and with empty optimizer state.
 
-    of: by name of a parameter, which of its groups it is in
+    of: by parameter name, the index of its group
     """
 
     def __init__(self, given: Any, model: nn.Module) -> None:
-        """Raises KnobError where it cannot be made anew."""
+        """Raises KnobError if the optimizer cannot be rebuilt."""
         every = _optimizers(given)
         names = {id(p): name for name, p in model.named_parameters()}
         self.kind, self.of, self.groups = type(every[0]), dict[str, int](), list[dict[str, Any]]()
@@ -43,7 +43,7 @@ class Groups:
                 )
             self.of |= {names[id(p)]: len(self.groups) for p in group["params"]}
             kept = {k: copy.deepcopy(x) for k, x in group.items() if k not in ("params", "param_names")}
-            own = kept.get("initial_lr", kept["lr"])  # where a scheduler began
+            own = kept.get("initial_lr", kept["lr"])  # the rate before any scheduler step
             self.groups.append({**kept, "lr": float(own), "initial_lr": float(own)})
         if any(one.state for one in every):
             warnings.warn(f"optimizer={self.kind.__name__}: what it remembers of steps so far is not adopted; ranks "
@@ -88,10 +88,10 @@ def _optimizers(given: Any) -> list[Optimizer]:
 
 
 class Schedule:
-    """(step) -> by what an optimizer's rates are multiplied, as its scheduler says that is stepped after every step."""
+    """(step) -> the factor of an optimizer's rates, as its scheduler gives if it steps every `every` steps."""
 
     def __init__(self, scheduler: Any, given: Any, every: int) -> None:
-        """every: steps between two steps of the scheduler. Raises KnobError where it cannot be followed."""
+        """every: steps between two steps of the scheduler. Raises KnobError if the schedule is not supported."""
         name, owner = type(scheduler).__name__, _optimizers(given)[0]
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise KnobError(f"scheduler={name}: is stepped by a measured loss; take one of steps, or a Policy")
@@ -104,10 +104,10 @@ class Schedule:
         self._name, self._every, self._lock = name, every, threading.Lock()
         self._known = [self._factor(self._twin(scheduler, owner))]
         self._scheduler = self._twin(scheduler, owner)
-        self(2 * every)  # what can be refused at once is
+        self(2 * every)  # raises early if a first step shows that it is not supported
 
     def _twin(self, scheduler: Any, owner: Any) -> Any:
-        """A copy that steps rates alone: of an optimizer with the groups of `owner`, and nothing in them."""
+        """Returns a copy that steps rates alone. Its optimizer has the groups of `owner`, without parameters."""
         made: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         made.param_groups = [{**{k: copy.deepcopy(x) for k, x in group.items() if k != "params"}, "params": []}
                              for group in owner.param_groups]  # fmt: skip
@@ -123,7 +123,7 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         with self._lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no optimizer has stepped
+            warnings.simplefilter("ignore")  # torch warns that no optimizer has stepped
             while len(self._known) <= step // self._every:
                 was = _rest(self._scheduler)
                 self._scheduler.step()
@@ -145,6 +145,6 @@ class Schedule:
 
 
 def _rest(scheduler: Any) -> list[dict[str, Any]]:
-    """An optimizer's settings but its rates."""
+    """Returns the settings of each group except its rates and parameters."""
     groups = scheduler.optimizer.param_groups
     return [{k: x for k, x in group.items() if k not in ("lr", "initial_lr", "params")} for group in groups]

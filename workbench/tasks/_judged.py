@@ -1,4 +1,4 @@
-"""A model and a loss of one's own as a task's, and whether they fit the data."""
+"""Adopts a script's own model and loss, and checks that they fit the data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workbench.tasks._dealt import Examples, Micros, Whole
 
 
 class Model:
-    """() -> the Module as it was when it was adopted, on a CPU, a new one each time.
+    """() -> a new copy, on the CPU, of the Module as it was at adoption.
 
-    Parameters that the optimizer lacks do not learn.
+    Freezes parameters that the optimizer lacks.
     """
 
     def __init__(self, model: nn.Module, groups: dict[str, int]) -> None:
@@ -47,9 +47,9 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 class Loss:
-    """(model, batch) -> scalar: one's own function of these, or a criterion of the output and the target.
+    """(model, batch) -> scalar: the script's own function, or its criterion of output and target.
 
-    micros: batches of a step, whose mean it is; autocast: computed with this precision where torch deems it safe
+    micros: micro-batches per step; the loss is their mean; autocast: dtype for torch.autocast, or None
     """
 
     def __init__(self, loss: Any, judges: bool, micros: int, autocast: torch.dtype | None) -> None:
@@ -68,7 +68,7 @@ class Loss:
             if not isinstance(batch, tuple | list) or len(batch) < 2:
                 raise TypeError(f"a batch is a {type(batch).__name__}, and a criterion needs (input, target)")
             if isinstance(self.loss, nn.Module) and device.type == "cuda":
-                self.loss.to(device)  # weights of classes
+                self.loss.to(device)  # a criterion may hold class weights
             return self.loss(model(*batch[:-1]), batch[-1])
 
     def _precision(self, device: str) -> AbstractContextManager[Any]:
@@ -81,7 +81,7 @@ class Loss:
 
 
 def fitting(model: nn.Module, data: Examples | Whole, loss: Any, micros: int, autocast: torch.dtype | None) -> Loss:
-    """The loss, tried on a copy of the model and a first batch; no random number is used up. Raises KnobError."""
+    """Returns the loss after a trial on a model copy and a first batch; draws no random numbers. Raises KnobError."""
     device = next(model.parameters()).device
     tried = _copied(model).train()
     with Chance(0):

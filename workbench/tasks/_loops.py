@@ -1,4 +1,4 @@
-"""Loops that are not ours: which threads are in one, and what such a loop may ask of the workbench."""
+"""The interface between a user's own training loop and the rank that runs it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ B = TypeVar("B")
 class Led(Protocol):
     """The rank to which a loop belongs, as the loop sees it.
 
-    place:   which rank it is, and of how many
-    changes: made so far
-    settled: are its steps over, and is its model what all ranks have together?
+    place:   its rank and the number of ranks
+    changes: the changes made so far
+    settled: whether its steps are over and its model is the common result of all ranks
     """
 
     changes: list[Any]
@@ -26,34 +26,36 @@ class Led(Protocol):
     def place(self) -> tuple[int, int]: ...
 
     def dealt(self, loader: Iterable[Any], model: Any, accumulate: int) -> Iterator[Any]:
-        """This rank's share of one pass; `model` is what it trains."""
+        """Returns this rank's share of one pass; `model` is the model that it trains."""
 
     def enter(self) -> None:
-        """A block begins, at whose end `model` is to be what all ranks have together."""
+        """Begins a block. At the block's end `model` becomes the common result of all ranks."""
 
     def leave(self, error: BaseException | None) -> bool:
-        """It ends, by this `error`: waits until that is so. Is `error` how a rank that is done ends a loop?"""
+        """Ends the block, by this `error` if any, and waits for the end. Returns whether `error` only stops
+        the loop.
+        """
 
 
-LEADS: dict[int, Led] = {}  # by thread, whose loop runs on it
+LEADS: dict[int, Led] = {}  # by thread, the rank whose loop runs on it
 
 
 def leads() -> Any:
-    """The rank whose loop runs on this thread; None where it is nobody's."""
+    """Returns the rank whose loop runs on this thread; None without one."""
     return LEADS.get(threading.get_ident())
 
 
 def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
-    """One pass over `loader` in a loop of your own, which ranks then run together: `for x, y in steps(loader, model):`.
+    """Returns one pass over `loader` in your own loop, which ranks run together: `for x, y in steps(loader, model):`.
 
-    In a process by itself that is `loader`, and nothing else. Under `workbench run train.py`, or in a `Loop`, each rank
-    is given every so-manieth batch of the pass, in rank 0's order, and what `model` learns is exchanged: at the
-    backward and the step of its optimizers, which the loop makes as ever. Batches that do not suffice for all ranks are
-    left out at the end of a pass.
+    In a process alone this is `loader` itself. Under `workbench run train.py`, or in a `Loop`, each rank gets every
+    n-th batch of the pass in rank 0's order, with n ranks. The ranks exchange what `model` learns at backward and at
+    the step of its optimizers, which the loop calls as usual. At the end of a pass, batches that do not suffice for all
+    ranks are dropped.
 
-    loader:     a DataLoader, or anything that can be iterated again and yields the same on every rank
-    model:      the Module that the loop calls; the first one that is given here, and no other
-    accumulate: batches after which the loop's optimizers step: only the last one's backward is exchanged
+    loader:     a DataLoader, or an iterable that can be read again and yields the same on every rank
+    model:      the Module that the loop calls; every call must pass the same one
+    accumulate: batches per step of the loop's optimizers; ranks exchange only in the last one's backward
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or not 1 <= accumulate <= 10**6:
         raise KnobError(f"accumulate={short(accumulate)}: must be an integer in [1, 1000000] batches")

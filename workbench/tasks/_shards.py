@@ -1,4 +1,4 @@
-"""Who gets which examples: shards that are alike, or skewed, so that every rank sees another part of the world."""
+"""Deals examples to ranks as shards, evenly or skewed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from workbench.tasks._base import TaskError, shuffled
 
 
 def dealt(shards: list[Tensor], rank: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """Indices of one rank's batches without end, from its own shard, which each epoch shuffles anew: (batch,) int64."""
+    """Yields indices of one rank's batches without end from its own shard, shuffled each epoch: (batch,) int64."""
     mine = shards[rank]
     return (mine[index] for index in shuffled(len(mine), 0, 1, batch, seed * 4099 + rank))
 
 
 def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tensor]:
-    """Shards by rank in which each rank has its own mix of labels: q_r ~ Dirichlet(alpha * prior).
+    """Returns shards by rank. Each rank has its own mix of labels: q_r ~ Dirichlet(alpha * prior).
 
-    Shards are equally large. Ranks draw in turn, a label by their q and then one of its examples; a label of which none
-    is left drops out, and a rank of whose labels none is left draws another q. So each example belongs to one rank,
-    and ranks that ask for the same label share it and take what else is there: shares vary less than q, in variance
-    by about a third at alpha = 1 with 10 even labels.
+    Shards are equally large, and each example belongs to one rank. Ranks take turns: each draws a label by its q, then
+    an example of that label. A used-up label drops out. A rank draws a new q when all its labels are used up. Ranks
+    that want the same label share its examples and fill up with other labels. So the variance of shares is about 33 %
+    below that of q at alpha = 1 with 10 even labels.
     """
     if len(labels) < ranks:
         raise TaskError(f"{len(labels)} examples cannot be dealt to {ranks} ranks: take at most {len(labels)} ranks")
@@ -45,17 +45,17 @@ def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tenso
 
 
 def mixes(counts: np.ndarray, ranks: int, alpha: float, seed: int) -> np.ndarray:
-    """(ranks, labels) float64: by rank the share of each label that it asks for, q_r ~ Dirichlet(alpha * prior).
+    """Returns (ranks, labels) float64: each rank's wanted share of each label, q_r ~ Dirichlet(alpha * prior).
 
-    The prior is the mix of all examples: with a large alpha every rank has that, with a small one few labels or one.
+    The prior is the mix of all examples. A large alpha gives every rank the prior; a small one gives few labels or one.
     """
     return np.random.default_rng([seed, 1]).dirichlet(alpha * counts / counts.sum(), ranks)
 
 
 def by_files(owners: Tensor, ranks: int) -> list[Tensor]:
-    """Shards by rank of whole files, about equally large; `owners` is the file of each example, (n,) int64.
+    """Returns shards by rank of whole files, about equally large; `owners` is the file of each example, (n,) int64.
 
-    The largest file that is left goes to the rank that has least.
+    The largest remaining file goes to the rank with the fewest examples.
     """
     files, sizes = owners.unique(return_counts=True)
     if len(files) < ranks:

@@ -1,4 +1,4 @@
-"""The text that ByteGPT reads: the standard library of the Python that runs, split by file."""
+"""The text that ByteGPT reads: the standard library of the running Python, split by file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workbench.tasks._base import TaskError
 
 ENOUGH = 4_000_000  # bytes
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-EVERY = 10  # one file in so many is held out
+EVERY = 10  # one file in this many is held out
 
 
 def source(held_out: bool) -> Tensor:
-    """The training text, or the held-out one: (n,) uint8. Read once per process."""
+    """Returns the training or held-out text: (n,) uint8. A process reads it once."""
     return _read(held_out)[0]
 
 
 def ends(held_out: bool) -> Tensor:
-    """Where each file of that text ends: (files,) int64, rising."""
+    """Returns where each file of that text ends: (files,) int64, rising."""
     return _read(held_out)[1]
 
 
@@ -46,7 +46,7 @@ def _read(held_out: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _files() -> tuple[Path, ...]:
-    """The library's modules by name, the same on all machines with the same Python."""
+    """Returns the library's modules by name, the same on all machines with the same Python."""
     found: list[Path] = []
     for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
         inside[:] = sorted(set(inside) - SKIPPED)

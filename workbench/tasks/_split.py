@@ -1,4 +1,4 @@
-"""How a task's layers may be dealt out over the ranks of a tensor-parallel group, in the words that torch uses."""
+"""Plans of tensor parallelism, with torch's names: how a task's layers are split over ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Colwise:
     """Each rank has some of a Linear's outputs: columns of A in Y = X A, which torch keeps as rows of `weight`.
 
-    packed:   so many matrices lie one after the other in the weight, as q, k and v do in a fused one; each is dealt out
-    together: outputs that stay on one rank, as those of one attention head must
-    gather:   does every rank get the outputs of all?
+    packed:   number of matrices in the weight, such as a fused q, k and v; each is split
+    together: number of outputs that stay on one rank, such as those of an attention head
+    gather:   whether every rank gets the outputs of all ranks
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
     2019, https://arxiv.org/abs/1909.08053
@@ -25,17 +25,18 @@ class Colwise:
 
 @dataclass(frozen=True, kw_only=True)
 class Rowwise:
-    """Each rank has some of a Linear's inputs, which a Colwise one before has left there, and all add up the outputs.
+    """Each rank has some of a Linear's inputs, from a Colwise one before. The ranks add up their outputs.
 
-    Of an Embedding: some of its rows, the vocabulary's. Reference: as `Colwise`.
+    In an Embedding each rank has some rows of the vocabulary. Reference: as `Colwise`.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """Every rank has the module whole and computes its own heads or features with it: a norm of each head's queries.
+    """Every rank has the whole module and applies it to its own heads or features.
 
-    Its parameters' gradients are parts of a sum, which is what DTensor calls partial: they are added up over the ranks.
+    An example is a norm of each head's queries. The gradients of its parameters are partial sums, which DTensor calls
+    partial. The ranks add them up.
     """
 
 
@@ -43,25 +44,25 @@ class Partial:
 class Sequence:
     """Under sequence parallelism the module computes each rank's own positions: a norm, or dropout, between layers.
 
-    Without it the module is whole, as one that no plan names. Reference: Korthikanti et al., "Reducing Activation
+    Else the module stays whole, like a module outside the plan. Reference: Korthikanti et al., "Reducing Activation
     Recomputation in Large Transformer Models", MLSys 2023, https://arxiv.org/abs/2205.05198
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
-    """Under sequence parallelism each rank takes its own positions of what the module is handed: the first block.
+    """Under sequence parallelism each rank takes its own positions of the module's input: the first block.
 
-    From here to a Colwise that gathers, a module is handed this rank's positions, and a Colwise gathers them: a model
-    must take its sizes from what a layer returns, not from what it is given. Its first argument is (batch, positions,
-    features). Reference: as `Sequence`.
+    Modules from here to a Colwise that gathers receive only this rank's positions. So a model must take sizes from a
+    layer's output and not from its own input. Its first argument is (batch, positions, features). Reference: as
+    `Sequence`.
     """
 
 
 Way = Colwise | Rowwise | Partial | Sequence | Scatter
-Plan = Mapping[str, "Way | str"]  # by the names of modules, of which `*` stands for one part: "blocks.*.up"
+Plan = Mapping[str, "Way | str"]  # by module name; `*` stands for one part of a name: "blocks.*.up"
 
-# what transformers calls them in a model's `_tp_plan`
+# the names in the `_tp_plan` of a transformers model
 _SAID: dict[str, Way] = {
     "colwise": Colwise(),
     "rowwise": Rowwise(),
@@ -75,7 +76,7 @@ _SAID: dict[str, Way] = {
 
 
 def way_of(said: object) -> Way | None:
-    """What a plan says of a module, as a Way; None where it is none that is known."""
+    """Returns a plan's entry for a module as a Way; None if it is unknown."""
     if isinstance(said, Way):
         return said
     return _SAID.get(said) if isinstance(said, str) else None

@@ -1,4 +1,4 @@
-"""Linear layers cut into tiles that are computed one after the other: each needs the memory of one tile only."""
+"""Splits Linear layers into tiles that compute one after the other, to save memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # torch's own that only hold others
+HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # torch's containers, which do not read their members by name
 
 
 class TiledLinear(nn.Module):
-    """A Linear of `tiles` Linears, each of which makes its share of the outputs; (..., in) -> (..., out).
+    """A Linear of `tiles` Linears, each with a share of the outputs; (..., in) -> (..., out).
 
-    Under a strategy that gathers parameters when they are read (ZeRO3, ZeROInfinity) a tile's weight and its gradient
-    are the most that is there of the layer, 1/tiles of them. Outputs and gradients are the Linear's up to their last
-    bits: a product of fewer rows may be computed in another order.
+    A strategy that gathers parameters when they are read (ZeRO3, ZeROInfinity) holds at most one tile's weight and
+    gradient at a time, 1/tiles of the layer. Outputs and gradients may differ from the Linear's in the last bits,
+    because a product of fewer rows may use another order.
 
-    Raises ValueError for tiles that are none, or more than outputs.
+    Raises ValueError if `tiles` is below 1 or exceeds the outputs.
 
     Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
     SC 2021, https://arxiv.org/abs/2104.07857, section 5.1.3 (memory-centric tiling)
@@ -32,7 +32,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, tiles: int) -> TiledLinear:
-        """The layer with the weights of `linear`, trained or frozen, in training or not, as that is."""
+        """Returns a layer with the weights of `linear`, its `requires_grad` flags and its training mode."""
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, tiles)
         made.to(linear.weight.device, linear.weight.dtype)
         at = 0
@@ -52,14 +52,13 @@ class TiledLinear(nn.Module):
 
 
 def tiled(model: nn.Module, largest_mb: float) -> nn.Module:
-    """`model`, changed in place: every plain Linear of more than `largest_mb` MB is cut into tiles of at most that, as
-    far as it has outputs enough.
+    """Splits every plain Linear of more than `largest_mb` MB in place, into tiles of at most that size.
 
-    For a task's own model where a layer with its gradient is too large for `memory_mb`:
-    `Task(model=lambda: tiled(Big(), 4.0), ...)`. A layer that is used twice is one in tiles that is used twice; weights
-    that are tied to those of another layer stay whole, and so does what is inside of torch's own transformer layers,
-    which read it by name. Returns `model`, or the tiles where that is such a Linear itself. Raises ValueError for
-    `largest_mb` that is not above 0.
+    Use it for a task's own model if a layer with its gradient exceeds `memory_mb`:
+    `Task(model=lambda: tiled(Big(), 4.0), ...)`. A layer needs at least as many outputs as tiles; else its tiles stay
+    larger. A layer used twice stays shared. Weights tied to another layer stay whole, as do layers inside torch's own
+    transformer modules, which read them by name. Returns `model`, or the TiledLinear if `model` itself is such a
+    Linear. Raises ValueError if `largest_mb` is not above 0.
 
     >>> [name for name, _ in tiled(nn.Sequential(nn.Linear(500, 1000), nn.Linear(1000, 3)), 1.0).named_children()]
     ['0', '1']

@@ -1,4 +1,4 @@
-"""A model's state dict written to a file, which is whole or as it was."""
+"""Writes a model's state dict to a file atomically."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from workbench.tasks._base import TaskError
 
 
 class Unwritable(TaskError):
-    """The file cannot be written, and why."""
+    """The file cannot be written; the message has the reason."""
 
 
 def written(path: Path | str, made: Callable[[], Mapping[str, Any]]) -> Path:
-    """Writes what is `made` to `path`: `.safetensors` as that, else as torch does. Raises KnobError, and Unwritable."""
+    """Writes the state dict `made()` to `path`. Raises KnobError, and Unwritable.
+
+    The format is safetensors if the suffix is `.safetensors`, else torch's.
+    """
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise KnobError(f"path={short(path)}: must be a file to write, such as 'model.safetensors' or 'model.pt'")
     path = Path(path)
@@ -26,7 +29,7 @@ def written(path: Path | str, made: Callable[[], Mapping[str, Any]]) -> Path:
     try:
         save(state, str(part))
         part.replace(path)
-    except Exception as error:  # safetensors' own is neither an OSError nor a RuntimeError
+    except Exception as error:  # safetensors' own error is neither an OSError nor a RuntimeError
         part.unlink(missing_ok=True)
         raise Unwritable(f"path={path}: the model cannot be written ({error}); give another path") from None
     return path
@@ -45,7 +48,7 @@ def _safe(path: Path) -> Callable[[Mapping[str, Any], str], None]:
         raise Unwritable(f"path={path}: needs safetensors, which is not installed; install it, or give "
                          f"'{path.stem}.pt'") from None  # fmt: skip
 
-    def save(state: Mapping[str, Any], to: str) -> None:  # of tied weights each name has its own
+    def save(state: Mapping[str, Any], to: str) -> None:  # safetensors refuses tied weights, so each name gets a copy
         save_file({name: x.contiguous().clone() for name, x in state.items()}, to)
 
     return save

@@ -1,4 +1,4 @@
-"""A small GPT on the bytes of Python's own standard library, which lies on every machine that runs this."""
+"""A small GPT on the bytes of Python's own standard library, which every machine here has."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from workbench.tasks._shards import by_files, dealt
 from workbench.tasks._source import ends, source
 from workbench.tasks._split import Colwise, Plan, Rowwise, Scatter, Sequence
 
-HELD_OUT = 48  # windows that the held-out loss is taken over,
-AT_ONCE = 8  # and so many go through the model at a time, so that an evaluation takes no more memory than a step
+HELD_OUT = 48  # windows of an evaluation
+AT_ONCE = 8  # windows per forward, so that an evaluation takes no more memory than a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGPT(TaskBase):
     """A small GPT that reads Python source, byte by byte.
 
-    It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. Every
-    tenth file of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps
-    files of its own all the time, about equally many bytes; else every epoch is dealt out anew.
+    It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. One in 10 files
+    of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps its own files
+    for the whole run, with about equally many bytes. Else the ranks share each epoch's examples.
 
-    When to use it: unless something else is asked for; a transformer, whose held-out loss still falls after hundreds
-    of steps.
+    When to use it: by default. It is a transformer, and its held-out loss still falls after hundreds of steps.
 
     Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
     https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
@@ -65,7 +64,7 @@ class ByteGPT(TaskBase):
         return None
 
     def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
-        """Windows of one rank: (batch, context + 1) uint8."""
+        """Returns the windows of one rank: (batch, context + 1) uint8."""
         windows = _windows(self.context, held_out=False)
         if self.shards == "iid":
             order = shuffled(len(windows), rank, ranks, batch, seed, used)
@@ -88,7 +87,7 @@ class GPT(nn.Module):
         self._begin(blocks)
 
     def _begin(self, blocks: list[Block]) -> None:
-        """Every block begins as the identity and the head as zero, so that the first steps already teach much."""
+        """Initializes every block as the identity and the head as zero, so that the loss falls fast at once."""
         nn.init.normal_(self.byte.weight, std=0.5)
         nn.init.normal_(self.place.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
@@ -106,13 +105,13 @@ class GPT(nn.Module):
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """Between which blocks a GPT may be cut."""
+    """Returns the parts between which a GPT may be cut."""
     assert isinstance(model, GPT)
     return [Bytes(model), *model.blocks, Next(model)]
 
 
 def _split(features: int, model: nn.Module) -> Plan:
-    """How a GPT is dealt out over ranks, with so many features in a head: heads, hidden features and the vocabulary."""
+    """Returns the tensor-parallel plan: heads of `features` features, hidden features and the vocabulary are split."""
     return {
         "byte": Rowwise(),
         "blocks.0": Scatter(),
@@ -136,7 +135,7 @@ def _predicted(holds: GPT | Next, h: Tensor) -> Tensor:  # (B, T, width) -> (B, 
 
 
 class Bytes(nn.Module):
-    """What a GPT does before its blocks, with the GPT's own parameters."""
+    """The layers of a GPT before its blocks, with the GPT's own parameters."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class Bytes(nn.Module):
 
 
 class Next(nn.Module):
-    """What a GPT does after its blocks, with the GPT's own parameters."""
+    """The layers of a GPT after its blocks, with the GPT's own parameters."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -158,11 +157,11 @@ class Next(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a two-layer network on each byte; both added to what was there."""
+    """Causal attention, then a two-layer network on each byte; each adds its output to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.features = width // heads  # in one head
+        self.features = width // heads  # per head
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -178,13 +177,13 @@ class Block(nn.Module):
 
 
 def _windows(context: int, held_out: bool) -> Tensor:
-    """The text cut into windows that overlap by one byte: (n, context + 1) uint8, without copying."""
+    """Returns windows of the text that overlap by one byte: (n, context + 1) uint8, without copying."""
     return source(held_out).unfold(0, context + 1, context)
 
 
 @cache
 def _filed(context: int, ranks: int) -> list[Tensor]:
-    """Windows by rank; one that reaches into the next file belongs to that in which it begins."""
+    """Returns windows by rank. A window that reaches into the next file belongs to the file of its first byte."""
     begin = torch.arange(len(_windows(context, held_out=False))) * context
     return by_files(torch.searchsorted(ends(held_out=False), begin, right=True), ranks)
 

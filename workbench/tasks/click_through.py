@@ -1,4 +1,4 @@
-"""Clicks on advertisements that were never shown: drawn from a planted model, so that the best loss is known."""
+"""Synthetic clicks on advertisements from a planted model, so that the best loss is known."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError
 from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_rate
 
-HELD_OUT = 8192  # examples that the held-out loss is taken over
-FACTORS = 4  # numbers by whose products an id of one field and one of the next act together
+HELD_OUT = 8192  # examples of an evaluation
+FACTORS = 4  # length of an id's vector; ids of neighboring fields interact by the product of their vectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +27,21 @@ class ClickThrough(TaskBase):
 
         chance of a click = sigmoid(bias + sum_f a_f[id_f] + sum_f <v_f[id_f], v_(f+1)[id_(f+1)]> + <w, numbers>)
 
-    A batch touches few rows of the large tables, so almost all of a gradient is zero, as in recommenders: see Zen.
-    In each field the j-th id comes with a probability in proportion to j^-skew, so ranks have the frequent ids in
-    common, and those lie side by side. Examples are drawn as they are asked for, on each rank others, and none comes
-    twice, so nothing is learned by heart.
+    A batch reads few rows of the large tables, so almost all of a gradient is zero, as in recommenders: see Zen. In
+    each field the j-th id has a probability in proportion to j^-skew. So ranks share the frequent ids, which have
+    neighboring rows. Each rank draws its own examples, and none comes twice, so the model cannot memorize them.
 
-    The held-out loss is the mean over 8192 examples of the cross-entropy against their planted chances, so no luck in
-    drawing clicks is in it; "entropy" is its least possible value, that of the planted model itself, and what lies
-    between them is the mean divergence from the truth. It begins at log 2 = 0.693. "normalised entropy" is the loss in
-    parts of what it would be if all that was known were how many click: below 1 something else has been learned (He et
-    al., "Practical Lessons from Predicting Clicks on Ads at Facebook", 2014, https://doi.org/10.1145/2648584.2648589).
-    "auc" is how often a drawn click scores above a drawn non-click.
+    The held-out loss is the mean cross-entropy of 8192 examples against their planted chances, so it has no noise of
+    drawn clicks. "entropy" is its minimum, the loss of the planted model itself. The difference is the mean divergence
+    from the truth. The loss begins at log 2 = 0.693. "normalised entropy" is the loss divided by the entropy of the
+    mean click rate. Below 1 the model knows more than this rate (He et al., "Practical Lessons from Predicting Clicks
+    on Ads at Facebook", 2014, https://doi.org/10.1145/2648584.2648589). "auc" is how often a drawn click scores above a
+    drawn non-click.
 
-    With `shards` = "ids" each rank sees ids of the first field that no other sees, with probabilities that add up to
-    about the same on each; the most frequent may be more than an even share, and the rank that has it little else.
+    With `shards` = "ids" no two ranks see the same ids of the first field. The ids' probabilities add up to about the
+    same on each rank. The most frequent id may exceed an even share, and its rank gets few other ids.
 
-    When to use it: for sparse gradients (Zen, Hogwild), and to know how far a loss is from the best there can be.
+    When to use it: for sparse gradients (Zen, Hogwild), or to compare a loss with the best possible one.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
     2019, https://arxiv.org/abs/1906.00091
@@ -90,7 +89,7 @@ class ClickThrough(TaskBase):
 
 
 class About(NamedTuple):
-    """What a planted model depends on."""
+    """The settings on which a planted model depends."""
 
     fields: int
     ids: int
@@ -103,10 +102,10 @@ class World(NamedTuple):
     """A planted model.
 
     frequency: of the ids of a field, (ids,) float64; below: their running sum
-    alone:     what each id adds to the log odds, (fields, ids)
-    factors:   by whose products with the next field's ids act together, (fields, ids, FACTORS)
+    alone:     each id's own addition to the log odds, (fields, ids)
+    factors:   each id's vector, multiplied with that of the next field's id, (fields, ids, FACTORS)
     weights:   of the numbers, (numbers,)
-    bias:      the log odds without all that
+    bias:      the constant part of the log odds
     """
 
     frequency: Tensor
@@ -117,7 +116,9 @@ class World(NamedTuple):
     bias: float = -1.0
 
     def draw(self, n: int, generator: torch.Generator, below: Tensor) -> tuple[Tensor, Tensor]:
-        """n examples, the first field by frequencies that sum to `below`: (n, fields) int64, (n, numbers) float32."""
+        """Draws n examples: (n, fields) int64, (n, numbers) float32. `below` is the first field's cumulative
+        frequency.
+        """
         fields, ids = self.alone.shape
         u = torch.rand(fields, n, generator=generator, dtype=torch.float64)
         drawn = torch.searchsorted(self.below, u)
@@ -134,7 +135,7 @@ class World(NamedTuple):
 
 @cache
 def planted(about: About) -> World:
-    """The planted model of these settings; with the usual ones its log odds vary by about 1.5 among examples."""
+    """Returns the planted model; with the default settings the log odds vary by about 1.5 among examples."""
     generator = torch.Generator().manual_seed(about.seed)
     frequency = torch.arange(1, about.ids + 1, dtype=torch.float64) ** -about.skew
     frequency /= frequency.sum()
@@ -145,7 +146,7 @@ def planted(about: About) -> World:
 
 
 def dealt_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
-    """The frequencies of the ids that belong to `rank`, zero elsewhere: each goes to whoever has least so far."""
+    """Returns the frequencies of the ids of `rank`, zero elsewhere. Each id goes to the rank with the least so far."""
     n = len(frequency)
     if n < ranks:
         raise TaskError(f"ids={n}: cannot be dealt to {ranks} ranks; take at most {n} ranks, or shards='iid'")
@@ -159,7 +160,7 @@ def dealt_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
 
 
 class HeldOut(NamedTuple):
-    """Held-out examples, their chances of a click, clicks drawn by them, and the loss of whoever knows the chances."""
+    """Held-out examples, their chances of a click, clicks drawn by them, and the loss of the planted model."""
 
     ids: Tensor
     numbers: Tensor
@@ -170,7 +171,7 @@ class HeldOut(NamedTuple):
 
 @cache
 def held_out(about: About) -> HeldOut:
-    """The same examples for every model of these settings; no rank trains on them."""
+    """Returns the same examples for every model of these settings. No rank trains on them."""
     world = planted(about)
     generator = torch.Generator().manual_seed(zlib.crc32(f"held out of {about.seed}".encode()))
     ids, numbers = world.draw(HELD_OUT, generator, world.below)

@@ -1,4 +1,4 @@
-"""Clicks from the user's own file in Criteo's format: a label, 13 integers and 26 hashed categories per line."""
+"""Clicks from the user's own file in Criteo's format, with 40 fields per line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_
 
 INTEGERS, CATEGORIES = 13, 26
 COLUMNS = ["label", *(f"I{i}" for i in range(1, INTEGERS + 1)), *(f"C{i}" for i in range(1, CATEGORIES + 1))]
-EVERY = 10  # one line in so many is held out, the last ones
+EVERY = 10  # one line in this many is held out, at the end
 MISSING = float("nan")
 
 
@@ -28,13 +28,13 @@ MISSING = float("nan")
 class CriteoTSV(TaskBase):
     """The network of ClickThrough on a file of your own in the format of Criteo's click logs; nothing is downloaded.
 
-    Each line has 40 fields with a tab between: 1 for a click or 0, 13 integers, 26 categories as text; a missing value
-    is an empty field. Plain or gzip. Integers x become sign(x) log(1 + |x|), with a flag beside each that says whether
-    it was missing. Each category's text is hashed (CRC-32) to one of rows 1 to ids - 1 of its column's table, where
-    some share a row; row 0 is for missing ones. Lines are in order of time, so the last tenth of those read is held
-    out. What is not in the format is answered with line and column. The file must lie where the ranks are.
+    Each line has 40 fields separated by tabs: 1 for a click or 0, 13 integers, 26 categories as text. A missing value
+    is an empty field. The file is plain or gzip. Integers x become sign(x) log(1 + |x|), each with a flag for a missing
+    value. Each category's text is hashed (CRC-32) to one of rows 1 to ids - 1 of its column's table, so some texts
+    share a row. Row 0 stands for missing texts. Lines are in order of time, so the last 10 % of the lines read are held
+    out. A format error names its line and column. The file must exist on every machine with ranks.
 
-    When to use it: to see on real clicks what was found on planted ones.
+    When to use it: to check on real clicks a result from planted ones.
 
     Reference: Criteo, "Display Advertising Challenge", 2014, https://www.kaggle.com/c/criteo-display-ad-challenge;
     hashing: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009,
@@ -100,14 +100,14 @@ class Table(NamedTuple):
     clicked: Tensor
 
     def part(self, held_out: bool) -> Table:
-        """The last tenth, or all before it."""
+        """Returns the last 10 % of the lines, or all before."""
         cut = len(self.clicked) - len(self.clicked) // EVERY
         return Table(*(x[cut:] if held_out else x[:cut] for x in self))
 
 
 @cache
 def read(path: Path, changed: int, lines: int, ids: int) -> Table:
-    """The file as a Table; `changed` is when it was written last, so that another one is read anew."""
+    """Reads the file as a Table. `changed`, its modification time, is part of the cache's key."""
     labels, integers, categories = array("f"), array("d"), array("i")
     known: list[dict[str, int]] = [{"": 0} for _ in range(CATEGORIES)]
     for number, line in enumerate(_lines(path), 1):
@@ -144,7 +144,7 @@ def read(path: Path, changed: int, lines: int, ids: int) -> Table:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The file's lines, unpacked if it begins as gzip does."""
+    """Yields the file's lines, decompressed if it begins as gzip does."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     number = 0

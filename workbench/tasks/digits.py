@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 pixels, as scikit-learn brings them, and a small convolutional network."""
+"""Handwritten digits, 8 x 8 pixels, from scikit-learn, and a small convolutional network."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError, shuffled
 from workbench.tasks._shards import dealt, dirichlet
 
-EVERY = 5  # one image in so many is held out
+EVERY = 5  # one image in this many is held out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(TaskBase):
     """A small convolutional network that reads handwritten digits.
 
-    1,797 images of 8 x 8 pixels, a fifth of them held out; begins at log(10) = 2.3 nats and 10 % accuracy.
-    Almost all of its parameters are in one layer, so it makes much traffic for little compute.
+    1,797 images of 8 x 8 pixels, 20 % of them held out. It begins at log(10) = 2.3 nats and 10 % accuracy. Almost all
+    parameters are in one layer, so it makes much traffic for little compute.
 
-    With `shards` = "iid" every epoch is dealt out anew and ranks see the same mix of digits. With "dirichlet" each rank
-    keeps examples of its own all the time, equally many, with its own mix of digits q_r ~ Dirichlet(alpha * the mix of
+    With `shards` = "iid" ranks share each epoch's examples and see the same mix of digits. With "dirichlet" each rank
+    keeps its own examples for the whole run, equally many. Its mix of digits is q_r ~ Dirichlet(alpha * the mix of
     all): at alpha = 100 nearly alike, at 1 some digits are rare, at 0.1 two or three make up most.
 
-    When to use it: for a quick answer, in accuracy; for ranks with unlike data; for much traffic beside little compute.
+    When to use it: for a quick answer in accuracy; for ranks with different data; for much traffic and little compute.
 
     Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data:
     Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;
@@ -74,7 +74,7 @@ class Digits(TaskBase):
 
 
 def network(width: int, hidden: int) -> nn.Module:
-    """(B, 1, 8, 8) float32 in [0, 1] -> (B, 10) logits."""
+    """Returns a network (B, 1, 8, 8) float32 in [0, 1] -> (B, 10) logits."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), nn.ReLU(),
         nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -84,16 +84,16 @@ def network(width: int, hidden: int) -> nn.Module:
 
 @cache
 def _images(held_out: bool) -> tuple[Tensor, Tensor]:
-    """Images (n, 1, 8, 8) float32 and what they show (n,) int64."""
+    """Returns images (n, 1, 8, 8) float32 and their digits (n,) int64."""
     table = _table()
     mine = table[(torch.arange(len(table)) % EVERY == EVERY - 1) == held_out]
     return mine[:, :-1].reshape(-1, 1, 8, 8) / 16, mine[:, -1].long()
 
 
 def _table() -> Tensor:
-    """(1797, 65) float32: 64 pixels from 0 to 16, and the digit.
+    """Returns (1797, 65) float32: 64 pixels from 0 to 16, and the digit.
 
-    The file is read without importing scikit-learn, which would take each rank more than a second.
+    Reads the file without importing scikit-learn, which would take each rank more than a second.
     """
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:

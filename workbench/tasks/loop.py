@@ -13,7 +13,7 @@ from workbench.tasks.script import ALONE
 
 @dataclass(frozen=True, kw_only=True)
 class Loop(TaskBase):
-    """A function of a notebook that trains: it makes model, optimizer and data, and loops over `workbench.steps`.
+    """A notebook's function that trains: it makes model, optimizer and data, and loops over `workbench.steps`.
 
         def train():
             model = nn.Linear(4, 1)
@@ -26,13 +26,13 @@ class Loop(TaskBase):
 
         lab.run(Experiment(task=Loop(run=train)))
 
-    Each rank calls it once. What holds for a `Script` holds here: a step ends when the optimizers of all parameters
-    have stepped, and the run ends with the function. Torch's and Python's random numbers begin with the experiment's
-    `seed` on every rank. Lines that are to have what all ranks trained stand behind a block of `workbench.training`.
+    Each rank calls it once. As in a `Script`, a step ends when the optimizers of all parameters have stepped. The run
+    ends with the function. On every rank the experiment's `seed` seeds torch's and Python's random numbers. Put lines
+    that need the result of all ranks after a block of `workbench.training`.
 
     run: () -> None
 
-    When to use it: where a loop is to stay as it is written; `adopt` can do more with what it is made of.
+    When to use it: to keep a loop as it is written; `adopt` supports more if you can give its parts.
     """
 
     run: Callable[[], Any]
@@ -43,7 +43,7 @@ class Loop(TaskBase):
     keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not callable(self.run) and not isinstance(self.run, str):  # a name, read off a record
+        if not callable(self.run) and not isinstance(self.run, str):  # a record has only the function's name
             raise KnobError("run: must be a function () -> None that trains (a record keeps only its name)")
         super().__post_init__()
 

@@ -1,4 +1,4 @@
-"""Your own task, from functions written in a notebook; every way it can go wrong is said in words."""
+"""Your own task from functions of a notebook, with checks that name each mistake."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ class Task(TaskBase):
              optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
 
     model:      () -> Module, built on each rank from the same seed
-    data:       (rank, ranks, seed) -> an iterable of batches: tensors, or tuples, lists and dicts of them. One that
-                can be iterated again (a list, a DataLoader) starts over when it ends. If it also takes `batch`,
-                it is given the examples per rank once the batch knob is set (or `batch` is given). If it takes `used`,
-                too, its examples have an index, and stand in an order that depends on the seed alone: it begins behind
-                the `used` first of that order, as `shuffled(n, rank, ranks, batch, seed, used)` does; then none comes
-                twice in an epoch, whoever dies, comes or goes.
+    data:       (rank, ranks, seed) -> an iterable of batches: tensors, or tuples, lists and dicts of them. A list or a
+                DataLoader starts over when it ends. If it also takes `batch`, it gets the examples per rank when the
+                batch knob (or `batch`) is set. If it takes `used` too, its examples have an index and an order that
+                depends on the seed alone. It then skips the `used` first examples, as `shuffled(n, rank, ranks, batch,
+                seed, used)` does, and no example comes twice in an epoch, even if ranks die, join or leave
     loss:       (model, batch) -> scalar Tensor
-    optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is set
-    evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
-    parts:      (model) -> a list of Modules, each taking what the one before returns, that together compute what the
-                model does and hold its very parameters: where a Pipeline may cut it; a Sequential needs none, nor
-                do decoders of transformers that are built as Llama is
-    split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition deals out
-                layers, `*` standing for one part of a name; a model of transformers, and a Sequential, need none
-    lookups:    (batch) -> {"table.weight": ids}: by name of each embedding's weight, which of its rows a batch reads,
-                and no others; for strategies that keep embedding tables on servers
-    pure:       the functions and the model keep nothing from call to call but parameters and buffers (no counter, no
-                cached mask, no data that is there once): then buckets lie in the order in which gradients come from the
+    optimizer:  (params) -> Optimizer; it keeps its own learning rates until the knob is set
+    evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it the page shows no held-out loss
+    parts:      (model) -> a list of Modules that hold the model's own parameters. Each takes the output of the one
+                before; together they compute the model. A Pipeline may cut between them. A Sequential and transformers
+                decoders built like Llama need none
+    split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition splits layers;
+                `*` stands for one part of a name. A model of transformers and a Sequential need none
+    lookups:    (batch) -> {"table.weight": ids}: by name of each embedding's weight, the only rows that a batch reads;
+                for strategies that keep embedding tables on servers
+    pure:       the functions and the model keep no state between calls except parameters and buffers: no counter, no
+                cached mask, no data that can be read only once. Then buckets follow the order of the gradients from the
                 first step on, else from the second
-    schedule:   (step) -> by what the learning rate of that step is multiplied, such as a warm-up and a decay; without
-                it the rate is what `lr` and `lr_warmup` say
-    keeps:      a checkpoint is made as the run ends, so that `run.model()` has what was trained; not of ranks that end
-                apart
+    schedule:   (step) -> the factor of that step's learning rate, such as a warm-up and a decay; without it `lr` and
+                `lr_warmup` set the rate
+    keeps:      whether the run's end saves a checkpoint, so that `run.model()` has the trained model; not if ranks end
+                at different steps
 
-    `workbench.adopt(model, optimizer, loader, loss)` makes one of what a script has.
+    `workbench.adopt(model, optimizer, loader, loss)` makes a Task of a script's own objects.
 
     When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
     """
@@ -69,7 +68,7 @@ class Task(TaskBase):
 
     @property
     def batch(self) -> int:  # type: ignore[override]
-        """As its data says that makes batches of any size, and likes one best."""
+        """The preferred batch size of data that makes batches of any size; else 0."""
         return int(getattr(self.data, "batch", 0))
 
     @property

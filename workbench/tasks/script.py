@@ -1,4 +1,4 @@
-"""A training script as it is, whose own loop makes the steps."""
+"""An unchanged training script with its own loop."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ ALONE = "its own loop makes the steps, and it runs on ranks alone: Lab(4).run(..
 
 @dataclass(frozen=True, kw_only=True)
 class Script(TaskBase):
-    """A training script, unchanged: one that is written for torchrun, or whose loop goes over `workbench.steps`.
+    """An unchanged training script, written for torchrun or with a loop over `workbench.steps`.
 
         lab.run(Experiment(task=Script(file="train.py", args=("--epochs", "3")), strategy=TorchDDP()))
 
     Each rank runs it as torchrun would: as `__main__`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on in the
-    environment. Its process group is real. Its one `DistributedDataParallel` is torch's own under TorchDDP, and can be
-    replaced live by strategies that follow a loop: forward, backward, update. A step ends when the optimizers of all
-    its parameters have stepped; the run ends with the script, or after `steps`.
+    environment, and with a real process group. Under TorchDDP its only `DistributedDataParallel` is torch's own.
+    Strategies that follow a loop (forward, backward, update) can replace it live. A step ends when the optimizers of
+    all its parameters have stepped. The run ends with the script, or after `steps`.
 
-    What is the script's stays the script's: its data, batches, optimizers, rates and precision. It cannot go back,
-    so no run is resumed, resized or rolled back.
+    The script keeps its own data, batches, optimizers, rates and precision. It cannot go back, so its runs cannot be
+    resumed, resized or rolled back.
 
-    file:   the script, on every machine that has ranks
-    args:   what follows it on the command line
-    folder: where it runs; "" is where this process is
+    file:   the script's path, on every machine with ranks
+    args:   its command-line arguments
+    folder: its working directory; "" is that of this process
 
-    When to use it: to look at, and to steer, a job that exists.
+    When to use it: to watch and steer an existing job.
     """
 
     file: str
@@ -59,7 +59,7 @@ class Script(TaskBase):
 
     @property
     def path(self) -> Path:
-        """The file, from the root of the machine."""
+        """The absolute path of the file."""
         return Path(self.folder) / self.file
 
     def refuses(self, batch: int) -> str | None:
