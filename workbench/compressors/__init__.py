@@ -1,4 +1,4 @@
-"""What crosses the wire instead of a bucket: one compressor per file; they are found by looking."""
+"""The compressor family: what crosses the wire instead of a bucket. One file per compressor."""
 
 from typing import Any
 

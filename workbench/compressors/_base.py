@@ -1,4 +1,4 @@
-"""The whole contract of a compressor: what crosses the wire instead of a bucket."""
+"""The contract of a compressor: what crosses the wire instead of a bucket."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ Payload = tuple["Tensor", ...]
 
 
 class Coder(Protocol):
-    """Any tensor as what crosses the wire, and back: a gradient, an activation, a message to a server, a fragment.
+    """Encodes any tensor for the wire and decodes it: a gradient, an activation, a message to a server, a fragment.
 
-    Payloads compose: what one coder leaves in floats another can encode again.
+    Payloads compose: another coder can encode the floats of a payload again.
     """
 
     def encode(self, x: Tensor) -> Payload:
-        """(...) of any float -> the tensors that cross the wire; how many and how large follows from the shape."""
+        """(...) of any float -> the tensors that cross the wire. Their number and sizes follow from the shape."""
 
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
-        """What `encode` made -> (...) in the shape and the dtype of `like`, about what it was."""
+        """The payload of `encode` -> (...) in the shape and the dtype of `like`, approximately the input."""
 
 
 class Owed(Protocol):
-    """What a rank contributed, not written out: making it would take longer than taking it away."""
+    """A rank's contribution that is not materialized, because subtracting it is faster."""
 
     def leave(self, x: Tensor) -> None:
-        """Takes what was contributed away from `x`, in place."""
+        """Subtracts the contribution from `x`, in place."""
 
     def finite(self) -> bool:
-        """Is it certain, from less than all elements, that what came in and the result are finite?"""
+        """Whether the input and the result are certainly finite, judged from fewer than all elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Family):
     """What crosses the wire instead of a bucket.
 
-    `reduce` turns the bucket's data into (an approximation of) its sum over all ranks, in place, and
-    returns what this rank itself contributed to that sum, or None if that is exactly its data. A strategy
-    that wants the mean hands in shares (data / size), which costs nothing: it scales the loss.
+    `reduce` replaces the bucket's data by (an approximation of) its sum over all ranks, in place. It returns this
+    rank's own contribution to that sum, or None if that is exactly its data. A strategy that wants the mean passes
+    shares (data / size). This is free because it scales the loss.
 
-    dtypes:      element types of the gradients that it takes; hosts refuse a model with others
+    dtypes:      element types of the gradients that it takes; hosts refuse models with other types
     linear:      the sum of compressed equals the compressed sum, so an all-reduce can add payloads
     unbiased:    the expected result is the input
     contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2 for some delta > 0; wants error feedback
-    immediate:   `reduce` is one sum of the bucket as it is: no thread of its own is worth its while, and a strategy
-                 with a way of its own to exchange leaves nothing out
-    varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
-                 share that is, and what is sent is an estimate
-    assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
-    alike:       do all ranks send and receive alike? Then one may stand for others among thousands
-    residual:    the buffer of its Memory that holds what it has not sent yet; "" where it remembers nothing
-    kind:        one of `kinds`, by which a list of compressors is grouped; what holds another is a wrapper
-    drops:       what of its Memory begins anew where ranks come to hold another part of the model (see `own`)
+    immediate:   `reduce` is one sum of the unchanged bucket, so it needs no thread, and a strategy may exchange in its
+                 own way
+    varies:      how much is sent depends on the values; with sizes only, `rank.density` is the assumed share, and bytes
+                 are estimates
+    assumes:     in words, the assumption that replaces the values with sizes only; "" if none
+    alike:       whether all ranks send and receive alike, so that one may represent thousands
+    residual:    the buffer of its Memory with what it has not sent yet; "" if it has none
+    kind:        one of `kinds`, which group a list of compressors; "wrappers" hold another compressor
+    drops:       parts of its Memory that restart when ranks hold another part of the model (see `own`)
     starter:     one of the few to begin with: well known, and good on its own
 
-    `strays` is a number that follows from the knobs: under error feedback what is left unsent shrinks by that factor
-    in each step, in some norm and on average, so it stays bounded where the factor is below 1.
+    `strays` follows from the knobs. Under error feedback the unsent part shrinks by this factor in each step, in some
+    norm and on average. So it stays bounded if the factor is below 1.
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -84,63 +84,63 @@ class Compressor(Family):
 
     @property
     def carries(self) -> bool:
-        """Does it keep the optimizer's momentum, in its Memory's MOMENTUM, so that the optimizer steps without?"""
+        """Whether its Memory keeps the optimizer's momentum, in MOMENTUM, so that the optimizer steps without."""
         return False
 
     @property
     def own(self) -> dict[str, str]:
-        """What becomes of all that a rank remembers in its Memory where ranks come to hold another part of the model.
+        """How each part of a rank's Memory changes when ranks hold another part of the model.
 
-        "sum": it is a part of what all ranks have together, so that stays what it was: who holds an element no longer
-        adds its part to that of one who does, who newly does begins at zero. "mean": of one value in shares all take
-        the mean, in shares of as many as there are then. "keep": the rank's and not the model's, it stays. "drop": it
-        means nothing afterwards and begins anew, as what is not named does.
+        "sum": the ranks' values add up to one sum, which stays the same. A rank that gives up an element adds its part
+        to that of a rank that holds it; a new holder begins at zero. "mean": the ranks hold shares of one value; all
+        take the mean, in shares of the new number of ranks. "keep": belongs to the rank and stays. "drop": becomes
+        meaningless and restarts, as do unlisted parts.
         """
         named = {self.residual: "sum"} if self.residual else {}
         return named | {"generator": "keep"} | dict.fromkeys(self.drops, "drop")
 
     @property
     def lossless(self) -> bool:
-        """Is the result the sum of all that was handed in, as exact as additions are? If all that it holds says so."""
+        """Whether the result is the exact sum of the inputs, up to rounding. A wrapper asks each compressor in it."""
         held = [c for c in inside(self) if c is not self]
         return bool(held) and all(c.lossless for c in held)
 
     @property
     def strays(self) -> float | None:
-        """How far C(x) is from x at most, E ||C(x) - x|| <= strays ||x|| for every x; None where nothing is claimed."""
+        """The largest distance of C(x) from x: E ||C(x) - x|| <= strays ||x|| for every x; None without a bound."""
         return None
 
     def whole(self) -> Compressor:
-        """Where it `residual`: what sends all of it in one step, with that step's data, and then owes nothing."""
+        """With a `residual`: the compressor that sends all of it in one step, with that step's data; else itself."""
         return self
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+        """Writes the sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
 
     def coder(self, memory: Memory) -> Coder | None:
-        """What it makes of any tensor, with the generator and levels of `memory`; None where that takes other ranks."""
+        """Returns its Coder for any tensor, with generator and levels of `memory`; None if it needs other ranks."""
         return None
 
     def refuses(self) -> str | None:
-        """Why these knobs cannot be together, in a sentence that says what would do; or None."""
+        """Returns why these knobs conflict, with a remedy; else None."""
         return None
 
     def refuses_feedback(self) -> str | None:
-        """Why its error cannot be fed back, in a sentence that says what would do; or None."""
+        """Returns why error feedback is impossible, with a remedy; else None."""
         return None
 
     async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | Owed | None:
-        """As `reduce`, for one who wants only what is left of the data: a contribution may say how to take it away."""
+        """Like `reduce`, for a caller that only subtracts the contribution: it may return an `Owed`."""
         return await self.reduce(rank, bucket, memory)
 
     def refuses_model(self, parts: list[Part]) -> str | None:
-        """Why it cannot work on gradients of these parameters, in a sentence that says what would do; or None."""
+        """Returns why it cannot compress gradients of these parameters, with a remedy; else None."""
         return None
 
 
 def inside(compressor: Compressor) -> Iterator[Compressor]:
-    """`compressor`, and all that it wraps or chooses among, from the outside in."""
+    """Yields `compressor` and every compressor in it, from the outside in."""
     yield compressor
     for f in fields(compressor):
         value = getattr(compressor, f.name)
@@ -150,7 +150,7 @@ def inside(compressor: Compressor) -> Iterator[Compressor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
-    """A compressor given by a pair of pure functions, which are its Coder; the exchange follows from them."""
+    """A compressor of 2 pure functions, which are its Coder; the exchange follows from them."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
@@ -161,13 +161,13 @@ class Codec(Compressor):
         """The tensors of `encode` -> (...) in the shape and the dtype of `like`."""
 
     def chosen(self, payload: Payload) -> Tensor | None:
-        """What of a payload says which part of a tensor it is of, such as places; None where it is of all."""
+        """Returns the part of a payload that selects part of the tensor, such as places; None if it covers all."""
         return None
 
     def through(self, chosen: Tensor) -> Coder:
-        """What is linear in a tensor and keeps the same part of it: by which a gradient goes back.
+        """Returns the linear coder that keeps the same part of a tensor; a gradient goes back through it.
 
-        By itself: chosen (k,) of any integer are flat places.
+        By default: chosen (k,) of any integer are flat places.
         """
         return _Places(chosen)
 
@@ -186,7 +186,7 @@ class Codec(Compressor):
 
 
 class _Places:
-    """A tensor's elements at some places, zeros elsewhere."""
+    """Keeps a tensor's elements at some places; the rest become zeros."""
 
     def __init__(self, places: Tensor) -> None:
         self._places = places.long()
@@ -199,7 +199,7 @@ class _Places:
 
 
 async def all_told(coder: Coder, rank: Rank, bucket: Bucket) -> Tensor:
-    """Every rank's payload to all, who add up what it says in rank order: `reduce` by any Coder.
+    """`reduce` with any Coder: every rank sends its payload to all, and adds up the decoded payloads in rank order.
 
     Bytes sent per rank: those of a payload, (p-1) times.
     """

@@ -1,4 +1,4 @@
-"""Levels that are fitted now and then, while training, to what gradients look like."""
+"""Quantisation levels that are refitted to the gradients during training."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from workbench.compressors._mixture import Mixture
 from workbench.rank import Bucket, Memory, Rank, each, outlined, values_of
 from workbench.settings import knob
 
-NUMBERS = 3  # that a block sends: its norm, and its normalised elements' mean and deviation
+NUMBERS = 3  # per block: its norm, and mean and deviation of its normalised elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted(Levels):
     """Levels from a mixture of normal distributions, one for each sampled block, weighted with the blocks' norms.
 
-    In step 0, step `fit_first`, step `fit_second` and every `fit_every` steps each rank tells all others, before the
-    codes of a bucket of k blocks, what the min(k, samples) of them with the largest norms look like: (p-1) 12 min(k,
-    samples) bytes. From the next step on, levels are those best for the `samples` blocks that have the largest norms
-    of all buckets and ranks. Every rank solves for them by itself, from the same numbers, in float64 rounded to
-    float32. Steps are counted by exchanges of the bucket that holds the first parameter ever sent, however buckets
-    are cut later.
+    In step 0, step `fit_first`, step `fit_second` and every `fit_every` steps each rank sends statistics to all other
+    ranks, before the codes. For a bucket of k blocks they describe the min(k, samples) blocks with the largest norms:
+    (p-1) 12 min(k, samples) bytes. From the next step on, levels are optimal for the `samples` blocks with the largest
+    norms of all buckets and ranks. Every rank computes them from the same numbers, in float64 rounded to float32. Steps
+    are counted by exchanges of the bucket with the first parameter ever sent, even if buckets are recut.
 
-    Until there is such a sample each bucket is sampled, and levels are best for what the ranks say of this very bucket,
-    which crosses before its codes do: so the first step, too, is rounded to levels that suit it. Where nothing can be
-    seen, for all is zero or not finite, levels are +-1, +-1/2, +-1/4, ..., and the next step is sampled again. What was
-    sampled is kept for the whole model: for another number of bits levels are solved from it at once. It depends on
-    `block` and `norm`: where these change, a step is sampled anew, each bucket with levels of its own.
+    Before the first such fit each bucket uses levels fitted to its own statistics, which cross before its codes. So the
+    first step, too, has suitable levels. If all values are zero or not finite, levels are +-1, +-1/2, +-1/4, ..., and
+    the next step samples again. The sample belongs to the whole model: a new number of bits gets levels from it at
+    once. It depends on `block` and `norm`. After a change of these, one step samples again, with levels fitted to each
+    bucket.
 
-    Levels suit what was sampled. What a residual would make of later gradients they were not fitted to, and nothing
-    bounds what they cost for it, so error feedback is refused.
+    Levels suit only the sampled gradients. They do not suit gradients with a residual, and their error there is
+    unbounded, so error feedback is refused.
     """
 
     bits: int = knob(3, 2, 8, doc="bits of a code")
@@ -61,7 +60,7 @@ class Fitted(Levels):
 
     @abstractmethod
     def solved(self, mixture: Mixture) -> Tensor:
-        """(L,) float64, L <= 2^bits: ascending from -1 to 1, best for such elements."""
+        """(L,) float64, L <= 2^bits: optimal levels for such elements, ascending from -1 to 1."""
 
     def levels(self, memory: Memory) -> Tensor:
         fit = self._fit(memory)
@@ -87,11 +86,11 @@ class Fitted(Levels):
         return fit
 
     def _serves(self, fit: _Fit) -> bool:
-        """Is what is known of the model a sample of such blocks?"""
+        """Whether the model's sample is of blocks with the present size and norm."""
         return fit.basis == self._basis and fit.model.mixture is not None
 
     async def _sample(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
-        """What this bucket's blocks look like on all ranks, if this is a step to look or nothing is known yet."""
+        """Samples this bucket's blocks on all ranks, if a fit is due or none exists yet."""
         names = [part.name for part in bucket.parts] or [""]
         fit = self._fit(memory)
         if fit is None:
@@ -108,7 +107,7 @@ class Fitted(Levels):
             fit.found.append(seen)
 
     def _next(self, fit: _Fit) -> None:
-        """A step begins: what the last one sampled is what levels are solved from now on."""
+        """Begins a step: from now on levels come from the last step's sample."""
         if fit.sampling:
             mixture = self._mixture(fit.found)
             if mixture is not None or fit.basis != fit.asked:
@@ -120,7 +119,7 @@ class Fitted(Levels):
         fit.asked, fit.found = self._basis, []
 
     def _mixture(self, found: list[Tensor]) -> Mixture | None:
-        """Of the blocks with the largest norms among those that were found; None where all norms are zero."""
+        """Returns the mixture of the sampled blocks with the largest norms; None if all norms are zero."""
         blocks = torch.cat([torch.empty(0, NUMBERS, dtype=torch.float64), *found])
         blocks = blocks[blocks[:, 0] > 0]
         blocks = blocks[blocks[:, 0].topk(min(self.samples, len(blocks))).indices]
@@ -129,7 +128,7 @@ class Fitted(Levels):
 
 @dataclass
 class _Known:
-    """Blocks that were looked at, and the levels solved from them, by compressor and bits."""
+    """Sampled blocks, and the levels solved from them, by compressor and bits."""
 
     mixture: Mixture | None = None
     levels: dict[str, Tensor] = field(default_factory=dict)
@@ -137,21 +136,21 @@ class _Known:
 
 @dataclass
 class _Fit:
-    """What is known of one model's gradients on one rank; equal on all."""
+    """The sample of one model's gradients on one rank; equal on all ranks."""
 
     lead: str  # the parameter whose exchanges count the steps
     step: int = -1
-    sampling: bool = False  # is the present step one in which blocks are sampled?
-    asked: tuple[int, str] | None = None  # block and norm of what is being sampled
+    sampling: bool = False  # whether the present step samples blocks
+    asked: tuple[int, str] | None = None  # block and norm of the present sample
     found: list[Tensor] = field(default_factory=list)  # (m, 3) each
-    basis: tuple[int, str] | None = None  # block and norm of what was sampled last
-    model: _Known = field(default_factory=_Known)  # of all buckets, from the last step that was sampled
-    bucket: _Known = field(default_factory=_Known)  # of the last bucket that was sampled
+    basis: tuple[int, str] | None = None  # block and norm of the last complete sample
+    model: _Known = field(default_factory=_Known)  # of all buckets, from the last sampled step
+    bucket: _Known = field(default_factory=_Known)  # of the last sampled bucket
 
 
 @outlined(lambda x, norm, most: x.new_empty(min(most, len(x)), NUMBERS))
 def looks(x: Tensor, norm: str, most: int) -> Tensor:
-    """(blocks, n) -> (min(blocks, most), 3): of the blocks with the largest norms. One that is not finite counts 0."""
+    """(blocks, n) -> (min(blocks, most), 3) for the blocks with the largest norms; a non-finite block becomes 0."""
     size = norms(x, norm)
     r = x / size.where(size != 0, 1.0)
     seen = torch.cat([size, r.mean(-1, keepdim=True), r.std(-1, correction=0, keepdim=True)], -1)

@@ -1,4 +1,4 @@
-"""How much of what a compressor was given it sends: found on each rank by itself, without a byte more."""
+"""Measures the sent share of a compressor's input, on each rank by itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workbench.rank import Bucket, Memory, Rank, outlined
 
 
 class Gain:
-    """Stands in for a rank's compressor during one step and adds up squares over all its buckets.
+    """Replaces a rank's compressor during one step and adds up squares over all its buckets.
 
         whole = ||x||^2;   sent = ||C(x)||^2           x: the gradient, and what error feedback adds to it
 
-    The exchange itself stays the same to the bit. Costs a copy of the bucket and a few passes over it.
+    The exchange stays bit-identical. Costs a copy of the bucket and a few passes over it.
 
-    feeds: does it keep what it has not sent, under error feedback?
+    feeds: whether it keeps its unsent part, under error feedback
     """
 
     def __init__(self, of: Any, feeds: bool) -> None:
@@ -29,7 +29,7 @@ class Gain:
         self.sent = self.whole = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """What it claims is what the compressor claims."""
+        """Claims what the compressor claims."""
         return getattr(self.of, name)
 
     async def _unweighed(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
@@ -38,7 +38,7 @@ class Gain:
 
     @outlined(_unweighed)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """The compressor's own."""
+        """Runs the compressor's own `reduce` and measures it."""
         data: Tensor = bucket.data
         x = data.to(torch.promote_types(data.dtype, torch.float32), copy=True)
         if self.feeds:
@@ -50,23 +50,23 @@ class Gain:
         return own
 
     def found(self) -> dict[str, float]:
-        """The Samples of this step; none where nothing was to be sent, or what was is not finite."""
+        """Returns the Samples of this step; empty if the input is zero or a value is not finite."""
         finite = math.isfinite(self.sent) and math.isfinite(self.whole)
         return {"gradient_sent": self.sent, "gradient_whole": self.whole} if finite and self.whole else {}
 
 
 def gains(compressor: Compressor) -> bool:
-    """Can it be told what this sends of what it is given? Not where it remembers in a way of its own."""
+    """Whether the sent share can be measured. A compressor with its own kind of residual prevents it."""
     return all(c.residual in ("", ErrorFeedback.residual) for c in inside(compressor))
 
 
 def feeds(compressor: Compressor) -> bool:
-    """Does it keep what it has not sent?"""
+    """Whether the compressor keeps its unsent part."""
     return any(c.residual for c in inside(compressor))
 
 
 def _left(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
-    """What this rank has left unsent of `bucket`: (n,)."""
+    """Returns the part of `bucket` that this rank has not sent: (n,)."""
     return left_of(memory, bucket, like) if ErrorFeedback.residual in memory.buffers else torch.zeros_like(like)
 
 

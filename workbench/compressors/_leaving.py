@@ -1,4 +1,4 @@
-"""What becomes of a residual that nothing feeds back any more: uncompressed steps that send it, all or in shares."""
+"""Uncompressed steps that send a residual after error feedback ends, whole or in shares."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from workbench.rank import Bucket, Memory, Rank
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaving(Compressor):
-    """Sends every gradient whole, and with it a share of what error feedback has left unsent.
+    """Sends every gradient whole, and with it a share of the residual of error feedback.
 
         out = sum over ranks of (grad + share * residual);   residual <- (1 - share) * residual
 
-    With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. Where the memory has a buffer `asked`, rank
-    0 puts a sketch of each bucket's result there.
+    With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. If the memory has a buffer `asked`, rank 0
+    stores a sketch of each bucket's result there.
     """
 
     share: float = 1.0

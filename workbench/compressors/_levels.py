@@ -1,4 +1,4 @@
-"""Rounding at random to levels: an element goes to one of the two beside it, so that its mean stays what it was."""
+"""Stochastic rounding to levels: to one of the 2 neighbors, so that the mean stays the same."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Levels(Coded):
         r = x / N, N the norm of x's block;   C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
         the upper one with probability (r - l_k) / (l_(k+1) - l_k), so E C(x) = x whatever the levels
 
-    A bucket of n elements is cut into k = ceil(n / block) blocks of equal length; a block has nothing to do with the
-    buckets in which gradients travel. A message is the norms (float32), then the codes, packed to their bits. With
-    "gather" every rank sends its message to all, who add up the same numbers in the same order: (p-1) (4 k + n
-    bits / 8) bytes sent per rank, and each element is rounded once. "two_hop" is Coded's exchange: 2 (p-1) (4 k' + m
-    bits / 8) bytes for chunks of m = n / p elements in k' blocks, less from three ranks on, but the sum is rounded
-    again. That rounding does not depend on the first, so both are unbiased.
+    A bucket of n elements is cut into k = ceil(n / block) blocks of equal length. Blocks are independent of how buckets
+    are cut. A message is the norms (float32), then the codes, packed to their bits. With "gather" every rank sends its
+    message to all ranks, and all add up in the same order: (p-1) (4 k + n bits / 8) bytes sent per rank. Each element
+    is rounded once. "two_hop" is Coded's exchange: 2 (p-1) (4 k' + m bits / 8) bytes for chunks of m = n / p elements
+    in k' blocks. It sends less from 3 ranks on, but rounds the sum again. Both roundings are independent, so both
+    exchanges are unbiased.
 
-    A block of zeros has the norm 0 and stays zero. One with a number that is not finite comes back as NaN.
+    A block of zeros has the norm 0 and stays zero. A block with a non-finite number becomes NaN.
 
-    Under ErrorFeedback what is left unsent must shrink. With the largest magnitude for the norm no element is off by
-    more than the widest gap between levels, in units of the largest: a contraction in the maximum norm where it is
-    below 1. With the L2 norm the error's mean square is at most `worst` times that of what is rounded, for QSGD q - 1
-    with q = sqrt(d) / s (q^2 / 4 where q < 2), so it takes sqrt(d) < 2 s. In two hops the second rounding is of a sum
-    of what the first one made, and adds as much again. Anything else is refused there.
+    Under ErrorFeedback the unsent part must shrink. With the maximum norm no element is off by more than the widest gap
+    between levels, in units of the maximum. This is a contraction in that norm if the gap is below 1. With the L2 norm
+    the error's mean square is at most `worst` times the input's. For QSGD that is q - 1 with q = sqrt(d) / s (q^2 / 4
+    if q < 2), so error feedback needs sqrt(d) < 2 s. In 2 hops the second hop rounds the sum of the first one's results
+    and adds as much error again. Other settings are refused.
     """
 
     bits: int = knob(4, 2, 8, doc="bits of a code")
@@ -46,7 +46,7 @@ class Levels(Coded):
     unbiased: ClassVar[bool] = True
     scalars: ClassVar[int] = 1
     repeats: ClassVar[bool] = False
-    even: ClassVar[bool] = False  # are the levels at equal distances? Then no table is looked up
+    even: ClassVar[bool] = False  # whether levels are equally spaced, which needs no table
 
     @property
     def width(self) -> int:
@@ -56,7 +56,7 @@ class Levels(Coded):
     def strays(self) -> float:
         levels = self.levels(Memory()).double()
         once = float(levels.diff().max()) if self.norm == "max" else worst(levels, self.block) ** 0.5
-        longest = 1.0 if self.norm == "max" else (1 + once**2) ** 0.5  # of what is rounded again, for each of the ranks
+        longest = 1.0 if self.norm == "max" else (1 + once**2) ** 0.5  # length of the second rounding's input, per rank
         return once if self.exchange == "gather" else once * (1 + longest)
 
     def refuses_feedback(self) -> str | None:
@@ -100,7 +100,7 @@ class Levels(Coded):
 
 
 def norms(x: Tensor, which: str) -> Tensor:
-    """(..., n) -> (..., 1): each row's norm; no square is too large or too small for its type."""
+    """(..., n) -> (..., 1): each row's norm, scaled so that no square overflows or underflows."""
     peak = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
     if which == "max":
         return peak
@@ -108,7 +108,7 @@ def norms(x: Tensor, which: str) -> Tensor:
 
 
 def between(r: Tensor, levels: Tensor) -> Tensor:
-    """(...) in [-1, 1] -> (...): k, and the share of the way from level k to level k + 1. Takes r's storage."""
+    """(...) in [-1, 1] -> (...): k plus the fraction of the way from level k to level k + 1. Reuses r's storage."""
     k = torch.bucketize(r, levels, out_int32=True, right=True).sub_(1).clamp_(0, len(levels) - 2)
     low, step = levels[:-1], levels.diff()
     flat = k.flatten()
@@ -116,10 +116,11 @@ def between(r: Tensor, levels: Tensor) -> Tensor:
 
 
 def worst(levels: Tensor, d: int) -> float:
-    """The most that E |C(x) - x|^2 / |x|^2 can be for d elements in units of their L2 norm, rounded to `levels`.
+    """The maximum of E |C(x) - x|^2 / |x|^2 for d elements in units of their L2 norm, rounded to `levels`.
 
-    The sum of (l_(k+1) - r)(r - l_k) over d elements r whose squares add up to 1, by its dual: the least, over a >= 0,
-    of a + d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so thirds are cut off.
+    It maximizes the sum of (l_(k+1) - r)(r - l_k) over d elements r with squares that add up to 1. By duality this is
+    the minimum, over a >= 0, of a + d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so a
+    ternary search finds it.
     """
     low, high = levels[:-1], levels[1:]
 
@@ -135,6 +136,6 @@ def worst(levels: Tensor, d: int) -> float:
 
 
 def exponential(bits: int, multiplier: float, zero: bool) -> Tensor:
-    """As many of the levels +-1, +-multiplier, +-multiplier^2, ... (and 0) as `bits` can tell apart: (L,) float32."""
+    """The levels +-1, +-multiplier, +-multiplier^2, ... (and 0), as many as `bits` can encode: (L,) float32."""
     up = [multiplier**j for j in reversed(range(2 ** (bits - 1) - zero))]
     return torch.tensor([-level for level in reversed(up)] + [0.0] * zero + up)

@@ -1,4 +1,4 @@
-"""Matrices that cross the wire as thin factors: what PowerSGD and ACPSGD have in common."""
+"""The common part of PowerSGD and ACPSGD: matrices cross the wire as thin factors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import knob
 
-LEFT, RIGHT = "low rank P", "low rank Q"  # where factors (n, rank) and (m, rank) are remembered, by parameter
+LEFT, RIGHT = "low rank P", "low rank Q"  # Memory slots of factors (n, rank) and (m, rank), by parameter
 LEFT_IS_NEWER = "low rank turn"  # names of the parameters whose P is newer than their Q
-SMALL = 1e30  # far from what overflows fp32, whatever it is added up from
-DRAWS = "low rank draws"  # how often a parameter's directions were drawn anew: equal on all ranks
+SMALL = 1e30  # far below fp32's overflow, even after sums
+DRAWS = "low rank draws"  # by parameter, the number of random draws; equal on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Compressor):
-    """A compressor that sends a matrix as its product with a few directions, and takes the rest from its memory.
+    """A compressor that sends a matrix as its product with a few directions, which its memory keeps.
 
-    A gradient is an n x m matrix, dimensions after the first joined. It is worth compressing if `rank` is below both
-    sides and what crosses the wire per step is less than 1 / `min_compression_rate` of its elements; all others, and
-    vectors, cross whole beside the first factor.
+    A gradient is an n x m matrix, dimensions after the first joined. It is compressed if `rank` is below both sides and
+    the elements sent per step are less than 1 / `min_compression_rate` of the matrix. Other matrices, and vectors,
+    cross whole with the first factor.
 
-    Factors are kept by parameter, so a change of bucket size, strategy or from one such compressor to another keeps
-    them. A smaller rank cuts columns, a larger one adds random ones. A direction in which nothing was found gives way
-    to another; where what was found is not finite, the direction before it is kept.
+    Factors are kept by parameter, so changes of bucket size, strategy or low-rank compressor keep them. A smaller rank
+    cuts columns; a larger one adds random columns. A column of zeros is replaced by another direction. A non-finite
+    column keeps its previous direction.
     """
 
     rank: int = knob(4, 1, 1024, log=True, doc="columns of each factor: the rank of the approximation")
@@ -53,7 +53,7 @@ class LowRank(Compressor):
         """Elements that cross the wire per step for an n x m matrix, on average."""
 
     def worth(self, n: int, m: int) -> bool:
-        """Is an n x m matrix worth compressing?"""
+        """Whether an n x m matrix is worth compressing."""
         return self.rank < min(n, m) and self.sends(n, m) * self.min_compression_rate < n * m
 
     def refuses_model(self, parts: list[Part]) -> str | None:
@@ -66,7 +66,9 @@ class LowRank(Compressor):
         )
 
     def sorted(self, bucket: Bucket, turned: Iterable[str] = ()) -> tuple[list[Stack], list[Part]]:
-        """The bucket's matrices, those of one shape together, and what crosses whole; `turned` ones are transposed."""
+        """Returns the bucket's matrices, grouped by shape (`turned` ones transposed), and the parts that
+        cross whole.
+        """
         stacks: dict[tuple[int, int, bool], Stack] = {}
         whole = []
         for part in bucket.parts:
@@ -80,7 +82,7 @@ class LowRank(Compressor):
         return list(stacks.values()), whole
 
     def directions(self, memory: Memory, stack: Stack, like: Tensor, fresh: bool = False) -> Tensor:
-        """What is remembered for the stack: (matrices, m, rank), random where nothing is; equal on all ranks."""
+        """Returns the stack's directions (matrices, m, rank), random if none are kept; equal on all ranks."""
         slot = LEFT if stack.turned else RIGHT
         kept, draws = memory.parts.setdefault(slot, {}), memory.parts.setdefault(DRAWS, {})
         out = []
@@ -95,7 +97,7 @@ class LowRank(Compressor):
         return torch.stack(out)
 
     def remember(self, memory: Memory, stack: Stack, found: Tensor, old: Tensor) -> None:
-        """Keeps (matrices, m, rank) of the stack's columns, without asking for a value: sizes alone must do, too."""
+        """Keeps (matrices, m, rank) of the stack's columns. Reads no value, so it also works with sizes only."""
         peak = found.abs().amax(1, keepdim=True)
         good = torch.where((peak > 0) & (peak < math.inf), found, torch.where(peak == 0, old.roll(1, 1), old))
         slot = memory.parts.setdefault(LEFT if stack.turned else RIGHT, {})
@@ -113,15 +115,15 @@ class LowRank(Compressor):
 
     @abstractmethod
     async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Contribution | None:
-        """The sum over ranks into `bucket.data`, and this rank's part of it as factors."""
+        """Writes the sum over ranks into `bucket.data`; returns this rank's part of it as factors."""
 
     async def summed(
         self, rank: Rank, bucket: Bucket, x: Tensor, stacks: list[Stack], bases: list[Tensor], whole: list[Part]
     ) -> tuple[list[Tensor], Contribution]:
         """M B for each matrix M of `x` and its B in `bases`, summed over ranks in one all-reduce: (matrices, n, rank).
 
-        What crosses `whole` goes with them and is written into `x`. The second is (M B) B^T of this rank alone, M B as
-        it was sent: factors cross in the bucket's dtype, arithmetic is at least fp32.
+        The parts in `whole` cross in the same all-reduce and are written into `x`. The second result is this rank's own
+        (M B) B^T, with M B as it was sent. Factors cross in the bucket's dtype; arithmetic is at least fp32.
         """
         tail = torch.cat([x[:0], *(x[part.start : part.stop] for part in whole)])
         sizes = [len(s.parts) * s.n * self.rank for s in stacks]
@@ -145,9 +147,9 @@ class LowRank(Compressor):
 
 
 class Contribution:
-    """What one rank contributed: F B^T for each matrix, and elements that crossed whole.
+    """One rank's contribution: F B^T for each matrix, and the elements that crossed whole.
 
-    sums: what all ranks contributed, as factors and elements
+    sums: the contributions of all ranks, as factors and elements
     """
 
     def __init__(self, stacks: list[Stack], bases: list[Tensor], found: list[Tensor], rest: Tensor, whole: list[Part],
@@ -157,14 +159,14 @@ class Contribution:
         self.sums: list[Tensor] = []
 
     def finite(self) -> bool:
-        """An infinity or NaN in a matrix is in its factors; small factors and unit columns have finite products."""
+        """Infinities and NaNs appear in the factors. Small factors and unit columns have finite products."""
         if self.wire.itemsize < 4:
             return False
         factors = [t for t in (*self.found, *self.sums, self.rest) if t.numel()]
         return bool(torch.stack([t.abs().amax() for t in factors]).amax() < SMALL)
 
     def written(self, like: Tensor) -> Tensor:
-        """(n,) in the dtype of the wire."""
+        """(n,) in the dtype that crossed."""
         own = torch.empty_like(like, dtype=self.rest.dtype)
         for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
             multiply(f, base.mT, stack.matrices(own))
@@ -172,7 +174,7 @@ class Contribution:
         return own.to(self.wire)
 
     def leave(self, x: Tensor) -> None:
-        """Takes it away from `x`, without writing it down where it need not be rounded."""
+        """Subtracts it from `x`; materializes it only if the dtype needs rounding."""
         if self.wire != x.dtype:
             x.sub_(self.written(x))
             return
@@ -187,7 +189,7 @@ class Contribution:
 
 
 class Stack(NamedTuple):
-    """The matrices of one shape in one bucket, n x m as they are looked at; turned: their transposes."""
+    """The matrices of one shape in one bucket, n x m as seen here; turned: transposes."""
 
     n: int
     m: int
@@ -196,7 +198,7 @@ class Stack(NamedTuple):
 
     @property
     def other(self) -> Stack:
-        """The same matrices, looked at from the other side."""
+        """The same matrices, transposed."""
         return Stack(self.m, self.n, not self.turned, self.parts)
 
     def matrices(self, x: Tensor) -> list[Tensor]:
@@ -207,36 +209,36 @@ class Stack(NamedTuple):
 
 
 def matrix(part: Part) -> tuple[int, int]:
-    """The sides of a parameter as a matrix; of a vector (n, 1)."""
+    """Returns the sides of a parameter as a matrix; (n, 1) for a vector."""
     n = part.shape[0] if part.shape else 1
     return n, (part.stop - part.start) // max(n, 1)
 
 
 def scatter(x: Tensor, parts: list[Part], values: Tensor) -> None:
-    """The joined values of `parts` back to where they belong."""
+    """Writes the joined values of `parts` back to their places in `x`."""
     start = 0
     for part in parts:
         x[part.start : part.stop] = values[start : (start := start + part.stop - part.start)]
 
 
 def multiply(xs: Iterable[Tensor], ys: Iterable[Tensor], outs: Iterable[Tensor]) -> None:
-    """Matrix products pair by pair, written where they belong: large ones are never copied."""
+    """Multiplies matrices pair by pair, directly into `outs`, because copies of large ones are slow."""
     for x, y, out in zip(xs, ys, outs, strict=True):
         torch.mm(x, y, out=out)
 
 
 def orthonormal(a: Tensor) -> Tensor:
-    """(..., n, r) -> as many orthonormal columns with the same span; never NaN unless `a` is, even if `a` is zero."""
+    """(..., n, r) -> orthonormal columns with the same span; NaN only if `a` has NaN, even if `a` is zero."""
     q: Tensor = torch.linalg.qr(a).Q
     return q
 
 
 def random_directions(like: Tensor, r: int) -> Tensor:
-    """(m, r) of N(0, 1) for a matrix (n, m), the same always and on every rank."""
+    """(m, r) of N(0, 1) for a matrix (n, m), always the same and equal on all ranks."""
     return _random("directions", like.shape[1], r).to(like)
 
 
 def _random(seed: str, m: int, r: int) -> Tensor:
-    """(m, r) of N(0, 1), the same on every rank without asking."""
+    """(m, r) of N(0, 1), equal on all ranks without communication."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(r, m, generator=generator).T

@@ -1,4 +1,4 @@
-"""What a compressor does to an exchange, found by making the dense exchange beside it."""
+"""Measures a compressor's error by making the dense exchange as well."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from workbench.rank import Bucket, Memory, Op, Rank, outlined
 
 
 class Measured:
-    """Stands in for a rank's compressor during one step and compares what it gives with what Dense would have given.
+    """Replaces a rank's compressor during one step and compares its result with that of Dense.
 
         error = ||out - sum|| / ||sum||;   cosine = <out, sum> / (||out|| ||sum||);   residual = ||sum of e|| / ||sum||
 
-    over all buckets of the step: `sum` is that of the data themselves over all ranks, `out` what the compressor made
-    of them, e what a rank has left unsent under error feedback. The residuals are added up before the norm is taken:
-    what differs between ranks cancels out there and is no loss, so a mean of the ranks' norms would say too much.
+    over all buckets of the step. `sum` is the exact sum of the data over all ranks, `out` the compressor's result, e
+    the unsent part of a rank under error feedback. The ranks' residuals are added before the norm is taken, because
+    opposite residuals cancel out and lose nothing. A mean of the norms would be too large.
 
-    Costs an all-reduce in fp32 per bucket, under error feedback two, marked as measuring. The exchange itself stays
-    the same to the bit: nothing is remembered, and no random number is drawn.
+    Costs an all-reduce in fp32 per bucket, or 2 under error feedback, marked as measuring. The exchange itself stays
+    bit-identical: it stores nothing and draws no random numbers.
 
-    looks: False only notes whether anything was exchanged
+    looks: False only records whether an exchange took place
     """
 
     def __init__(self, of: Any, looks: bool) -> None:
@@ -35,7 +35,7 @@ class Measured:
         self._owes = False
 
     def __getattr__(self, name: str) -> Any:
-        """What it claims is what the compressor claims."""
+        """Claims what the compressor claims."""
         return getattr(self.of, name)
 
     async def _unlooked(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
@@ -45,7 +45,7 @@ class Measured:
 
     @outlined(_unlooked)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """The compressor's own."""
+        """Runs the compressor's own `reduce` and measures it."""
         data: Tensor = bucket.data
         if not self.looks or not data.numel():
             return await self._unlooked(rank, bucket, memory)
@@ -66,7 +66,7 @@ class Measured:
         self._squares[what] += float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
     def found(self) -> dict[str, float]:
-        """The Samples of this step; none where nothing was to be sent, or what was is not finite."""
+        """Returns the Samples of this step; empty if the sum is zero or a value is not finite."""
         exact, out, off, left = self._squares.values()
         if not exact or not all(map(math.isfinite, (exact, out, off, left))):
             return {}
@@ -79,7 +79,7 @@ class Measured:
 
 
 def lossy(compressor: Compressor) -> bool:
-    """Is there anything to measure?"""
+    """Whether there is an error to measure."""
     return not compressor.lossless
 
 
@@ -89,7 +89,7 @@ def _aside(op: Op) -> Op:
 
 
 def left_of(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
-    """What this rank has left unsent of `bucket`: (n,), zero where nothing is remembered."""
+    """Returns the part of `bucket` that this rank has not sent: (n,), zero without a residual."""
     out = torch.zeros_like(like)
     pieces = memory.buffers[ErrorFeedback.residual]
     for part in bucket.parts:

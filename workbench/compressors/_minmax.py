@@ -1,4 +1,4 @@
-"""The min-max codec: a block of numbers as small integers, its smallest number and the step between codes."""
+"""The min-max codec: a block of numbers as small integers, with its minimum and step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from workbench.compressors._stochastic import dithered
 def quantised(x: Tensor, bits: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
     """(..., n) float32, a block per row -> codes (..., n) uint8 from 0 to 2^bits - 1, and (..., 2): min and step.
 
-    code = round((x - min) / step), step = (max - min) / (2^bits - 1), so no code can leave its range, whatever the
-    offset. A block of equal numbers has step 0 and comes back exactly. One that holds a NaN or an infinity, or whose
-    range is beyond float32, has a step that is not finite and codes 0, and comes back as NaN throughout.
+    code = round((x - min) / step), step = (max - min) / (2^bits - 1), so codes stay in range whatever the offset. A
+    block of equal numbers has step 0 and is restored exactly. A block with a NaN or an infinity, or with a range beyond
+    float32, gets a non-finite step and codes 0. It is restored as NaN throughout.
 
-    With `generator` it is rounded up or down at random, so that the mean is x.
+    `generator` rounds up or down at random, so that the mean is x.
     """
     top = 2**bits - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -26,6 +26,6 @@ def quantised(x: Tensor, bits: int, generator: Generator | None = None) -> tuple
 
 
 def restored(codes: Tensor, scales: Tensor) -> Tensor:
-    """What `quantised` made -> (..., n) float32: min + code * step, within half a step of what it was."""
+    """The output of `quantised` -> (..., n) float32: min + code * step, within half a step of the input."""
     low, step = scales.split(1, -1)
     return codes.float().mul_(step).add_(low)

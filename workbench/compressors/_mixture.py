@@ -1,7 +1,4 @@
-"""What normalised elements look like, as a mixture of normal distributions cut off at -1 and 1; levels that suit it.
-
-No memory, rank or tensor of gradients is known here: a few numbers in, a few levels out, in float64.
-"""
+"""A mixture of truncated normal distributions for normalised elements, and its best levels."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HALVINGS = 20  # of an interval between levels: what is gained beyond is quadratically small
-GAP = 1e-6  # between two levels, so that float32 can tell them apart
-ENOUGH = 1e-5  # less than this is no longer gained by a sweep: it was the last
+HALVINGS = 20  # of an interval between levels: more gains only quadratically little
+GAP = 1e-6  # smallest distance of 2 levels that float32 can tell apart
+ENOUGH = 1e-5  # a relative gain below this ends the sweeps
 
 
 class Mixture(NamedTuple):
@@ -30,7 +27,7 @@ class Mixture(NamedTuple):
         return cls(size / size.sum(), mean, sigma.clamp_min(1e-6))
 
     def mirrored(self) -> Mixture:
-        """What it is if either sign is as likely."""
+        """Returns the mixture with both signs equally likely."""
         return Mixture(torch.cat([self.weight, self.weight]) / 2, torch.cat([self.mean, -self.mean]),
                        torch.cat([self.sigma, self.sigma]))
 
@@ -52,12 +49,12 @@ class Mixture(NamedTuple):
         return self.sigma * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
     def _cut(self) -> tuple[Tensor, Tensor]:
-        """What each distribution would have below -1, and its weight by what it would have from there to 1: (k,)."""
+        """Each distribution's mass below -1, and its weight divided by its mass from -1 to 1: (k,)."""
         below = self._below(-1.0)
         return below, self.weight / (self._below(1.0) - below)
 
     def inverse(self, mass: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Where as much as `mass` lies below, between `low` and `high`: by halving, so it ends whatever is asked."""
+        """The point between `low` and `high` with `mass` below it. Bisection, so it ends for any input."""
         below, scale = self._cut()
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -66,7 +63,7 @@ class Mixture(NamedTuple):
         return (low + high) / 2
 
     def variance(self, levels: Tensor) -> Tensor:
-        """(..., L) from -1 to 1 -> (...): the mean of (l_(k+1) - r) (r - l_k), what rounding at random costs."""
+        """(..., L) from -1 to 1 -> (...): the mean of (l_(k+1) - r) (r - l_k), the variance of random rounding."""
         mass, first, second = (part.diff() for part in self.moments(levels))
         low, high = levels[..., :-1], levels[..., 1:]
         return ((low + high) * first - second - low * high * mass).sum(-1)
@@ -77,8 +74,8 @@ def descended(mixture: Mixture, levels: Tensor, sweeps: int) -> Tensor:
 
         l_j <- F^-1( F(l_(j+1)) - the integral from l_(j-1) to l_(j+1) of (r - l_(j-1)) / (l_(j+1) - l_(j-1)) dF )
 
-    That is the best place for l_j between its neighbours. Every other level moves at once, then those between:
-    no two that move are neighbours, so the variance never grows. Where nothing lies, a level goes to the middle.
+    That is the best place for l_j between its neighbors. Every second level moves at once, then the levels between. No
+    2 neighbors move together, so the variance never grows. A level without mass around it moves to the middle.
     """
     levels, last = levels.clone(), levels.shape[-1] - 1
     before = mixture.variance(levels)

@@ -1,4 +1,4 @@
-"""Packing: codes of 1 to 8 bits each, without a bit between them. No scale, rank or exchange is known here."""
+"""Packs codes of 1 to 8 bits without gaps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 def packed(codes: Tensor, width: int) -> Tensor:
     """(rows, n) uint8 codes of `width` bits -> (rows, ceil(n width / 8)) uint8.
 
-    A share of codes fills whole bytes: 8 codes of 3 bits fill 3. Codes that lie a plane apart form a share, so a
-    few shifts of whole planes pack them all. The last codes, where they are fewer than a share, follow on their own.
+    A group of codes fills whole bytes: 8 codes of 3 bits fill 3. A group takes its codes from different planes, so that
+    a few shifts of whole planes pack everything. The last codes, if fewer than a group, are packed separately.
     """
     share, nbytes = _share(width)
     if share == 1:
@@ -27,7 +27,7 @@ def packed(codes: Tensor, width: int) -> Tensor:
 
 
 def unpacked(data: Tensor, width: int, n: int) -> Tensor:
-    """The n codes of each row that `packed` made: (rows, n) uint8."""
+    """Restores the n codes of each row that `packed` packed: (rows, n) uint8."""
     share, nbytes = _share(width)
     if share == 1:
         return data.contiguous()
@@ -46,7 +46,7 @@ def length(n: int, width: int) -> int:
 
 
 def _share(width: int) -> tuple[int, int]:
-    """The fewest codes that fill whole bytes, and how many bytes these are."""
+    """The fewest codes that fill whole bytes, and the number of these bytes."""
     return 8 // gcd(8, width), width // gcd(8, width)
 
 
@@ -64,7 +64,7 @@ def _joined(codes: Tensor, share: int, nbytes: int, width: int) -> Tensor:
 
 
 def _split(data: Tensor, share: int, nbytes: int, width: int) -> Tensor:
-    """(rows, nbytes m) -> (rows, share m): the way back."""
+    """(rows, nbytes m) -> (rows, share m): the inverse."""
     rows, n = data.shape
     planes = data.reshape(rows, nbytes, n // nbytes)
     out = data.new_empty(rows, share, n // nbytes)

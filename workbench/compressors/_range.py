@@ -1,4 +1,4 @@
-"""Putting a wide number into a narrow type: what is finite stays finite."""
+"""Converts a wide number to a narrow type; finite numbers stay finite."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def wide(kind: torch.dtype) -> torch.dtype:
-    """What sums and residuals of numbers in `kind` are kept in: at least float32."""
+    """Returns the dtype for sums and residuals of numbers in `kind`: at least float32."""
     return torch.promote_types(kind, torch.float32)
 
 
 def within(x: Tensor, kind: torch.dtype) -> Tensor:
-    """`x` as `kind`; a finite number beyond its range is cut off there, and one that is not finite stays what it is."""
+    """`x` as `kind`: clamps finite numbers to its range and keeps non-finite ones."""
     if torch.promote_types(x.dtype, kind) == kind:
         return x.to(kind)
     top = torch.finfo(kind).max

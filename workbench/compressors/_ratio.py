@@ -1,4 +1,4 @@
-"""How much a compressor sends, as one number: finding the knob that says it, and setting it."""
+"""Finds and sets the one knob of a compressor that sets how much it sends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from workbench.compressors._base import Compressor
 from workbench.settings import Knob, walk, with_value
 
-RATIOS = ("density", "rank", "bits", "levels")  # what such knobs are called
+RATIOS = ("density", "rank", "bits", "levels")  # names of such knobs
 
 
 class Way(NamedTuple):
@@ -19,17 +19,17 @@ class Way(NamedTuple):
 
 
 def ratio(of: Compressor, names: tuple[str, ...] = RATIOS) -> tuple[str, Knob] | None:
-    """Path and knob of the one ratio in `of`, or in what it wraps; None where there is none, or more than one."""
+    """Path and knob of the one ratio in `of`, or in a compressor in it; None unless there is exactly one."""
     found = [(path, k) for path, k in walk(of) if k.name in names]
     return found[0] if len(found) == 1 else None
 
 
 @lru_cache(maxsize=64)
 def ways(of: Compressor, spread: float) -> tuple[Way, ...]:
-    """`of` with its ratio at up to five values around the present one, in equal proportions, the largest first.
+    """Returns `of` with its ratio at up to 5 values around the present one, in equal proportions, the largest first.
 
-    They reach from 1 / `spread` to `spread` times the present value, as far as the knob goes; where the knob has
-    choices, they are all of these.
+    They range from 1 / `spread` to `spread` times the present value, within the knob's limits. If the knob has choices,
+    they are the values.
     """
     found = ratio(of)
     if found is None:
@@ -40,13 +40,13 @@ def ways(of: Compressor, spread: float) -> tuple[Way, ...]:
 
 
 def _within(k: Knob, value: float) -> float:
-    """The nearest value that the knob allows."""
+    """Returns the nearest value that the knob allows."""
     value = round(value) if k.kind is int else value
     return min(max(value, k.low), k.high) if k.low is not None and k.high is not None else value
 
 
 def at_density(of: Compressor, density: float) -> Compressor:
-    """`of`, or what it wraps, with its `density` at this value; for one that has it."""
+    """Returns `of` with the one `density` in it at this value. Requires that it has one."""
     found = ratio(of, ("density",))
     assert found is not None, "refused before it starts"
     path, k = found

@@ -1,7 +1,7 @@
-"""Ways for ranks to add up vectors of which each has few units that are not zero: what each sends, and the exchange.
+"""Schemes for the sum of sparse vectors over ranks: the bytes of each, and its exchange.
 
-Every scheme takes the bucket's vector `x` and the units that are not zero in it, (units,) bool, leaves the sum over
-ranks in `x`, the same bits on all ranks, and returns how many units some rank had.
+Every scheme takes the bucket's vector `x` and its nonzero units, (units,) bool. It leaves the sum over ranks in `x`,
+bit-identical on all ranks. It returns how many units were nonzero on at least one rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from workbench.compressors._uneven import WIDTH, gathered, lengths_of
 from workbench.compressors._units import Owned, Units, bitmap, flags, message, opened, size
 from workbench.rank import Rank
 
-SCHEMES = ("gather", "tree", "owners", "ring", "dense")  # of two that cost the same the first is taken
+SCHEMES = ("gather", "tree", "owners", "ring", "dense")  # of schemes with equal cost the first is taken
 
 
 class Sparsity(NamedTuple):
-    """What ranks have to add up: on average k of `units` units with v of n values, of `width` bytes each.
+    """The load: on average k of `units` units with v of n values, of `width` bytes each.
 
-    pool: the units among which each rank is taken to choose at random; fewer than all where ranks choose alike
+    pool: the number of units from which each rank is assumed to choose at random; smaller if ranks choose alike
     """
 
     k: float
@@ -38,9 +38,9 @@ class Sparsity(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One exchange of a scheme as it is expected: bytes to every other rank, or to one; before, lengths are told."""
+    """The expected bytes of one exchange, to every other rank or to one, after an exchange of lengths."""
 
-    told: int  # lengths that each rank tells all others
+    told: int  # lengths that each rank sends to all other ranks
     nbytes: int
     many: bool
 
@@ -52,7 +52,7 @@ class Exchange(NamedTuple):
 def unions(load: Sparsity, p: int) -> list[float]:
     """By j, how many units 1 to p ranks are expected to have together: pool * (1 - (1 - k / pool)^j).
 
-    Products only, which come out the same on every machine, for all ranks have to choose alike.
+    Uses only products, which are equal on every machine, because all ranks must choose the same scheme.
     """
     out, left = [], 1.0
     for _ in range(p):
@@ -62,7 +62,7 @@ def unions(load: Sparsity, p: int) -> list[float]:
 
 
 def pool(load: Sparsity, p: int, together: int) -> float:
-    """The pool out of which p ranks that choose k units each have `together` of them in all."""
+    """The pool from which p ranks with k units each have `together` distinct units."""
     low, high = max(load.k, 1.0), float(load.units)
     for _ in range(50):
         middle = (low + high) / 2
@@ -71,7 +71,7 @@ def pool(load: Sparsity, p: int, together: int) -> float:
 
 
 def rounds(scheme: str, load: Sparsity, p: int) -> list[Exchange]:
-    """What a scheme is expected to send; none for "dense"."""
+    """Returns the exchanges that a scheme is expected to make; empty for "dense"."""
     u = unions(load, p)
     match scheme:
         case "gather":
@@ -79,7 +79,7 @@ def rounds(scheme: str, load: Sparsity, p: int) -> list[Exchange]:
         case "tree":
             stages = range(p.bit_length() - 1)
             out = [Exchange(1, load.message(u[2**i - 1]), False) for i in stages]
-            if 2 ** len(stages) < p:  # the ranks beyond a power of two hand in theirs before, and are told after
+            if 2 ** len(stages) < p:  # ranks beyond a power of 2 send theirs before and receive the sum after
                 out = [Exchange(1, load.message(u[0]), False), *out, Exchange(1, load.message(u[-1]), False)]
             return out
         case "ring":
@@ -100,7 +100,7 @@ def expected(scheme: str, load: Sparsity, p: int) -> int:
 
 
 async def exchanged(scheme: str, load: Sparsity, rank: Rank, x: Tensor, name: str) -> None:
-    """A scheme's exchanges as sizes only."""
+    """Makes a scheme's exchanges with sizes only."""
     p = rank.size
     if scheme == "dense":
         await rank.all_reduce(x, "sum", name)
@@ -117,7 +117,7 @@ def _one(p: int, to: int, nbytes: int) -> tuple[int, ...]:
 
 
 async def gather(rank: Rank, x: Tensor, units: Units, mine: Tensor, sizes: list[int], name: str) -> int:
-    """Everybody's pairs to everybody; `sizes` is each rank's message in bytes."""
+    """Sends every rank's pairs to every rank; `sizes` is each rank's message in bytes."""
     sent = message(units, x, _places(mine))
     every = await rank.all_to_allv([sent] * rank.size, tuple((n,) * rank.size for n in sizes), name)
     x.zero_()
@@ -128,7 +128,7 @@ async def gather(rank: Rank, x: Tensor, units: Units, mine: Tensor, sizes: list[
 
 
 async def tree(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> int:
-    """Recursive doubling: in stage i everybody exchanges all it has added up so far with the rank 2^i away."""
+    """Recursive doubling: in stage i each rank exchanges its partial sum with the rank 2^i away."""
     r, p, mine = rank.index, rank.size, mine.clone()
     full = 1 << (p.bit_length() - 1)
 
@@ -136,7 +136,7 @@ async def tree(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> 
         sent = message(units, x, _places(mine)) if to[r] >= 0 else message(units, x, _places(mine[:0]))
         return await _passed(rank, sent, to, name)
 
-    x.add_(0.0)  # -0 becomes 0, as it is where others have nothing
+    x.add_(0.0)  # -0 becomes 0, as on ranks that add nothing
     if full < p:
         _add(x, mine, await given([i - full if i >= full else -1 for i in range(p)]), units)
     stage = 1
@@ -154,7 +154,7 @@ async def tree(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> 
 
 
 async def ring(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> int:
-    """The vector in p slices of equally many units; each goes once around and grows, then its last holder tells all."""
+    """Cuts the vector into p slices of equal units. Each goes around and grows; its last holder sends it to all."""
     r, p, mine = rank.index, rank.size, mine.clone()
     cuts = [units.count * c // p for c in range(p + 1)]
 
@@ -176,7 +176,7 @@ async def ring(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> 
 
 
 async def owners(rank: Rank, x: Tensor, units: Units, mine: Tensor, owned: Owned, name: str) -> int:
-    """Pairs to their owners, who add them up and tell all the sums, and by a bit for each of their units which."""
+    """Sends pairs to their owners. Owners add them up and send all ranks the sums and a bit per unit that they own."""
     index = _places(mine)
     owner = owned.owner[index]
     counts = torch.bincount(owner, minlength=rank.size).tolist()
@@ -207,7 +207,7 @@ def _places(mine: Tensor) -> Tensor:
 
 
 def _add(x: Tensor, mine: Tensor, got: Tensor, units: Units, first: bool = False) -> None:
-    """Adds a message to `x`, before what is there (`first`) or after it, as NaNs remember; its units are mine, too."""
+    """Adds a message to `x` and its units to `mine`. `first` puts its values first, because NaNs keep the order."""
     index, elements, values = opened(got, units, x.dtype)
     here = x[elements]
     x[elements] = values.add_(here) if first else here.add_(values)
@@ -215,7 +215,7 @@ def _add(x: Tensor, mine: Tensor, got: Tensor, units: Units, first: bool = False
 
 
 async def _passed(rank: Rank, sent: Tensor, to: list[int], name: str) -> Tensor:
-    """Rank i's `sent` goes to rank to[i], to nobody if that is -1 (`sent` is empty then); returns what came here."""
+    """Sends rank i's `sent` to rank to[i], or nowhere if that is -1 (then `sent` is empty); returns what arrived."""
     p, r = rank.size, rank.index
     sizes = [row[0] for row in await lengths_of(rank, [sent.numel()], sent, name)]
     rows = [sent if j == to[r] else sent[:0] for j in range(p)]

@@ -1,8 +1,8 @@
-"""Finding the largest entries of a long vector without sorting it: a threshold from a sample, then one pass.
+"""Finds the largest entries of a long vector without sorting: by a sampled threshold.
 
-`torch.topk` copies every element with its index and sorts these pairs. Here a sample of the magnitudes says about where
-the k-th largest lies, one pass finds what reaches it, and only these few are sorted, if at all. Magnitudes that are
-not numbers count as the largest, as in `torch.topk`.
+`torch.topk` copies every element with its index and sorts these pairs. Here a sample of the magnitudes estimates the
+k-th largest. One pass finds the entries that reach it, and only these few are sorted, if at all. NaN counts as the
+largest magnitude, as in `torch.topk`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Generator, Tensor
 
 from workbench.rank import outlined
 
-BLOCK = 2**17  # elements that are looked at together: they, their magnitudes and their flags stay in the cache
-SHARE = 0.01  # of the entries that are sampled, at least
-HITS = 64  # entries of the sample that are among the k largest, at least
-SMALL = 2**14  # below so many entries sorting is as fast
-LEAST, MOST = 0.98, 1.2  # how many of k `roughly` finds
+BLOCK = 2**17  # elements per pass: with their magnitudes and flags they fit the cache
+SHARE = 0.01  # minimum share of the entries in the sample
+HITS = 64  # minimum number of sampled entries among the k largest
+SMALL = 2**14  # below this many entries sorting is as fast
+LEAST, MOST = 0.98, 1.2  # bounds of the number that `roughly` finds, as factors of k
 
-_EIGHT = 0x0101010101010101  # eight flags that are set
+_EIGHT = 0x0101010101010101  # 8 flags that are set
 
 
 @outlined(lambda x, k: x.new_empty(k, dtype=torch.int64))
 def largest(x: Tensor, k: int) -> Tensor:
-    """(n,) -> indices (k,) int64 of the k entries of largest magnitude, in any order: `torch.topk`'s, found faster."""
+    """(n,) -> indices (k,) int64 of the k largest magnitudes, in any order: like `torch.topk`, but faster."""
     if not _samples(x, k):
         return _sorted(x, k)
     index = above(x, threshold_of(x, k, spare=4))
@@ -37,9 +37,9 @@ def largest(x: Tensor, k: int) -> Tensor:
 def roughly(x: Tensor, k: int, generator: Generator | None = None) -> Tensor:
     """(n,) -> indices int64 of about the k entries of largest magnitude: those that reach a sampled threshold.
 
-    Between 0.98 k and 1.2 k of them, or all that are not zero where these are fewer; what is left out is never larger
-    than what is found. So at least 98 % of the energy of the k largest is found. Where the first threshold lets too few
-    pass, a lower one is sampled; of too many, the k largest are taken.
+    It finds between 0.98 k and 1.2 k entries, or all nonzero ones if these are fewer. No other entry is larger than a
+    found one. So the found entries have at least 98 % of the energy of the k largest. If too few reach the first
+    threshold, it samples a lower one. If too many do, it takes the k largest.
     """
     if not _samples(x, k):
         index = _sorted(x, k)
@@ -57,10 +57,10 @@ def roughly(x: Tensor, k: int, generator: Generator | None = None) -> Tensor:
 def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator | None = None) -> float:
     """The magnitude that about k of the n entries reach, from a sample drawn with `generator`.
 
-    The sample is 1 % of the entries, or more if less than 64 of the k largest would be in it, or all: one drawn from
-    each of m stretches of equal length. Its r-th largest is taken, r = k m / n. How many entries reach that spreads
-    around k by k / sqrt(r) at most. `spare` aims so many spreads too low: with 4, fewer than k reach it once in ten
-    thousand times.
+    The sample has m entries: 1 % of n, or more so that 64 of the k largest are in it, or all. One entry is drawn from
+    each of m stretches of equal length. The result is the sample's r-th largest, r = k m / n. The number of entries
+    that reach it spreads around k by at most k / sqrt(r). `spare` lowers the aim by so many spreads: with 4, fewer than
+    k reach it once in 10,000 times.
     """
     n = x.numel()
     m = _size(n, k)
@@ -76,7 +76,7 @@ def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator 
 
 
 def above(x: Tensor, threshold: float) -> Tensor:
-    """(n,) -> indices int64, ascending, of the entries whose magnitude is `threshold` or more, or not a number."""
+    """(n,) -> indices int64, ascending, of the entries with a magnitude of at least `threshold`, or NaN."""
     n = x.numel()
     if x.device.type != "cpu" or n < 2 * BLOCK:
         return unset(x.abs() < threshold)
@@ -84,13 +84,13 @@ def above(x: Tensor, threshold: float) -> Tensor:
     room = torch.empty(BLOCK, dtype=x.dtype)
     for start in range(0, n, BLOCK):
         piece = x[start : start + BLOCK]
-        # compared into floats and these copied, for torch compares into flags at a fifth of the speed
+        # compares into floats and copies them, because torch compares into flags 5 times slower
         below[start : start + BLOCK].copy_(torch.abs(piece, out=room[: piece.numel()]).lt_(threshold))
     return unset(below)
 
 
 def unset(flags: Tensor) -> Tensor:
-    """(n,) bool -> indices int64, ascending, of those that are False: fast where these are few."""
+    """(n,) bool -> ascending int64 indices of the False entries; fast if these are few."""
     whole = flags.numel() // 8 * 8
     if flags.device.type != "cpu" or whole < BLOCK or flags.storage_offset() % 8:
         return flags.logical_not().nonzero().flatten()
@@ -109,12 +109,12 @@ def _reaching(x: Tensor, threshold: float) -> Tensor:
 
 
 def _size(n: int, k: int) -> int:
-    """Entries to sample so that enough of them are among the k largest."""
+    """Returns how many entries to sample so that enough of them are among the k largest."""
     return math.ceil(max(SHARE * n, HITS * n / k))
 
 
 def _samples(x: Tensor, k: int) -> bool:
-    """Is a sample worth its while: are there many entries, and are those wanted neither too few nor too many?"""
+    """Whether a sample pays: there are many entries, and k is neither too small nor too large."""
     n = x.numel()
     return n >= SMALL and 4 * _size(n, k) <= n and 4 * k <= n
 

@@ -1,4 +1,4 @@
-"""How long a vector is that no rank has, as the mean of all ranks' residuals: from a few numbers of each."""
+"""Estimates the length of a sum of vectors over ranks from a few numbers per rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import zlib
 import torch
 from torch import Tensor
 
-SIGNS, WIDTH = 32, 127  # a width that divides no layer's usual one: what repeats in a matrix falls on different numbers
+SIGNS, WIDTH = 32, 127  # WIDTH divides no usual layer width, so a matrix's repeats fall on different numbers
 
 
 def sketch(x: Tensor, name: str) -> Tensor:
-    """(n,) -> (SIGNS * WIDTH,) float32: linear in x, the same map on every rank, and about as long as x.
+    """(n,) -> (SIGNS * WIDTH,) float32: linear in x, the same map on every rank, with about the length of x.
 
-    Rows of WIDTH elements are added up with random signs, SIGNS times. The square of the length is right on average
-    and off by at most sqrt(2 / SIGNS) of itself (one standard deviation), usually by a tenth of that; exact for up to
-    WIDTH elements. The sum of all ranks' sketches is the sketch of the sum.
+    It adds up rows of WIDTH elements with random signs, SIGNS times. The squared length is right on average, with a
+    relative standard deviation of at most sqrt(2 / SIGNS), usually 10 % of that. It is exact up to WIDTH elements. The
+    sum of all ranks' sketches is the sketch of the sum.
     """
     rows = -(-x.numel() // WIDTH)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -1,4 +1,4 @@
-"""Compressors that choose, by their values, which elements cross the wire: how many may differ from rank to rank."""
+"""Compressors that choose elements by value; their number may differ from rank to rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.rank import Bucket, Memory, Rank, outlined
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Compressor):
-    """A compressor given by which elements it keeps; every rank gathers every other's (index, value) pairs.
+    """A compressor given by which elements it keeps; every rank gathers all ranks' (index, value) pairs.
 
-    Bytes sent by rank i for k_i kept elements: (p-1) * (8 + 8 k_i) in fp32: how many there are, then 32-bit indices
-    and values as one message. All ranks add up in rank order and in fp32 at least, so they hold the same bits. The
-    share that was kept is written into the record as the Sample "density".
+    Bytes sent by rank i for k_i kept elements: (p-1) * (8 + 8 k_i) in fp32: the count, then 32-bit indices and values
+    as one message. All ranks add up in rank order and in fp32 at least, so their results are bit-identical. The Sample
+    "density" records the kept share.
     """
 
     varies: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class Sparse(Compressor):
         """(n,) -> indices (k,) int64 without repetition, and the values (k,) that cross the wire for them."""
 
     async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
-        """A share of `rank.density`, of sizes only."""
+        """Returns a share of `rank.density`, with sizes only."""
         x = bucket.data
         index = x.new_empty(max(1, round(rank.density * x.numel())), dtype=torch.int64)
         return index, x.new_empty(index.shape)
@@ -65,7 +65,7 @@ def message(index: Tensor, values: Tensor) -> Tensor:
 
 
 def opened(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `message` made -> indices (k,) int64 and values (k,) of `dtype`."""
+    """The output of `message` -> indices (k,) int64 and values (k,) of `dtype`."""
     k = message.numel() // (4 + dtype.itemsize)
     index, values = message.split([4 * k, dtype.itemsize * k])
     return index.clone().view(torch.int32).long(), values.clone().view(dtype)

@@ -1,4 +1,4 @@
-"""One bucket by several compressors: every parameter crosses by the one that was chosen for it."""
+"""Sends one bucket with several compressors: each parameter crosses by its own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from workbench.rank import Bucket, Memory, Part, Rank
 async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
     """`Compressor.reduce` with a choice for each of the bucket's parts, which must be the same on all ranks.
 
-    Parts with equal compressors are coded together, as one smaller bucket of the same name; one after the other, in
-    the order of their first parts. Where all are equal the bucket itself is handed on. Otherwise each part is copied
-    once there and once back.
+    Parts with equal compressors are coded together, as one smaller bucket of the same name, in the order of their first
+    parts. If all compressors are equal, the bucket itself is reduced. Otherwise each part is copied twice.
     """
     groups: dict[Compressor, list[Part]] = {}
     for part, of in zip(bucket.parts, chosen, strict=True):
@@ -30,7 +29,7 @@ async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memo
         done.append((parts, await of.reduce(rank, piece, memory), piece.data))
     own = None
     if any(share is not None for _, share, _ in done):
-        own = bucket.data.clone()  # still what was handed in
+        own = bucket.data.clone()  # still the input
         for parts, share, _ in done:
             if share is not None:
                 _put_back(own, parts, share)
@@ -40,7 +39,7 @@ async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memo
 
 
 def gathered_parts(bucket: Bucket, parts: Sequence[Part]) -> Bucket:
-    """A copy of these parts of `bucket` as a bucket of the same name; what is remembered by parameter is theirs."""
+    """Copies these parts of `bucket` into a bucket of the same name. Memory by parameter stays valid for it."""
     data = torch.cat([bucket.data[part.start : part.stop] for part in parts])
     shifted, at = [], 0
     for part in parts:
@@ -49,14 +48,14 @@ def gathered_parts(bucket: Bucket, parts: Sequence[Part]) -> Bucket:
 
 
 def _put_back(x: Tensor, parts: Sequence[Part], values: Tensor) -> None:
-    """The joined values of `parts` to where they belong in `x`."""
+    """Writes the joined values of `parts` to their places in `x`."""
     at = 0
     for part in parts:
         x[part.start : part.stop] = values[at : (at := at + part.stop - part.start)]
 
 
 def twice(outer: Compressor) -> str | None:
-    """Why what remembers something by parameter cannot work inside its like; or None."""
+    """Returns why a compressor with memory by parameter cannot contain its own kind; else None."""
     name = type(outer).__name__
     if sum(isinstance(one, type(outer)) for one in inside(outer)) == 1:
         return None
@@ -64,7 +63,7 @@ def twice(outer: Compressor) -> str | None:
 
 
 def split_momentum(*sides: Compressor) -> str | None:
-    """Why these cannot take turns, if some of them keep the optimizer's momentum and some do not; or None."""
+    """Returns why these cannot alternate, if only some of them keep the optimizer's momentum; else None."""
     keeping = [next((type(c).__name__ for c in inside(side) if c.carries), "") for side in sides]
     if all(keeping) or not any(keeping):
         return None

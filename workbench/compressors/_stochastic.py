@@ -1,12 +1,12 @@
-"""Rounding at random to whole numbers of at most 8 bits: right on average, and cheap.
+"""Stochastic rounding to whole numbers of at most 8 bits: unbiased and fast.
 
-The plain expression, floor(x * scale + rand), spends most of its time on a random number per element from a generator
-that gives one after the other, and on passes through main memory. On the CPU the work is done here in blocks that
-stay in the cache; a block's random numbers follow from the last block's by one multiplication and one addition each (a
-linear congruential generator in every place, modulo 2^32), and only the first come from the rank's own generator.
+The plain expression, floor(x * scale + rand), is slow: a sequential generator draws each random number, and it passes
+through main memory several times. On the CPU the work is done here in blocks that fit the cache. Only the first block's
+random numbers come from the rank's own generator. Each later block takes one multiplication and one addition per
+number: a linear congruential generator per place, modulo 2^32.
 
-Sums are made in whole numbers of 2^-23, so a number that is whole already is never moved, not even the largest, which
-floor(255 + 0.99999997) in float32 turns into 256 and a byte into 0.
+Sums are whole numbers of 2^-23, so a number that is already whole never moves. In float32, floor(255 + 0.99999997)
+would be 256, which becomes 0 in a byte.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Generator, Tensor
 
 from workbench.rank import outlined
 
-BLOCK, LARGE = 2**15, 2**20  # elements worked on at once; twice as many of a vector this long, whose first are few
-POINT = 23  # bits behind the point
-FACTOR, TERM = 1664525, 1013904223  # Knuth and H. W. Lewis; the upper bits are good, and only these are used
+BLOCK, LARGE = 2**15, 2**20  # elements per block, doubled for a vector of LARGE elements
+POINT = 23  # bits of the fraction
+FACTOR, TERM = 1664525, 1013904223  # Knuth and H. W. Lewis; only the upper bits are used, which are good
 
 
 @outlined(lambda x, *_, **__: x.new_empty(x.shape, dtype=torch.uint8))
 def dithered(x: Tensor, generator: Generator | None, scale: float = 1.0, top: int = 255) -> Tensor:
-    """floor(scale * x + u) as uint8 in the shape of `x`, with u uniform in [0, 1) for each element by itself.
+    """floor(scale * x + u) as uint8 in the shape of `x`, with an independent uniform u in [0, 1) per element.
 
-    So its mean is scale * x, to 2^-24 and the rounding of float32. scale * x belongs in [0, top], top <= 255: what
-    lies beyond it by rounding is cut off; what is not finite becomes any code up to `top`. A generator in the same
-    state gives the same codes.
+    So its mean is scale * x, to 2^-24 and the rounding of float32. scale * x should be in [0, top], top <= 255. Values
+    beyond by rounding are clamped; non-finite values become any code up to `top`. A generator in the same state gives
+    the same codes.
     """
     if x.device.type != "cpu":
         return plain(x, generator, scale, top)
@@ -36,7 +36,7 @@ def dithered(x: Tensor, generator: Generator | None, scale: float = 1.0, top: in
     block = BLOCK if flat.numel() < LARGE else 2 * BLOCK
     n = min(flat.numel(), block)
     real, whole = torch.empty(n, dtype=torch.float32), torch.empty(n, dtype=torch.int32)
-    dither = real.view(torch.int32)  # two uses, one place: less cache
+    dither = real.view(torch.int32)  # shares real's storage, to use less cache
     state = torch.empty(-(-n // 2), dtype=torch.int64)
     state = state.random_(-(2**63), None, generator=generator).view(torch.int32)[:n]
     middle, term = torch.tensor(2 ** (POINT - 1) + 0.5, dtype=torch.float32), torch.tensor(TERM, dtype=torch.int32)
@@ -47,13 +47,13 @@ def dithered(x: Tensor, generator: Generator | None, scale: float = 1.0, top: in
         torch.add(middle, part, alpha=scale * 2**POINT, out=real)
         whole.copy_(real).clamp_(low, high)
         torch.add(term, state, alpha=FACTOR, out=state)
-        torch.bitwise_right_shift(state, 32 - POINT, out=dither)  # from -2^22 to 2^22 - 1: `middle` makes up for it
+        torch.bitwise_right_shift(state, 32 - POINT, out=dither)  # from -2^22 to 2^22 - 1; `middle` compensates
         codes.copy_(whole.add_(dither).bitwise_right_shift_(POINT))
     return out.view(x.shape)
 
 
 def plain(x: Tensor, generator: Generator | None, scale: float, top: int) -> Tensor:
-    """The same in a few words, on any device."""
+    """The same by the plain expression, on any device."""
     y = (x.float() * scale).nan_to_num_(0.0).clamp_(0, top)
     low = y.floor()
     return low.add_(torch.rand(y.shape, generator=generator, device=y.device) < y - low).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a compressor makes of some values, and how much it sends for them, tried out on one rank without a wire."""
+"""Tries a compressor on some values, on one rank without a wire: its error and its bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from workbench.compressors._base import Compressor
 from workbench.compressors.error_feedback import bare
 from workbench.rank import Bucket, Memory, Op, Rank, StrategyError
 
-TRIES = 5  # a compressor that begins where it left off gets as many goes at the same values
+TRIES = 5  # tries of a compressor with memory on the same values
 
 
 def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
     """(norm of what `compressor` loses of the bucket's values, bytes that it sends), with an echo as the other rank.
 
-    Nothing is changed and no random numbers but the trial's own are used. What remembers, such as PowerSGD, tries
-    again while it loses less.
+    Changes nothing and draws only from the trial's own generator. A compressor with memory, such as PowerSGD, repeats
+    while its loss falls.
     """
     of, memory = bare(compressor), Memory()
     lost, sent = _once(of, bucket, memory)
@@ -47,7 +47,7 @@ def _once(of: Compressor, bucket: Bucket, memory: Memory) -> tuple[Tensor, int]:
 
 
 def _echo(op: Op) -> tuple[Any, int]:
-    """The answer to a collective in which the other of two ranks holds the same, and the bytes that go there."""
+    """Returns a collective's result if the second of 2 ranks holds the same, and the bytes sent to it."""
     x = op.args[0]
     match op.verb:
         case "sample":
@@ -63,7 +63,7 @@ def _echo(op: Op) -> tuple[Any, int]:
         case "reduce_scatter":
             return x.view(2, -1)[0] * 2, x.nbytes // 2
         case "all_to_allv":
-            due = op.args[1][1][0]  # the echo sends a row of this length, and what it holds is what this rank does
+            due = op.args[1][1][0]  # the echo holds the same, so it sends the row of this length
             its = next((row for row in x if row.numel() == due), x[0].new_zeros(due))
             return [x[0], its.clone()], x[1].nbytes
     raise StrategyError(f"a compressor asked for {op.verb}, which is not one of the collectives")

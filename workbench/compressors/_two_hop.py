@@ -1,4 +1,4 @@
-"""Sums of codes that cannot be added: every rank adds up one chunk, codes it again and hands it round."""
+"""Sums codes that cannot be added: each rank adds up and encodes one chunk for all ranks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Compressor):
-    """A compressor whose codes take two hops: to the rank that adds up their chunk, and from there to all.
+    """A compressor whose codes take 2 hops: to the rank that adds up their chunk, and from there to all.
 
         rank i:  code of its chunk j -> rank j;     rank j:  total_j = sum of what came;  code of total_j -> all
 
     A bucket of n elements is cut into p chunks of m = ceil(n / p), and these into k = ceil(m / block) blocks of equal
-    length; what is missing at the end repeats the last element, or is zero. Everybody, the owner too, takes what the
-    codes say, so all ranks hold the same bits. A message is a chunk's scales (float32), then its codes, packed.
+    length. The end is padded with the last element or with zeros. Every rank, the owner too, uses the decoded values,
+    so results are bit-identical. A message is a chunk's scales (float32), then its codes, packed.
 
-    The error of the second coding belongs to nobody's data. The owner counts it as its own: then what ranks contribute
-    adds up to the result, and under ErrorFeedback the residual holds the errors of both hops.
-    Sums are made in float32; in a bucket of a narrower type what is finite stays finite, cut off at the type's range.
+    The owner of a chunk counts the second hop's error as its own. So the ranks' contributions add up to the result, and
+    under ErrorFeedback the residual holds the errors of both hops. Sums are in float32. In a bucket of a narrower type
+    finite values stay finite, clamped to the type's range.
     """
 
     block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
 
-    scalars: ClassVar[int]  # numbers that travel with each block's codes
-    repeats: ClassVar[bool] = True  # is what is missing at the end the last element again, or zero?
+    scalars: ClassVar[int]  # numbers per block that cross with its codes
+    repeats: ClassVar[bool] = True  # whether padding repeats the last element or is zero
     kind: ClassVar[str] = "quantised"
 
     @property
@@ -48,7 +48,7 @@ class Coded(Compressor):
 
     @abstractmethod
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
-        """The way back."""
+        """The inverse of `quantise`, up to rounding."""
 
     def coder(self, memory: Memory) -> Coder:
         return _Blocks(self, memory)
@@ -69,10 +69,7 @@ class Coded(Compressor):
         return within(own.view(-1)[:n], bucket.data.dtype)
 
     async def gathered(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """One hop instead of two: every rank's codes of the whole bucket go to all, who add up in rank order.
-
-        The sum is not coded again; (p-1) messages of n elements sent per rank.
-        """
+        """One hop instead of 2: every rank sends its whole bucket's codes to all ranks, which add up in rank order."""
         n = bucket.data.numel()
         if not n:
             return None
@@ -110,7 +107,7 @@ class Coded(Compressor):
 
 
 class _Blocks:
-    """A Coded's Coder: one message, of one chunk."""
+    """The Coder of a Coded: one message, of one chunk."""
 
     def __init__(self, of: Coded, memory: Memory) -> None:
         self._of, self._memory = of, memory

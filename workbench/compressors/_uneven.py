@@ -1,4 +1,4 @@
-"""Gathering what is not of one length on all ranks: first the lengths, then what they are of, without padding."""
+"""Gathers tensors of different lengths from all ranks without padding: lengths first."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from workbench.rank import Rank, outlined
 
-WIDTH = 8  # bytes of a length on the wire
+WIDTH = 8  # bytes of a sent length
 
 
 async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tuple[tuple[int, ...], ...]:
     """How many elements every rank has for every other: row i is rank i's `rows`. Sends (p-1) * 8 bytes per entry.
 
-    With sizes only nobody can know another's: all are taken to have as many as this rank.
+    With sizes only, it assumes that all ranks have the same `rows` as this rank.
     """
     if rank.size == 1:
         return (tuple(rows),)
@@ -23,7 +23,7 @@ async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tu
 
 @outlined(lambda every, rows: (tuple(rows),) * len(every))
 def _read(every: Tensor, rows: list[int]) -> tuple[tuple[int, ...], ...]:
-    """(size, m) as numbers, of which this rank said `rows`."""
+    """(size, m) as numbers; `rows` is this rank's."""
     return tuple(map(tuple, every.tolist()))
 
 

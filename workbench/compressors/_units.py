@@ -1,6 +1,6 @@
-"""A bucket cut into units that cross the wire whole or not at all: rows of its matrices, or single elements.
+"""Cuts a bucket into units that cross whole or not at all: matrix rows or single elements.
 
-No wire is known here: only who owns which unit, and how units and their values become a message.
+Assigns units to owners, and packs units with their values into messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOW = 0xFFFFFFFF  # the low 32 bits
 
 
 class Block(NamedTuple):
-    """The units of one parameter: how many, of how many elements each, and where its first element lies."""
+    """The units of one parameter: how many, of how many elements each, and the place of its first element."""
 
     name: str
     start: int
@@ -28,9 +28,9 @@ class Block(NamedTuple):
 
 
 class Units:
-    """A bucket's units in the order in which they lie there.
+    """A bucket's units in bucket order.
 
-    With `rows`, each row of a matrix is one (dimensions after the first are joined); else each element is.
+    With `rows`, each row of a matrix is a unit (dimensions after the first are joined); else each element is.
     """
 
     def __init__(self, bucket: Bucket, rows: bool) -> None:
@@ -41,18 +41,18 @@ class Units:
 
     @property
     def single(self) -> bool:
-        """Is every unit one element?"""
+        """Whether every unit is one element."""
         return self.count == self.numel
 
     def touched(self, nonzero: Tensor) -> Tensor:
-        """Elements that are not zero, (n,) bool -> units in which there is one, (units,) bool."""
+        """Nonzero elements, (n,) bool -> units with at least one of them, (units,) bool."""
         if self.single:
             return nonzero
         each = [nonzero[b.start : b.start + b.units * b.width].reshape(b.units, b.width).any(1) for b in self.blocks]
         return torch.cat(each)
 
     def held(self, touched: Tensor) -> int:
-        """How many elements lie in these units, (units,) bool."""
+        """Returns the number of elements in these units, (units,) bool."""
         return int(touched.count_nonzero()) if self.single else int(self._widths[touched].sum())
 
     def elements(self, index: Tensor) -> Tensor:
@@ -87,10 +87,10 @@ def _block(part: Part, rows: bool) -> Block:
 
 
 def mixed(name: str, index: Tensor) -> Tensor:
-    """Places inside a parameter, (k,) int64 -> numbers below 2^32 that look random: (k,) int64.
+    """Places inside a parameter, (k,) int64 -> pseudo-random numbers below 2^32: (k,) int64.
 
-    The last steps of MurmurHash3, on whole vectors. Bucket and offset have no part in it, so a place keeps its number
-    when buckets are laid out anew.
+    Uses the last steps of MurmurHash3 on whole vectors. The result is independent of buckets and offsets, so a place
+    keeps its number when buckets are recut.
     """
     h = (index * 0x9E3779B1 + zlib.crc32(name.encode())) & LOW
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -99,11 +99,11 @@ def mixed(name: str, index: Tensor) -> Tensor:
 
 
 class Owned(NamedTuple):
-    """Who owns which unit.
+    """The owners of units.
 
     owner: by unit (units,) int16
     order: the units of rank 0, then those of rank 1, ...: (units,) int32
-    counts: how many each has
+    counts: the number of units of each rank
     """
 
     owner: Tensor
@@ -117,17 +117,17 @@ class Owned(NamedTuple):
         return cls(owner, owner.argsort(stable=True).to(torch.int32), tuple(counts))
 
     def lists(self) -> tuple[Tensor, ...]:
-        """By rank its units, rising: (m,) int32 each."""
+        """By rank its units, ascending: (m,) int32 each."""
         return self.order.split(self.counts)
 
 
 def size(k: float, v: float, width: int) -> int:
-    """Bytes of a message of k units that hold v values of `width` bytes: nothing if k is 0."""
+    """Bytes of a message of k units that hold v values of `width` bytes: 0 if k is 0."""
     return round(4 + 4 * k + width * v) if k else 0
 
 
 def message(units: Units, x: Tensor, index: Tensor) -> Tensor:
-    """How many units, which ones, and what `x` holds there: (4 + 4 k + v * element size,) uint8."""
+    """The number of units, their indices, and their values in `x`: (4 + 4 k + v * element size,) uint8."""
     k = index.numel()
     if not k:
         return torch.empty(0, dtype=torch.uint8, device=x.device)
@@ -136,7 +136,7 @@ def message(units: Units, x: Tensor, index: Tensor) -> Tensor:
 
 
 def opened(message: Tensor, units: Units, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What `message` made -> units (k,) int64, their elements (v,) int64 and the values (v,)."""
+    """The output of `message` -> units (k,) int64, their elements (v,) int64 and the values (v,)."""
     if not message.numel():
         none = torch.empty(0, dtype=torch.int64, device=message.device)
         return none, none, torch.empty(0, dtype=dtype, device=message.device)
@@ -151,5 +151,5 @@ def bitmap(held: Tensor) -> Tensor:
 
 
 def flags(bits: Tensor, m: int) -> Tensor:
-    """The m flags that `bitmap` made of: (m,) bool."""
+    """Restores the m flags from `bitmap`: (m,) bool."""
     return unpacked(bits[None], 1, m)[0].bool() if m else bits.bool()

@@ -1,4 +1,4 @@
-"""Accordion: two compressors, the gentler one where and while a layer's gradient changes quickly."""
+"""Accordion: 2 compressors, the gentler one while a layer's gradient changes quickly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.settings import knob
 
 
 class _Level(NamedTuple):
-    """What is remembered of one parameter."""
+    """The state of one parameter."""
 
     gentle: bool = True
     steps: int = 0  # exchanges since the last check
-    norm: float = 0.0  # of what was added up before the last check; 0: nothing, or there was no check
+    norm: float = 0.0  # of the sum before the last check; 0: no sum or no check
     lr: float = 0.0  # of the last exchange
 
 
@@ -34,23 +34,25 @@ class Accordion(Compressor):
         harsh    otherwise
         gentle   at once when the learning rate has fallen, until the next check
 
-    A regime is critical where the gradient's norm changes quickly: early, and after the learning rate has dropped.
-    Bytes are those of the compressor in force, parameter by parameter; those with the same one are coded together.
-    The Sample "level NAME" says, from rank 0 and at each decision, which that is: 1 gentle, 0 harsh.
+    A regime is critical if the gradient's norm changes quickly: early, and after the learning rate has dropped. Bytes
+    are those of each parameter's compressor. Parameters with the same compressor are coded together. Rank 0 records
+    each decision in the Sample "level NAME": 1 gentle, 0 harsh.
 
-    The sum is that of the aggregated gradient, which all ranks hold to the bit; so they decide alike and nobody asks.
-    The released code adds up rank 0's own gradients and broadcasts what rank 0 decides. Under error feedback the
-    aggregated sum is the sum of all gradients up to what the residual holds, whichever level they crossed by. It
-    costs one value per element of memory and one pass over the bucket per exchange. An epoch, which no compressor
-    knows, is `every` exchanges here, and all of them count, not the last tenth as there (checks every ten epochs). A
-    rate that falls in every step keeps all layers gentle for good. The residual is kept at every switch: the bare name
-    Accordion means ErrorFeedback(of=Accordion()). Non-finite values are left out of the sum.
+    The sum is that of the aggregated gradient, which is bit-identical on all ranks. So all ranks decide alike without
+    communication. The released code instead adds up rank 0's own gradients and broadcasts its decision. Under error
+    feedback the aggregated sum is the sum of all gradients up to the residual, at any level. It costs one value per
+    element of memory and one pass over the bucket per exchange.
 
-    With sizes only, in a simulation, no norm is known. It is taken not to change: gentle until the second check and
-    harsh from there on, the fewest bytes that can be.
+    An epoch, which a compressor does not know, is `every` exchanges here, and all of them count. The released code
+    checks every 10 epochs and counts the last 10 % of the exchanges. A rate that falls in every step keeps all layers
+    gentle. Every switch keeps the residual: the bare name Accordion means ErrorFeedback(of=Accordion()). The sum leaves
+    out non-finite values.
 
-    When to use it: where the harsh level alone costs accuracy and the gentle one too many bytes. The paper's pairs are
-    PowerSGD with ranks 2 and 1 (also 4 and 1) and TopK with densities 0.99 and 0.1.
+    With sizes only, in a simulation, norms are unknown and assumed constant: gentle until the second check, then harsh.
+    These are the fewest possible bytes.
+
+    When to use it: if the harsh level alone costs accuracy and the gentle one costs too many bytes. The paper's pairs
+    are PowerSGD with ranks 2 and 1 (also 4 and 1) and TopK with densities 0.99 and 0.1.
 
     Reference: Agarwal et al., "Adaptive Gradient Communication via Critical Learning Regime Identification", MLSys
     2021, https://arxiv.org/abs/2010.16248
@@ -88,7 +90,7 @@ class Accordion(Compressor):
         return own
 
     def _checked(self, levels: list[_Level], bucket: Bucket, memory: Memory) -> list[_Level]:
-        """Adds up what was exchanged; those whose check is due get the level that follows from it."""
+        """Adds the exchanged bucket to the sums and sets new levels for the parameters with a due check."""
         x = bucket.like(bucket.data.to(torch.promote_types(bucket.data.dtype, torch.float32)))
         total = memory.flat(self.buffer, x)
         total.add_(x.data).nan_to_num_(0.0, 0.0, 0.0)
@@ -102,13 +104,15 @@ class Accordion(Compressor):
         ]
 
     def _next(self, level: _Level, norm: float) -> _Level:
-        """The level after a check at which what was added up had this norm."""
+        """Returns the level after a check with this norm of the sum."""
         steady = abs(level.norm - norm) < self.threshold * level.norm  # never after a norm of 0
         return level._replace(gentle=not steady, steps=0, norm=norm)
 
 
 def _norms(total: Tensor, parts: list[Part]) -> list[float]:
-    """The norm of each part, to more digits than ranks on unlike machines may add up differently; 1 of sizes only."""
+    """Returns the norm of each part, in float64 because ranks on different machines add differently; 1 of
+    sizes only.
+    """
     if not parts:
         return []
     each = [torch.linalg.vector_norm(total[part.start : part.stop], dtype=torch.float64) for part in parts]

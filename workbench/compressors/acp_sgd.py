@@ -1,4 +1,4 @@
-"""ACPSGD: matrices cross the wire as one thin factor per step, the left and the right one in turn."""
+"""ACPSGD: matrices cross the wire as one thin factor per step, left and right in turn."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ class ACPSGD(LowRank):
         the next:   P <- orthonormal(P);   Q <- sum over ranks of M_i^T P;   out = P Q^T
 
     M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined), r = `rank` the number of
-    columns of P and Q. Two steps with the same gradient are one of PowerSGD. Bytes sent per rank: 2 (p-1)/p * 4 r n and
-    2 (p-1)/p * 4 r m in turn, half of PowerSGD's, in one all-reduce per bucket and step, which hides behind backward
-    as that of Dense does. Vectors, and matrices that would shrink by less than `min_compression_rate` on average
-    (r (n + m) < n m with its default 2), cross whole, in the same all-reduce. Time: two products of n m r per rank and
-    one orthonormalisation, one more product for what the rank itself contributed.
+    columns of P and Q. Two steps with the same gradient equal one of PowerSGD. Bytes sent per rank: 2 (p-1)/p * 4 r n
+    and 2 (p-1)/p * 4 r m in turn, half of PowerSGD's. One all-reduce per bucket and step carries them and overlaps
+    backward, as with Dense. Vectors cross whole in the same all-reduce, as do matrices that would shrink by less than
+    `min_compression_rate` on average (r (n + m) < n m with its default 2). Time: 2 products of n m r per rank, one
+    orthonormalisation, and one more product for the rank's own contribution.
 
-    What a rank contributes is (M_i Q) Q^T, or P (M_i^T P)^T: contributions add up to `out`. Biased, so it wants
-    error feedback: the bare name ACPSGD means ErrorFeedback(of=ACPSGD()). A step sees the gradient only along the
-    directions of the step before; without `warm_start` every other step draws random ones. P and Q are kept by
-    parameter, and whose turn it is, too: after a change of bucket size, rank or strategy it goes on where it was, and
-    so does PowerSGD when it takes over.
+    A rank contributes (M_i Q) Q^T, or P (M_i^T P)^T, and contributions add up to `out`. Biased, so it wants error
+    feedback: the bare name ACPSGD means ErrorFeedback(of=ACPSGD()). A step sees the gradient only along the directions
+    of the step before. Without `warm_start` every second step draws random directions. P, Q and the turn are kept by
+    parameter. So it continues after a change of bucket size, rank or strategy, and PowerSGD can continue from it.
 
-    When to use it: where PowerSGD pays, and its two messages in a row are what keeps the exchange from hiding.
+    When to use it: if PowerSGD pays, but its 2 consecutive messages keep the exchange from overlapping.
 
-    The authors' code (github.com/lzhangbv/acpsgd) compresses matrices for which that takes more bytes, too, and draws
-    each rank's first factors with its own global generator: unless those are seeded alike, ranks sum products with
-    different directions. Here what does not pay crosses whole, and directions are drawn from the parameter's name.
+    The authors' code (github.com/lzhangbv/acpsgd) also compresses matrices that need more bytes that way. It draws each
+    rank's first factors from its global generator. Unless ranks seed it alike, they sum products with different
+    directions. Here such matrices cross whole, and the parameter's name seeds the directions.
 
     Reference: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
     ICDCS 2023, https://arxiv.org/abs/2306.08881

@@ -1,4 +1,4 @@
-"""ALQ: levels placed where gradients' elements are, again and again while training."""
+"""ALQ: quantisation levels refitted to the gradients' elements during training."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from workbench.compressors._mixture import Mixture, apart, descended
 
 @dataclass(frozen=True, kw_only=True)
 class ALQ(Fitted):
-    """Every element crosses the wire as one of a few levels, which lie where rounding to them costs least.
+    """Every element crosses the wire as one of a few levels, placed so that rounding to them costs least.
 
         the levels minimise the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
-    r is taken for a mixture of normal distributions on [-1, 1], one for each of `samples` blocks, weighted with the
-    blocks' norms. Coordinate descent: each level goes to its best place between its neighbours, for which there is a
-    closed form up to the inverse of the distribution function; up to 30 sweeps from levels of equal mass, equally
-    spaced ones and halving ones; the best end is taken. Unbiased: rounding at random keeps the mean whatever the
-    levels.
+    r is modelled as a mixture of normal distributions on [-1, 1], one for each of `samples` blocks, weighted with the
+    blocks' norms. Coordinate descent moves each level to its best place between its neighbors, in closed form up to the
+    inverse of the distribution function. It makes up to 30 sweeps from levels of equal mass, from equally spaced and
+    from halving ones, and takes the best result. Unbiased: random rounding keeps the mean for any levels.
 
-    Exchange and bytes are QSGD's: (p-1) (n bits / 8 + 4 ceil(n / block)) sent per rank with "gather". In the few steps
-    in which it samples, after 0, 100, 2000 and every 10,000 steps, 12 (p-1) bytes more for each sampled block of each
-    bucket. Any knob may be set at any step: other bits are solved for at once, from the last sample; another block
-    or norm is sampled anew, for one step with levels fitted to each bucket by itself.
+    Exchange and bytes are QSGD's: (p-1) (n bits / 8 + 4 ceil(n / block)) sent per rank with "gather". After steps 0,
+    100, 2000 and every 10,000 steps it samples, with 12 (p-1) more bytes per sampled block of each bucket. Any knob may
+    be set at any step. Other bits get levels at once, from the last sample. Another block or norm needs a new sample,
+    during one step with levels fitted to each bucket.
 
-    When to use it: two to four bits in large blocks, where fixed levels no longer suit; there it is hardly worse than
-    in small ones. The authors' code moves levels by finite differences unless told otherwise, fits a level at 0 that
-    it then drops where levels shall be symmetric, and may leave a short last block as it is; nothing of that here.
+    When to use it: 2 to 4 bits in large blocks, where fixed levels no longer suit. There it is hardly worse than in
+    small blocks. By default the authors' code moves levels by finite differences. It fits a level at 0 that it drops
+    for symmetric levels, and may leave a short last block unquantised. None of that applies here.
 
     Reference: Faghri, Tabrizian, Markov, Alistarh, Roy and Ramezani-Kebrya, "Adaptive Gradient Quantization for
     Data-Parallel SGD", NeurIPS 2020, https://arxiv.org/abs/2010.12460; the authors' code:

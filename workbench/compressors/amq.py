@@ -1,4 +1,4 @@
-"""AMQ: levels that shrink towards zero by a factor, which is fitted again and again while training."""
+"""AMQ: levels that shrink towards zero by a factor, refitted during training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class AMQ(Fitted):
 
         m minimises the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
-    It is NUQSGD without a zero whose multiplier finds itself: one number instead of ALQ's 2^bits - 2. The same mixture
-    stands for r, of either sign alike; 50 steps of gradient descent at rate 0.7, from nineteen multipliers between 0.05
-    and 0.95, and the best of all is taken. With eight bits such steps hardly move, so it takes that many beginnings.
-    Exchange, bytes, samples and what live changes do are ALQ's. Unbiased.
+    It is NUQSGD without a zero and with a fitted multiplier: one number instead of ALQ's 2^bits - 2. r has ALQ's
+    mixture, made symmetric. 50 steps of gradient descent at rate 0.7 start from 19 multipliers between 0.05 and 0.95.
+    The best of all starts and ends is taken. With 8 bits the steps hardly move, so many starts are needed. Exchange,
+    bytes, samples and live changes are ALQ's. Unbiased.
 
-    When to use it: as ALQ, if levels shall be of a kind that one can name. An element that is zero comes back as plus
-    or minus the smallest level. The authors' code has eight beginnings, and compares ends without what rounding costs
-    between the two smallest levels, where most elements lie; here it counts.
+    When to use it: as ALQ, if one number should describe the levels. A zero element becomes plus or minus the smallest
+    level. The authors' code has 8 starts. It compares ends without the rounding error between the two smallest levels,
+    where most elements are; here this counts.
 
     Reference: Faghri, Tabrizian, Markov, Alistarh, Roy and Ramezani-Kebrya, "Adaptive Gradient Quantization for
     Data-Parallel SGD", NeurIPS 2020, https://arxiv.org/abs/2010.12460; the authors' code:
@@ -42,7 +42,7 @@ class AMQ(Fitted):
         return best
 
     def multiplied(self, mixture: Mixture, m: Tensor) -> Tensor:
-        """(k,) multipliers to begin with -> (k,) where gradient descent ends."""
+        """(k,) starting multipliers -> (k,) results of gradient descent."""
         for _ in range(self.steps):
             m = (m - self.rate * slope(mixture, m, 2 ** (self.bits - 1) - 1)).clamp(0.01, 0.99)
         return m

@@ -1,4 +1,4 @@
-"""BetweenSites: whole inside a site, compressed between sites."""
+"""BetweenSites: uncompressed inside a site, compressed between sites."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenSites(Compressor):
-    """Ranks of a site add up uncompressed; one of each compresses that sum for the others, and hands out the result.
+    """Ranks of a site add up uncompressed. The first rank of each site exchanges that sum compressed, and hands it out.
 
         inside:    s <- sum of the site's x_i                                       all-reduce
         between:   out <- sum over sites of C(s), by the site's first rank          `of`, among these
         inside:    out to all of the site                                           broadcast
 
-    What is fast is not compressed, so C acts on few sums instead of on many gradients: with TopK a site's largest
-    elements are chosen by what they add up to. What a site's sum leaves unsent counts as its first rank's, and so is
-    that rank's residual under error feedback; the bare name means ErrorFeedback(of=BetweenSites()). Sites are of `site`
-    neighbouring ranks, the last may be smaller; say the same as `fabric.site`. With m sites of g ranks a rank sends
-    2 (g-1)/g of the bucket, and (g-1)/g for the broadcast, inside; its first one what `of` sends among m.
+    C acts on few sums instead of on many gradients. With TopK these are the largest elements of a site's sum. The first
+    rank counts the unsent part of the site's sum as its own, so it is that rank's residual under error feedback. The
+    bare name means ErrorFeedback(of=BetweenSites()). A site has `site` consecutive ranks, the last may be smaller. Set
+    it to the value of `fabric.site`. With m sites of g ranks a rank sends inside 2 (g-1)/g of the bucket, and (g-1)/g
+    for the broadcast. The first rank also sends the bytes of `of` among m ranks.
 
-    When to use it: sites with fast wires inside and slow ones between. Without compression use `Hierarchical`, an
-    all-reduce algorithm of the network.
+    When to use it: sites with fast connections inside and slow ones between them. Without compression use
+    `Hierarchical`, an all-reduce algorithm of the network.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2022,
     https://arxiv.org/abs/2107.01499 (hierarchical communication, compressed between machines)

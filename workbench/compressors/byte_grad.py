@@ -1,4 +1,4 @@
-"""ByteGrad: gradients cross the wire as bytes, or parts of them, between the smallest and the largest of a chunk."""
+"""ByteGrad: gradients as codes of 8, 4 or 2 bits between a chunk's minimum and maximum."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class ByteGrad(Coded):
 
         code = round((x - min) / step),   step = (max - min) / (2^bits - 1)
 
-    Rank j decodes everybody's chunk j, adds up in fp32, codes the sum again and hands it to all. Each element of
-    the result is off by at most half a step of each rank's code and half a step of the sum's. Bytes sent per rank:
-    2 (p-1) (m bits / 8 + 8) for chunks of m = n / p elements, a quarter to a sixteenth of a dense all-reduce for any p;
-    with `block` = B, 8 bytes for every B elements instead of every chunk. Not linear, no memory. A block with a
-    number that is not finite comes back as NaN.
+    Rank j decodes chunk j of every rank, adds up in fp32, codes the sum again and sends it to all ranks. Each element
+    of the result is off by at most half a step of each rank's code and half a step of the sum's. Bytes sent per rank: 2
+    (p-1) (m bits / 8 + 8) for chunks of m = n / p elements, 1/4 to 1/16 of a dense all-reduce for any p. With `block` =
+    B, 8 bytes for every B elements instead of every chunk. Not linear, no memory. A block with a non-finite number
+    becomes NaN.
 
-    When to use it: the wire is slow but not very slow, and nothing shall be tuned: with 8 bits and one scale per
-    chunk it is Bagua's ByteGrad and trains like Dense. Where magnitudes within a chunk differ much, smaller blocks
-    keep the small ones. With 4 bits rounding is felt: use ErrorFeedback(of=ByteGrad(bits=4)); with 2 bits the error is
-    about as large as the gradient, and feedback a must. Bagua's codec rounds x itself, whose codes leave their byte
-    when an offset is large and the range small; this one rounds x - min.
+    When to use it: a slow but not very slow wire, without tuning. With 8 bits and one scale per chunk it is Bagua's
+    ByteGrad and trains like Dense. If magnitudes within a chunk differ much, smaller blocks keep the small ones. With 4
+    bits use ErrorFeedback(of=ByteGrad(bits=4)). With 2 bits the error is about as large as the gradient and needs error
+    feedback. Bagua's codec rounds x itself, so codes overflow their byte if the offset is large and the range small.
+    This one rounds x - min.
 
-    `stochastic` rounds up or down at random, in both hops, so that the result is right on average, and its error
-    sqrt(2) times as large where a block's numbers lie anyhow between codes. Rounding to the nearest leaves an
-    error that may be the same in every step. Feedback mends that at a lower price, so with it leave this off.
+    `stochastic` rounds up or down at random, in both hops, so that the result is unbiased. The error is sqrt(2) times
+    as large if a block's numbers are spread evenly between codes. Rounding to the nearest may repeat the same error in
+    every step. Error feedback corrects that at a lower price, so do not combine the two.
 
-    Under ErrorFeedback what is left unsent must shrink. A step is at most 2 / (2^bits - 1) of the block's largest
-    magnitude; rounding to the nearest is off by half of one, at random by a whole one, and the second hop adds as much
-    again, since codes stay within the range of what they code. Two bits at random come to 4/3 and are refused there.
+    Under ErrorFeedback the unsent part must shrink. A step is at most 2 / (2^bits - 1) of the block's largest
+    magnitude. Rounding to the nearest errs by up to half a step, at random by a whole one. The second hop adds as much
+    again, because codes stay within their input's range. Two bits at random give 4/3, which is refused.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
     https://arxiv.org/abs/2107.01499; codes in blocks: Markov et al., "CGX: Adaptive System Support for

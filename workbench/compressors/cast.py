@@ -1,4 +1,4 @@
-"""Sending gradients in a narrower float."""
+"""Sends gradients in a narrower float."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from workbench.settings import knob
 class Cast(Codec):
     """Every element is rounded to 16 bits and summed in that format: half the bytes of fp32.
 
-    fp16 keeps 11 significant bits but overflows above 65504; bf16 keeps 8 bits and fp32's range. Bytes sent per
-    rank: 2 (p-1)/p * 2 n. Rounding to nearest is taken as unbiased here, as the field does, though it is
-    so only on average over inputs; the sum itself rounds in the narrow type, too. Ranks hand in shares, so a gradient
-    is divided by p before it is cast; torch's hook casts first, and overflows in fp16 at gradients 1/p as large. Floats
-    of 8 bits cannot be added on the way: see Float8.
+    fp16 keeps 11 significant bits but overflows above 65504; bf16 keeps 8 bits and fp32's range. Bytes sent per rank: 2
+    (p-1)/p * 2 n. Rounding to nearest counts as unbiased here, as is usual, though it is so only on average over
+    inputs. The sum itself also rounds in the narrow type. Ranks pass shares, so a gradient is divided by p before the
+    cast. Torch's hook casts first, so fp16 overflows at gradients 1/p as large. Floats of 8 bits cannot be added on the
+    way: see Float8.
 
-    When to use it: it is the honest baseline of every other compressor: nearly free, and half the bytes.
+    When to use it: as the baseline of every other compressor: nearly free, and half the bytes.
 
     Reference: torch's fp16_compress_hook and bf16_compress_hook,
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html

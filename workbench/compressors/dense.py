@@ -18,8 +18,8 @@ class Dense(Compressor):
 
     Bytes sent per rank: 2 (p-1)/p * 4 n for n fp32 elements (ring all-reduce). The yardstick.
 
-    When to use it: first, and until a step waits for the wire: in docs/compression.md no compressor was clearly faster
-    to the loss without a limit or at 1 Gbit/s.
+    When to use it: first, and as long as no step waits for the wire. In docs/compression.md no compressor clearly
+    reached the loss faster, without a limit or at 1 Gbit/s.
     """
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS + COMPLEX
@@ -41,7 +41,7 @@ class Dense(Compressor):
 
 
 class _AsItIs:
-    """Every element in its own dtype."""
+    """Keeps every element in its own dtype."""
 
     def encode(self, x: Tensor) -> Payload:
         return (x,)

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: top-k of what each rank's momentum has gathered, for densities of a thousandth."""
+"""Deep Gradient Compression: top-k of accumulated momentum, for densities like 0.001."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from workbench.compressors._sparse import Sparse
 from workbench.rank import MOMENTUM, Bucket, Memory, Rank
 from workbench.settings import knob
 
-LOW, HIGH = 0.8, 1.3  # of the number wanted: fewer lower the threshold, of more the largest are taken
+LOW, HIGH = 0.8, 1.3  # as factors of k: below LOW the threshold falls; above HIGH the largest are taken
 TRIES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Sparse):
-    """Momentum before compression: each rank gathers its own momentum and sends the largest of what is gathered.
+    """Momentum before compression: each rank accumulates its own momentum and sends the largest accumulated entries.
 
         u <- momentum u + grad;   v <- v + u                   nesterov:  v <- v + grad + momentum u
         out = sum over ranks of the density * n largest |entries| of v;   where an entry was sent  u, v <- 0, 0
 
-    Error feedback before a momentum optimizer lets an entry that waited for k steps begin its momentum only then; here
-    it has gathered what it would have gathered without compression. So while it is on, the optimizer steps
-    without momentum: `momentum` is this one's, and takes the place of SGD's. Turned on live, every rank goes
-    on with its share of the optimizer's momentum as u. Turned off, v crosses once, whole; then the optimizer's momentum
-    is the sum of all u. What weight decay adds to SGD's momentum stays there. So with density = 1 and masking = False
-    it is SGD with momentum, through any number of turns. It refuses optimizers whose momentum is no plain sum of
-    gradients (Adam, LARS, Nesterov's); with momentum = 0 it leaves an optimizer's momentum alone and works with any.
+    With error feedback before a momentum optimizer, the momentum of an entry that waited k steps begins only then. Here
+    it accumulates as without compression. So `momentum` replaces SGD's, and the optimizer steps without momentum. When
+    it is turned on live, every rank continues with its share of the optimizer's momentum as u. When it is turned off, v
+    crosses once, whole, and the sum of all u becomes the optimizer's momentum. SGD keeps the weight decay's part of its
+    momentum. So density = 1 and masking = False equal SGD with momentum, through any number of switches. It refuses
+    optimizers with a momentum that is not a plain sum of gradients (Adam, LARS, Nesterov's). With momentum = 0 it
+    leaves an optimizer's momentum alone and works with any.
 
-    `masking` stops the momentum of what was sent, which would push on in a direction that others have left. v is the
-    residual: it feeds back by itself, and ErrorFeedback around it does nothing more. All that was sent and what is
-    in v is the sum of all that u added to v. What is not finite is sent and not remembered.
+    `masking` stops the momentum of sent entries, which would push on in an outdated direction. v is the residual, so it
+    needs no ErrorFeedback, which has no effect around it. Everything sent plus v equals the sum of all u added to v.
+    Non-finite values are sent and not kept.
 
-    The threshold comes from a random `sample` of the entries, or from as many as hold two that are to be sent; if
-    fewer than 0.8 of the number wanted are above, it is lowered, and of more than 1.3 the largest are taken. (The
-    authors' code cuts off what is in between at the end of the tensor, so early entries go first; here all are sent.)
-    `local_clip` limits the norm of each parameter's gradient on each rank, before it is gathered, to local_clip /
-    sqrt(p): the sum of p independent gradients is then about as long as one clipped to local_clip. (One port divides by
-    p^2, another takes the root of what a collective has not given it.)
+    The threshold comes from a random `sample` of the entries, large enough for 2 entries to send. If fewer than 0.8 of
+    the wanted number reach the threshold, it falls. Of more than 1.3 times the number, only the largest are sent. (For
+    numbers in between the authors' code drops entries at the end of the tensor; here all are sent.) `local_clip` limits
+    the norm of each parameter's gradient on each rank, before accumulation, to local_clip / sqrt(p). The sum of p
+    independent gradients is then about as long as one clipped to local_clip. (One port divides by p^2; another takes
+    the root of a collective's missing result.)
 
-    Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32, as with any sparse one; with density = 1 an
-    all-reduce. Two values per entry are remembered, in fp32 at least: what bf16 rounds off, and what is beyond fp16's
-    range, waits in v. In the first epochs the authors lower the density step by step: 0.25, 0.063, 0.015, 0.004, 0.001.
+    Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32, as with any sparse compressor; with density = 1
+    an all-reduce. It keeps 2 values per entry, in fp32 at least: rounding errors of bf16, and values beyond fp16's
+    range, wait in v. In the first epochs the authors lower the density step by step: 0.25, 0.063, 0.015, 0.004, 0.001.
 
     When to use it: very slow wires and SGD with momentum.
 
@@ -98,7 +98,7 @@ class DGC(Sparse):
         return None
 
     def _gathered(self, bucket: Bucket, memory: Memory) -> tuple[Tensor | None, Tensor]:
-        """u, if there is a momentum, and v, with this step's gradient in them."""
+        """Adds this step's gradient; returns u, or None without momentum, and v."""
         grad, kind = bucket.data, wide(bucket.data.dtype)
         v = memory.flat(self.residual, bucket, kind)
         if not self.carries:
@@ -112,7 +112,7 @@ class DGC(Sparse):
 
 
 def _largest(x: Tensor, density: float, sample: float, generator: Generator | None) -> Tensor:
-    """Indices of about k = density * n entries: those above a threshold that a sample of them tells; zeros never."""
+    """Indices of about k = density * n entries above a sampled threshold; never of zeros."""
     n = x.numel()
     k = max(1, round(density * n))
     size = x.abs().nan_to_num_(torch.inf, torch.inf)

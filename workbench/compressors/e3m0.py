@@ -1,4 +1,4 @@
-"""E3M0: four bits per element, one for the sign and three for a power of two; two elements per byte."""
+"""E3M0: 4 bits per element, a sign and a power of 2; 2 elements per byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.rank import outlined
 
 BLOCK = 256
 _LEVELS = torch.tensor([0.0, *(2.0**k for k in range(-6, 1))])
-_BOUNDS = (_LEVELS[:-1] + _LEVELS[1:]) / 2  # from there on the next level is the nearer one
+_BOUNDS = (_LEVELS[:-1] + _LEVELS[1:]) / 2  # from this bound on the next level is nearer
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # by code: bit 3 is the sign
 
 
@@ -32,14 +32,14 @@ class E3M0(Codec):
         C(x) = the nearest of 0, +-s 2^-6, +-s 2^-5, ..., +-s;   s the largest magnitude of 256 elements, as float32
         |x - C(x)| <= max(|x| / 3, s / 128),   so ||x - C(x)||^2 <= (1/9 + 1/64) ||x||^2
 
-    Bytes sent per rank for n elements: (p-1) (ceil(n / 2) + 4 ceil(n / 256)), from all to all. What was decoded is
-    encoded to the same again. A block with a number that is not finite comes back as NaN. Biased, so it wants error
-    feedback: the bare name E3M0 means ErrorFeedback(of=E3M0()).
+    Bytes sent per rank for n elements: (p-1) (ceil(n / 2) + 4 ceil(n / 256)), from all to all. Encoding a decoded
+    tensor gives the same codes. A block with a non-finite number becomes NaN. Biased, so it wants error feedback: the
+    bare name E3M0 means ErrorFeedback(of=E3M0()).
 
-    The format is the one that Streaming DiLoCo sends; how it is scaled and what stands for zero could not be
-    established, and is ours. StreamingDiLoCo uses this codec by itself, in two hops and without error feedback.
+    Streaming DiLoCo sends this format. Its scale and its code of zero could not be established and are ours.
+    StreamingDiLoCo uses this codec by itself, in 2 hops and without error feedback.
 
-    When to use it: magnitudes that differ by orders; among levels at equal distances, as QSGD's, small ones are lost.
+    When to use it: magnitudes that differ by orders; equally spaced levels, as QSGD's, lose the small ones.
 
     Reference: Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
     2025, https://arxiv.org/abs/2501.18512
@@ -58,7 +58,7 @@ class E3M0(Codec):
 
     @outlined(lambda self, x: (x.new_empty(nbytes(x.numel()), dtype=torch.uint8),))
     def encode(self, x: Tensor) -> Payload:
-        """The blocks' scales, then the codes, two to a byte, the first in the lower half."""
+        """The blocks' scales, then the codes, 2 per byte, the first in the lower half."""
         n, blocks = x.numel(), -(-x.numel() // BLOCK)
         cut = pad(x.flatten().float(), (0, blocks * BLOCK - n)).view(blocks, BLOCK)
         size = cut.abs()

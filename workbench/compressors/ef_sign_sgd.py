@@ -1,4 +1,4 @@
-"""EFSignSGD: the sign of every element crosses the wire with one magnitude for all, gathered in one hop."""
+"""EFSignSGD: the sign of every element and one magnitude, gathered in one hop."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ class EFSignSGD(Coded):
 
         C(x) = (||x||_1 / n) * sign(x), sign(0) = +1;   out = sum over ranks of C(x_i)
 
-    Bytes sent per rank: (p-1) (n / 8 + 4), and with `block` = B 4 bytes for every B elements instead of every bucket.
-    A contraction: ||x - C(x)||^2 = (1 - phi) ||x||^2 with phi = ||x||_1^2 / (n ||x||^2), the share of x that its signs
-    tell, 2/pi for normal numbers and 1/n at worst. It is nothing without error feedback: the bare name EFSignSGD
-    means ErrorFeedback(of=EFSignSGD()). A block with a number that is not finite comes back as NaN.
+    Bytes sent per rank: (p-1) (n / 8 + 4), and with `block` = B 4 bytes for every B elements instead of every bucket. A
+    contraction: ||x - C(x)||^2 = (1 - phi) ||x||^2 with phi = ||x||_1^2 / (n ||x||^2), the share of x in its signs:
+    2/pi for normal numbers and 1/n at worst. It needs error feedback: the bare name EFSignSGD means
+    ErrorFeedback(of=EFSignSGD()). A block with a non-finite number becomes NaN.
 
-    OneBit sends the same signs in two hops, 2 (p-1)/p * n / 8 bytes, and codes the sum to one bit again. Here nothing
-    is coded twice: the sum is exact, and less is left unsent, for p / 2 times the bytes. With two ranks they cost
-    the same.
+    OneBit sends the same signs in 2 hops, 2 (p-1)/p * n / 8 bytes, and codes the sum to one bit again. Here the sum is
+    exact and the residual smaller, for p / 2 times the bytes. With 2 ranks the bytes are equal.
 
-    When to use it: very slow wires and few ranks, under plain SGD. It sends less than a dense fp32 all-reduce while
-    p < 64, and than one of 16 bits while p < 32. A public version divides its residual by the learning rate that it
-    was built with, which any change of the rate breaks; here what is fed back is in the gradient's own units.
+    When to use it: very slow wires and few ranks, under plain SGD. It sends less than a dense fp32 all-reduce while p <
+    64, and less than one of 16 bits while p < 32. A public version divides its residual by its initial learning rate,
+    which fails after any change of the rate. Here the residual has the gradient's units.
 
     Reference: Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression
     Schemes", ICML 2019, https://arxiv.org/abs/1901.09847

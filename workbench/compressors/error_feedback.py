@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent is remembered and added next time."""
+"""Error feedback: keeps the unsent part and adds it to the next gradient."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Compressor):
-    """Adds to each gradient what earlier steps left unsent, and remembers what this one leaves.
+    """Adds to each gradient the unsent part of earlier steps, and keeps the unsent part of this one.
 
         x = grad + residual;   out = sum over ranks of C(x);   residual <- x - C(x)
 
-    C(x) is what this rank itself put into `out`, so nothing is lost, only late: everything sent plus what is left
-    equals the sum of all gradients, across any live change of ratio, bucket size or compressor. Costs one value per
-    element of memory, at least fp32 (a residual in bf16 would swallow what is 500 times smaller than itself), and a few
-    passes over the bucket. What does not fit into a narrow bucket's range waits in the residual. There is one residual:
-    error feedback within what is wrapped, however deep, is left out, so nothing is fed back twice.
+    C(x) is this rank's own contribution to `out`, so nothing is lost, only late. Everything sent plus the residuals
+    equals the sum of all gradients, across any live change of ratio, bucket size or compressor. Costs a few passes over
+    the bucket and one value per element of memory. The value is at least fp32, because a bf16 residual would lose
+    additions 500 times smaller than itself. Values beyond a narrow bucket's range wait in the residual. Error feedback
+    inside the wrapped compressor, however deep, is ignored, so nothing is fed back twice.
 
-    Where the result is not finite nothing was delivered: there the residual stays what it was, on all ranks, and that
-    step's gradient is disregarded. Sent uncompressed, residuals are in the units of gradients, not of updates: after
-    a drop of the learning rate what is still owed counts at the new rate, as all gradients from then on do.
+    A result that is not finite delivers nothing: there the residual stays the same on all ranks, and that step's
+    gradient is ignored. Residuals sent uncompressed are in the units of gradients, not of updates. After a drop of the
+    learning rate they count at the new rate, like all later gradients.
 
-    What is left unsent stays bounded where C is a contraction in some norm, E ||C(x) - x|| <= a ||x|| with a < 1 for
-    every x: then ||residual|| <= a / (1 - a) times the longest gradient. `Compressor.strays` is that a, from the
-    compressor's knobs; one for which it is 1 or more, or unbounded, is refused, with what would do.
+    The residual stays bounded if C is a contraction in some norm, E ||C(x) - x|| <= a ||x|| with a < 1 for every x.
+    Then ||residual|| <= a / (1 - a) times the longest gradient. `Compressor.strays` gives a from the compressor's
+    knobs. A compressor with a of 1 or more, or without a bound, is refused with a remedy.
 
-    When a compressor takes over that feeds nothing back, the one that is left says by `off` what becomes of the rest.
-    "flush": one uncompressed step sends it all, beside its own gradient. "bleed": `over` uncompressed steps send it in
-    equal shares, for a residual much longer than a gradient makes a long step. "drop": it is forgotten. The record's
-    Mark "residual" says how much it was; where exchanges change their meaning (gradients, displacements, moments) it is
-    always dropped.
+    If a compressor without error feedback takes over, `off` decides about the residual. "flush": one uncompressed step
+    sends all of it with its own gradient. "bleed": `over` uncompressed steps send it in equal shares, because a
+    residual much longer than a gradient makes a long step. "drop": it is deleted. The Mark "residual" records its size.
+    If exchanges change their meaning (gradients, displacements, moments), the residual is always dropped.
 
-    When to use it: around every biased compressor; the bare names of those bring it along. An unbiased one needs none.
-    What is sent late does not count in full through Adam's first moment: AdamW(beta1=0) or SGD suit it better
-    (docs/compression.md).
+    When to use it: around every biased compressor; their bare names include it. Unbiased ones do not need it. Late
+    parts do not count in full through Adam's first moment: AdamW(beta1=0) or SGD suit it better (docs/compression.md).
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019, https://arxiv.org/abs/1901.09847
@@ -63,7 +61,7 @@ class ErrorFeedback(Compressor):
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         of = bare(self.of)
-        if any(c.residual for c in inside(of)):  # it feeds back by itself
+        if any(c.residual for c in inside(of)):  # it has its own residual
             return await of.reduce(rank, bucket, memory)
         residual = memory.flat(self.residual, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
@@ -74,7 +72,7 @@ class ErrorFeedback(Compressor):
 
 
 def bare(compressor: Compressor) -> Compressor:
-    """`compressor` without the error feedback in it, however deep."""
+    """Returns `compressor` without the error feedback in it, however deep."""
     if isinstance(compressor, ErrorFeedback):
         return bare(compressor.of)
     held = {f.name: getattr(compressor, f.name) for f in fields(compressor)}
@@ -83,9 +81,9 @@ def bare(compressor: Compressor) -> Compressor:
 
 
 def put(bucket: Bucket, x: Tensor) -> Tensor | None:
-    """`x` becomes the bucket's data; returns what was made of it if it is wider and had to be rounded.
+    """Writes `x` into the bucket's data; returns the rounded data if `x` is wider, else None.
 
-    A finite gradient stays finite: what is beyond the bucket's range is cut off, and so is left unsent.
+    Finite gradients stay finite: values beyond the bucket's range are clamped, and the rest is left unsent.
     """
     data = bucket.data
     if x.dtype == data.dtype:
@@ -96,7 +94,7 @@ def put(bucket: Bucket, x: Tensor) -> Tensor | None:
 
 
 def unsent(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> Tensor:
-    """x - own (None: all of x was sent) in the storage of `x`; what `residual` is where `x` or `out` is not finite."""
+    """Returns x - own (None: all was sent) in the storage of `x`; `residual` where `x` or `out` is not finite."""
     good = None if _finite(x, own, out) else x.isfinite() & out.isfinite()
     if own is None:
         x.zero_()

@@ -1,4 +1,4 @@
-"""Float8: gradients cross the wire as 8-bit floats, scaled to the largest of a block."""
+"""Float8: gradients as 8-bit floats, scaled to the largest of a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.settings import knob
 class _Format(NamedTuple):
     dtype: torch.dtype
     largest: float
-    fraction: int  # bits behind the point of 1.xxx
+    fraction: int  # bits after the point of 1.xxx
     lowest: int  # exponent of the smallest normal number
 
 
@@ -33,18 +33,17 @@ class Float8(Coded):
 
         code = float8(x / step),   step = max |x| / M,   M = 448 (e4m3) or 57344 (e5m2)
 
-    Nothing adds up 8-bit floats on the way, so rank j decodes everybody's chunk j, adds up in fp32, codes the sum
-    again and hands it to all. Bytes sent per rank: 2 (p-1) (m + 4 k) for chunks of m = n / p elements in k blocks: half
-    of Cast's, whatever p. Each hop is off by at most 1/16 of what it codes with e4m3, as long as that is not below
-    1/29000 of its block's largest; 1/8 with e5m2, down to 1/940,000,000. A block with a number that is not finite
-    comes back as NaN.
+    8-bit floats cannot be added on the way. So rank j decodes chunk j of every rank, adds up in fp32, codes the sum
+    again and sends it to all ranks. Bytes sent per rank: 2 (p-1) (m + 4 k) for chunks of m = n / p elements in k
+    blocks: half of Cast's, whatever p. With e4m3 each hop errs by at most 1/16 of an element that is at least 1/29000
+    of its block's largest; with e5m2 by 1/8, down to 1/940,000,000. A block with a non-finite number becomes NaN.
 
-    ByteGrad's codes are equal steps from a block's smallest number to its largest; these keep small elements as exactly
-    as large ones. `stochastic` rounds up or down at random, in both hops, so that the result is right on average.
+    ByteGrad's codes are equal steps from a block's smallest number to its largest. These keep the relative accuracy of
+    small elements. `stochastic` rounds up or down at random, in both hops, so that the result is unbiased.
 
-    When to use it: as Cast, where half its bytes are worth a second hop, and gradients differ widely in magnitude;
-    e4m3 is finer, e5m2 reaches further down. torch's cast to e5m2 makes infinities of what is beyond the format, so
-    x / step is cut off at M first. gloo takes no 8-bit floats, so they travel as bytes.
+    When to use it: as Cast, if half its bytes justify a second hop and gradients differ widely in magnitude. e4m3 is
+    finer, e5m2 has more range. torch's cast to e5m2 turns values beyond the format into infinities, so x / step is
+    clamped to M first. gloo takes no 8-bit floats, so they travel as bytes.
 
     Reference: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433; the two
     hops are those of torchft's allreduce_quantized, https://github.com/meta-pytorch/torchft
@@ -74,7 +73,7 @@ class Float8(Coded):
 
 
 def _at_random(x: Tensor, form: _Format, generator: Generator | None) -> Tensor:
-    """Numbers of the format beside `x`, above it or below, whose mean is `x`; |x| <= its largest."""
+    """Rounds `x` up or down to numbers of the format, with mean `x`; |x| <= its largest."""
     exponent = ((x.view(torch.int32) >> 23) & 255) - 127
     unit = ((exponent.clamp(min=form.lowest) + 127 - form.fraction) << 23).view(torch.float32)
     steps = dithered(x.abs() / unit, generator, top=2 ** (form.fraction + 1))

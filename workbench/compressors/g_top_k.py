@@ -1,4 +1,4 @@
-"""gTop-k: ranks merge their largest entries in pairs, round by round, until all hold the same k of the sum."""
+"""gTop-k: ranks merge their largest entries in pairs until all hold the same k of the sum."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
-Pairs = tuple[tuple[int, int], ...]  # (who sends, to whom)
+Pairs = tuple[tuple[int, int], ...]  # (sender, receiver)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(Compressor):
-    """Of the sum only about its k = density * n largest entries reach anybody, found in log2(p) rounds of pairs.
+    """Ranks get only about the k = density * n largest entries of the sum, found in log2(p) rounds of pairs.
 
         own_i = the k largest |entries| of x_i;   in round r = 0, 1, ... with the rank whose number differs in bit r:
         own_i <- the k largest |entries| of own_i + own_partner
 
-    After each round twice as many ranks hold the same k entries, after the last all do. What a round drops is not
-    part of the result, and every rank whose data were in it takes them back: each follows its own entries from round
-    to round, and what it contributed are those that were in every sum. An entry may be dropped and come in
-    again from other ranks; then the first have no part in it. (The authors' code compares with the result alone, so a
-    rank then clears what never arrived.)
+    Each round doubles the number of ranks with the same k entries; after the last round all ranks have them. An entry
+    dropped in a round is missing from the result, and every rank that contributed to it takes its part back. Each rank
+    tracks its own entries from round to round. Its contribution is the entries that stayed in every sum. A dropped
+    entry may return from other ranks, without the first ranks' part. (The authors' code compares only with the result,
+    so a rank also clears entries that never arrived.)
 
-    Bytes sent per rank: 8 k log2(p) in fp32, an index and a value each, and nobody sends more than k at a time; the
-    result is as sparse as the input. Where p is no power of two, the p - q ranks beyond the largest power q hand
-    their entries to ranks 0, 1, ... first, and are handed the result with one bit for each of their entries at the
-    end: they send 8 k, and those ranks 8 k + k / 8 more. To find the largest of 2 k entries in each round is cheap
-    beside the first choice. It is not the exact top-k of the sum: what is small on every rank is never sent. With two
-    ranks whose entries do not overlap, it is.
+    Bytes sent per rank: 8 k log2(p) in fp32, an index and a value each, with at most k at a time. The result is as
+    sparse as the input. If p is not a power of 2, the p - q ranks beyond the largest power q first send their entries
+    to ranks 0, 1, ... At the end they receive the result and one bit per entry. They send 8 k, and those ranks 8 k + k
+    / 8 more. The search among 2 k entries per round is cheap compared with the first one. The result is not the exact
+    top-k of the sum: an entry that is small on every rank is never sent. It is exact with 2 ranks and disjoint entries.
 
     It wants error feedback: the bare name GTopK means ErrorFeedback(of=GTopK()).
 
-    When to use it: TopK on many ranks, where gathering everybody's entries costs (p-1) * 8 k.
+    When to use it: TopK on many ranks, where gathering all entries costs (p-1) * 8 k.
 
     Reference: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
     Networks", ICDCS 2019, https://arxiv.org/abs/1901.04359
@@ -62,7 +61,7 @@ class GTopK(Compressor):
         k = max(1, round(self.density * x.numel()))
         index = x.abs().topk(k, sorted=False).indices
         held, mine = _Held(index, x[index]), x[index]
-        q = 1 << (rank.size.bit_length() - 1)  # the largest power of two that is not above p
+        q = 1 << (rank.size.bit_length() - 1)  # the largest power of 2 up to p
         beyond = range(q, rank.size)
         if came := await _passed(rank, bucket, held.message(), tuple((r, r - q) for r in beyond)):
             held.take_for(*opened(came[0], x.dtype))
@@ -79,25 +78,25 @@ class GTopK(Compressor):
 
 
 class _Held:
-    """k entries of a sum, and which of those that ranks began with are in it."""
+    """k entries of a sum, and flags for the ranks' initial entries that are still in it."""
 
     def __init__(self, index: Tensor, values: Tensor) -> None:
         self.index, self.values = index, values
-        self.began = [index]  # this rank's own entries, and those of a rank that has handed them over
+        self.began = [index]  # this rank's own entries, and those of a rank beyond q that joined it
         self.alive = [torch.ones_like(index, dtype=torch.bool)]
 
     def message(self) -> Tensor:
         return message(self.index, self.values)
 
     def take_for(self, index: Tensor, values: Tensor) -> None:
-        """Adds the entries of a rank that hands them over, which will want to know what became of them."""
+        """Adds the entries of a rank beyond q, which later receives an `answer`."""
         self.began.append(index)
         self.alive.append(torch.ones_like(index, dtype=torch.bool))
         self.take_in(index, values, me_first=True)
 
-    @outlined(lambda self, index, values, me_first: None)  # as many as before
+    @outlined(lambda self, index, values, me_first: None)  # the number stays the same
     def take_in(self, index: Tensor, values: Tensor, me_first: bool) -> None:
-        """Adds another's entries and keeps the k largest; the lower rank comes first, so both find the same bits."""
+        """Adds another rank's entries and keeps the k largest. The lower rank's come first: bit-identical results."""
         both = [(self.index, self.values), (index, values)][:: 1 if me_first else -1]
         places, where = torch.cat([i for i, _ in both]).unique(return_inverse=True)
         sums = values.new_zeros(len(places)).index_add_(0, where, torch.cat([v for _, v in both]))
@@ -106,12 +105,12 @@ class _Held:
         self.alive = [a & torch.isin(b, self.index) for a, b in zip(self.alive, self.began, strict=True)]
 
     def answer(self) -> Tensor:
-        """For the rank that has handed its entries over: the result, and one bit for each of its entries."""
+        """The reply to a rank beyond q: the result, and one bit for each of its entries."""
         bits = packed(self.alive[-1].to(torch.uint8)[None], 1)[0]
         return torch.cat([self.message(), bits])
 
     def replace(self, answer: Tensor, dtype: torch.dtype) -> None:
-        """Takes what `answer` made instead."""
+        """Takes over the result from an `answer`."""
         k = len(self.index)
         pairs, bits = answer.split([k * (4 + dtype.itemsize), -(-k // 8)])
         self.index, self.values = opened(pairs, dtype)
@@ -119,7 +118,7 @@ class _Held:
 
 
 async def _passed(rank: Rank, bucket: Bucket, data: Tensor, pairs: Pairs) -> list[Tensor]:
-    """Sends `data` to whom `pairs` say, all at once; what has come for this rank, if anything."""
+    """Sends `data` along `pairs`, all at once; returns the data that came for this rank, if any."""
     if not pairs:
         return []
     to, senders = dict(pairs).get(rank.index), [i for i, j in pairs if j == rank.index]
@@ -130,6 +129,6 @@ async def _passed(rank: Rank, bucket: Bucket, data: Tensor, pairs: Pairs) -> lis
 
 @lru_cache(maxsize=256)
 def _lengths(size: int, pairs: Pairs, nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Who sends how much to whom; made once for all virtual ranks of a simulation."""
+    """Bytes from each rank to each rank; cached for all virtual ranks of a simulation."""
     to = dict(pairs)
     return tuple(tuple(nbytes * (to.get(i) == j) for j in range(size)) for i in range(size))

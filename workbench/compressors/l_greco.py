@@ -1,4 +1,4 @@
-"""L-GreCo: one ratio for each layer, chosen so that all together send least for a given error."""
+"""L-GreCo: a ratio per layer, chosen to send the fewest bytes for a given error."""
 
 from __future__ import annotations
 
@@ -19,44 +19,43 @@ from workbench.compressors.top_k import TopK
 from workbench.rank import Bucket, Memory, Rank, outlined, values_of
 from workbench.settings import knob
 
-BINS = 10_000  # into which the error that is allowed is divided
+BINS = 10_000  # parts into which the allowed error is divided
 
 
 class _Row(NamedTuple):
-    """What is remembered of one parameter; errors and sizes are sums over all ranks, by way."""
+    """The state of one parameter; errors and sizes are sums over all ranks, by way."""
 
-    steps: int = 0  # exchanges since it was measured
-    ways: tuple[Way, ...] = ()  # what was measured; a choice among others is none
+    steps: int = 0  # exchanges since the last measurement
+    ways: tuple[Way, ...] = ()  # the measured ways; a choice outside them does not count
     errors: tuple[float, ...] = ()
     sizes: tuple[float, ...] = ()
-    fresh: bool = False  # measured, and no choice made since?
+    fresh: bool = False  # whether no choice was made since the measurement
     choice: Compressor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LGreCo(Compressor):
-    """Gives each layer a ratio of its own, so that all together send the fewest bytes for a given total error.
+    """Gives each layer its own ratio, so that together they send the fewest bytes for a given total error.
 
         minimise   sum over layers of bytes(c_l)   subject to   sum over layers of ||x_l - C(x_l; c_l)||  <=  E
         E = budget * the same sum with one ratio for all layers, that of `of`
 
-    x_l is what the layer hands in, residual included. Every `every` exchanges each rank tries the candidates on its
-    own x_l: up to five values of the ratio from 1 / `spread` to `spread` times that of `of`, or all that the knob
-    allows if it has choices. Errors and bytes are added up over the ranks, so all solve the same problem (dynamic
-    programming over 10,000 parts of E, errors rounded up) and nobody has to be told. With budget = 1 it never allows
-    more error than one ratio for all, as measured, and never sends more. Until all is measured `of` is what it is.
+    x_l is the layer's input, residual included. Every `every` exchanges each rank tries the candidates on its own x_l.
+    These are up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. Errors and
+    bytes are added up over the ranks, so all ranks solve the same problem without further communication (dynamic
+    programming over 10,000 parts of E, errors rounded up). With budget = 1 it never allows more measured error than one
+    ratio for all layers, and never sends more. `of` keeps its ratio until all layers are measured.
 
-    `of` is anything with one knob called density, rank, bits or levels. Layers with the same ratio are coded together;
-    a bucket takes an exchange for each ratio in it. Every `every` exchanges a small all-reduce of 8 bytes per layer
-    and candidate, and as many codings of the bucket as there are candidates (more for PowerSGD, which iterates). The
-    Sample "ratio NAME" says, from rank 0 and at each decision, what a layer got. The bare name LGreCo means
-    ErrorFeedback(of=LGreCo()).
+    `of` is any compressor with exactly one knob called density, rank, bits or levels. Layers with the same ratio are
+    coded together; a bucket needs an exchange for each ratio in it. Every `every` exchanges cost a small all-reduce of
+    8 bytes per layer and candidate, and one coding of the bucket per candidate (more for PowerSGD, which iterates).
+    Rank 0 records each decision in the Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
 
-    The authors' code measures rank 0's mean of ten gradients and broadcasts what rank 0 finds; its range is half to
-    double the rank. Here all ranks' present values count, which are what is about to be coded. A step that was not
-    finite decides nothing. With sizes only nothing can be measured: all layers keep the ratio of `of`.
+    The authors' code measures rank 0's mean of 10 gradients and broadcasts rank 0's decision. It tries half to double
+    the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only nothing can
+    be measured, so all layers keep the ratio of `of`.
 
-    When to use it: for models whose layers differ much in size and shape, at the same error in fewer bytes.
+    When to use it: for models with layers of very different size and shape, to send fewer bytes at the same error.
 
     Reference: Markov, Alimohammadi, Frantar and Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression for
     Efficient Data-Parallel Deep Learning", MLSys 2024, https://arxiv.org/abs/2210.17357
@@ -111,7 +110,7 @@ class LGreCo(Compressor):
         return await by_part([choice or self.of for choice in mine], rank, bucket, memory)
 
     def _decide(self, rows: dict[str, _Row], every: tuple[Way, ...]) -> list[tuple[str, float]]:
-        """Chooses for all layers that were measured with the present candidates: (name, ratio) of each."""
+        """Chooses for all layers measured with the present candidates: (name, ratio) of each."""
         known = [name for name, row in rows.items() if row.ways == every]
         for name, row in rows.items():
             rows[name] = row._replace(fresh=False)
@@ -124,15 +123,15 @@ class LGreCo(Compressor):
 
 
 def chosen(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], budget: float, usual: int) -> list[int]:
-    """Which candidate each layer gets; candidates are in the order of falling size, and `usual` is one ratio for all.
+    """Returns each layer's candidate; candidates are in order of falling size, and `usual` is one ratio for all.
 
-    Where rounding leaves no way that is better than `usual`, and that is allowed, it is taken; where nothing is
-    allowed, the candidate with the least error.
+    Returns `usual` if it is allowed and rounding leaves nothing better. If no choice is allowed, returns the candidate
+    with the least error.
     """
     picks = cheapest(errors, sizes, budget * sum(error[usual] for error in errors))
     if picks is None:
         return [usual if budget >= 1 else min(range(len(e)), key=e.__getitem__) for e in errors]
-    for i, pick in enumerate(picks):  # what comes to the same keeps to the others
+    for i, pick in enumerate(picks):  # prefers `usual` over a choice that is no better
         if sizes[i][pick] >= sizes[i][usual] and errors[i][pick] >= errors[i][usual]:
             picks[i] = usual
     total = sum(size[pick] for size, pick in zip(sizes, picks, strict=True))
@@ -142,11 +141,11 @@ def chosen(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], 
 def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], allowed: float) -> list[int] | None:
     """The choice of least total size whose errors, each rounded up to a part of `allowed`, add up to it at most.
 
-    None if there is none. It only adds and compares, so all ranks come to the same, whatever they run on.
+    None if no choice fits. It only adds and compares, so all ranks get the same result on any machine.
     """
     if not 0 < allowed < inf:
         return None
-    least = torch.zeros(BINS + 1, dtype=torch.float64)  # by the error used so far, the least size with that or less
+    least = torch.zeros(BINS + 1, dtype=torch.float64)  # by the error used so far, the least size
     taken = []
     for error, size in zip(errors, sizes, strict=True):
         best, pick = torch.full_like(least, inf), torch.zeros(BINS + 1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Layers: which parameters are compressed, and what the others cross by."""
+"""Layers: one compressor for chosen parameters, another for the rest."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ class Layers(Compressor):
         parameter -> `of`     if it has at least `smallest` elements, two dimensions or more, and `only` in its name
                   -> `rest`   otherwise
 
-    Biases and normalisations are few bytes and a short message each, so released codes such as those of DGC and
-    PowerSGD leave them whole. Here that is a wrapper, for any two compressors. Rules of several kinds are Layers in
-    Layers: `rest` may be another.
+    Biases and normalisations are a few bytes and a short message each, so released codes such as DGC and PowerSGD leave
+    them whole. This wrapper does so for any 2 compressors. For several rules nest them: `rest` may be another Layers.
 
-    Bytes are those of `of` for its parameters of a bucket, coded together, and of `rest` for the others, one after
-    the other: a bucket with both takes two exchanges, and a copy of it there and back. `only` is a regular expression
-    that is looked for anywhere in the parameter's name, such as "weight" or "^blocks". All three rules are live.
-    Error feedback goes outside: the bare name Layers means ErrorFeedback(of=Layers()), so that a parameter which
-    changes sides takes its residual with it.
+    Bytes are those of `of` for its parameters of a bucket, coded together, and of `rest` for the other ones. A bucket
+    with both takes 2 consecutive exchanges, and is copied twice. `only` is a regular expression that is searched in the
+    parameter's name, such as "weight" or "^blocks". All 3 rules are live. Error feedback goes outside: the bare name
+    Layers means ErrorFeedback(of=Layers()), so that a parameter that changes sides keeps its residual.
 
-    When to use it: with TopK, OneBit or other codes that act on a bucket as a whole. PowerSGD does without.
+    When to use it: with TopK, OneBit or other codes that act on a whole bucket. PowerSGD does not need it.
 
     Reference: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
     ICLR 2018, https://arxiv.org/abs/1712.01887, whose released code compresses what has more than one dimension
@@ -62,7 +60,7 @@ class Layers(Compressor):
         return split_momentum(self.of, self.rest)
 
     def chosen(self, part: Part) -> bool:
-        """Does this parameter cross by `of`?"""
+        """Whether this parameter crosses by `of`."""
         large = part.stop - part.start >= self.smallest
         return large and (self.vectors or len(part.shape) > 1) and re.search(self.only, part.name) is not None
 

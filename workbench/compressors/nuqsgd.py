@@ -1,4 +1,4 @@
-"""NUQSGD: levels that halve towards zero, to which elements are rounded at random."""
+"""NUQSGD: stochastic rounding to levels that halve towards zero."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class NUQSGD(Levels):
 
         levels 0, +-m^s, ..., +-m^2, +-m, +-1 in units of the block's norm, m = `multiplier`
 
-    C(x) is N times the level above or below x / N, as in QSGD, whose exchange and bytes it shares: (p-1) (n bits / 8 +
-    4 ceil(n / block)) sent per rank with "gather". With b bits s = 2^(b-1) - 2. Unbiased and without memory; any knob
-    may be set at any step. With m = 1/2, the L2 norm and blocks of d elements,
+    C(x) is N times the level above or below x / N, as in QSGD, with the same exchange and bytes: (p-1) (n bits / 8 + 4
+    ceil(n / block)) sent per rank with "gather". With b bits s = 2^(b-1) - 2. Unbiased and without memory; any knob may
+    be set at any step. With m = 1/2, the L2 norm and blocks of d elements,
 
         E |C(x) - x|^2 <= (1/8 + min(d / 4^(s+1), sqrt(d) / 2^s)) |x|^2
 
-    so while d is well below 4^s, small elements cost little: there it beats QSGD at equal bits. In larger blocks
-    nearly all elements lie below the smallest level, and it gets worse quickly. With the largest magnitude for the
-    norm QSGD is better on normal numbers, and this one where few elements are much larger than the rest.
+    so small elements cost little while d is well below 4^s: there it beats QSGD at equal bits. In larger blocks nearly
+    all elements are below the smallest level, and it gets worse quickly. With the maximum norm QSGD is better on normal
+    numbers. NUQSGD is better if few elements are much larger than the other ones.
 
-    The authors' code has no zero among its levels, for which "code" stands: then there are 2^b of them, down to
-    +-m^(2^(b-1)-1), and an element that is zero comes back as plus or minus the smallest.
+    The authors' code has no zero level: set `grid` to "code". Then there are 2^b levels, down to +-m^(2^(b-1)-1), and a
+    zero element becomes plus or minus the smallest.
 
-    When to use it: three or four bits in blocks of some hundred elements, or heavy tails.
+    When to use it: 3 or 4 bits in blocks of some 100 elements, or heavy tails.
 
     Reference: Ramezani-Kebrya, Faghri, Markov, Aksenov, Alistarh and Roy, "NUQSGD: Provably Communication-efficient
     Data-parallel SGD via Nonuniform Quantization", JMLR 22(114), 2021, https://jmlr.org/papers/v22/20-255.html;

@@ -1,4 +1,4 @@
-"""Ok-Topk: ranks add up regions of the entries that they kept and hand round what a common threshold lets through."""
+"""Ok-Topk: ranks add up regions of their entries and share those above a common threshold."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from workbench.settings import knob
 
 Lengths = tuple[tuple[int, ...], ...]
 
-FEW, MANY = 0.75, 1.25  # of k: beyond these a threshold that is used again is moved
-LOCAL, LOWER, RAISE = 1.012, 1.01, 1.008  # by so much: a rank's own either way, the common one down and up
-STALE = 2.0  # beyond k / 2 and 2 k it is found anew at once
+FEW, MANY = 0.75, 1.25  # factors of k: beyond them a reused threshold moves
+LOCAL, LOWER, RAISE = 1.012, 1.01, 1.008  # factors of a move: a rank's own either way, the common one down and up
+STALE = 2.0  # beyond k / 2 and 2 k a threshold is searched again
 
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopK(Compressor):
-    """About the k = density * n largest entries of the sum reach all, for less than 6 k numbers, whatever p is.
+    """All ranks get about the k = density * n largest entries of the sum, for less than 6 k numbers, whatever p is.
 
         choose    rank i: I_i = { |x_i| >= its threshold }, about k entries
         reduce    the pairs of I_i in region j -> rank j, which adds up;  p regions of about k / p entries on each rank
         select    rank j: those of its sums with |sum| >= the common threshold, about k over all regions
         balance   what was selected moves so that each rank has as much, and every rank gathers every other's
 
-    A threshold is the k-th largest magnitude, found exactly in every `threshold_every`-th step and used again in
-    between: magnitudes change slowly, and one comparison per entry is cheaper than a search. In a step in which it is
-    found, the common one takes a gathering of all sums (of each region the k largest at most), which is that step's
-    result too. In between, a threshold that lets less than 3/4 k or more than 5/4 k through is moved by about 1 %, as
-    the authors' code does; beyond k / 2 and 2 k it is found anew at once, which theirs does not. Regions end where the
-    ranks' entries, in order, have their p-quantiles on average, measured every `region_every` steps. With
-    `threshold_every` = 1 it is exact: the top-k of the sum of all top-k.
+    A threshold is the k-th largest magnitude. It is exact in every `threshold_every`-th step and reused between:
+    magnitudes change slowly, and one comparison per entry is cheaper than a search. The exact common threshold takes a
+    gathering of all sums (of each region the k largest at most), which also gives that step's result. A reused
+    threshold that passes less than 3/4 k or more than 5/4 k moves by about 1 %, as in the authors' code. Beyond k / 2
+    and 2 k it is searched again at once, unlike theirs. Regions end at the ranks' mean p-quantiles of their entries'
+    places, measured every `region_every` steps. With `threshold_every` = 1 it is exact: the top-k of the sum of all
+    top-k.
 
-    A rank contributed what it chose and what survived; all else stays with it, so it wants error feedback: the bare
-    name OkTopK means ErrorFeedback(of=OkTopK()). Thresholds and regions belong to a bucket's parameters and to p, and
-    are found anew when these change, thresholds also when the density does.
+    A rank contributes its chosen entries that survive and keeps the other ones, so it wants error feedback: the bare
+    name OkTopK means ErrorFeedback(of=OkTopK()). Thresholds and regions belong to a bucket's parameters and to p. After
+    a change of these they are measured again, thresholds also after a change of the density.
 
-    Bytes sent per rank where thresholds are used again, with 4 bytes for each number: 8 k (p-1)/p to the regions'
-    owners, at most as much to balance and 8 k (p-1)/p to gather; beside them 8 (p-1) (p+2) for lengths, and where
-    regions are cut an all-reduce of p - 1 numbers. A step that finds the common threshold sends 8 k (p-1)/p and up to
-    8 k (p-1). The Sample "density" is the pairs sent as a share of n, over the 2 (p-1)/p times that a kept pair travels
-    if all is balanced. (The authors' code sends indices as fp32, exact up to 2^24 only; here they are integers.)
+    Bytes sent per rank with reused thresholds and 4 bytes per number: 8 k (p-1)/p to the regions' owners, at most as
+    much to balance, and 8 k (p-1)/p to gather. Lengths take 8 (p-1) (p+2) more, and a cut of regions takes an
+    all-reduce of p - 1 numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The Sample
+    "density" is the number of sent pairs as a share of n, divided by 2 (p-1)/p, the times a kept pair travels with
+    perfect balance. (The authors' code sends indices as fp32, which is exact up to 2^24 only; here they are integers.)
 
-    When to use it: TopK on many ranks with large layers; on small ones lengths and latencies weigh more. The authors
-    train the first steps densely, which is a warm-up around it.
+    When to use it: TopK on many ranks with large layers; on small layers lengths and latencies weigh more. The authors
+    train the first steps densely, which a WarmUp around it does.
 
     Reference: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     https://arxiv.org/abs/2201.07598, and its code, https://github.com/Shigangli/Ok-Topk
@@ -72,7 +72,7 @@ class OkTopK(Compressor):
         return ErrorFeedback(of=cls())
 
     async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """As many bytes of sizes only as a share of `rank.density` is, half before and half after selection."""
+        """Exchanges sizes only, for a share of `rank.density`: half before and half after selection."""
         x, p = bucket.data, rank.size
         if not x.numel():
             return None
@@ -114,7 +114,7 @@ class OkTopK(Compressor):
         return own
 
     def _recalled(self, rank: Rank, bucket: Bucket, memory: Memory) -> _Known:
-        """What is known of these parameters on so many ranks."""
+        """Returns the state of these parameters on this number of ranks; new after a change."""
         of = (rank.size, *bucket.parts)
         kept = memory.parts.setdefault(self.buffer, {})
         name = bucket.parts[0].name if bucket.parts else ""
@@ -135,7 +135,7 @@ class OkTopK(Compressor):
 
     async def _handed_round(self, rank: Rank, bucket: Bucket, total: _Pairs, k: int, known: _Known,
                             anew: bool) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        """All that is selected, the same on every rank, and how many pairs this rank has sent for it."""
+        """Returns the selected pairs, the same on every rank, and how many pairs this rank sent."""
         size = _magnitude(total.values)
         some = total.at(_above(size, known.common))
         most = total.at(_above(size, _limit(size, k)))
@@ -152,14 +152,14 @@ class OkTopK(Compressor):
 
 
 class _Known:
-    """What is found in some steps and used in others."""
+    """State that some steps measure and other steps reuse."""
 
     def __init__(self, of: tuple[Any, ...]) -> None:
         self.of = of  # ranks and parameters
         self.density = 0.0
         self.steps = 0
         self.own = self.common = 0.0  # thresholds
-        self.cuts: list[int] = []  # where regions 1, 2, ... begin
+        self.cuts: list[int] = []  # starts of regions 1, 2, ...
 
 
 class _Pairs:
@@ -175,12 +175,12 @@ class _Pairs:
         return _Pairs(self.index[which], self.values[which])
 
     def rows(self, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Cut into messages of so many pairs."""
+        """Cuts the pairs into messages of these lengths."""
         return [message(i, v) for i, v in zip(self.index.split(lengths), self.values.split(lengths), strict=True)]
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """|x|, and infinity for what is no number, which is passed on."""
+    """|x|, with infinity for NaN, so that it is sent."""
     return x.abs().nan_to_num_(torch.inf, torch.inf)
 
 
@@ -193,12 +193,12 @@ def _limit(size: Tensor, k: int) -> float:
 
 
 def _above(size: Tensor, limit: float) -> Tensor:
-    """Indices of what is no smaller than `limit`, nor zero."""
+    """Indices of nonzero magnitudes of at least `limit`."""
     return ((size >= limit) & (size > 0)).nonzero().flatten()
 
 
 def _largest(size: Tensor, limit: float, k: int) -> Tensor:
-    """As `_above`, but where far too many are equal, k of them."""
+    """As `_above`, but only k of them if far too many are equal."""
     index = _above(size, limit)
     if len(index) <= STALE * k:
         return index
@@ -210,14 +210,14 @@ def _stale(count: int, k: int) -> bool:
 
 
 def _moved(limit: float, count: int, k: int, lower: float, higher: float) -> float:
-    """A threshold for the next step, after it has let so many through."""
+    """A threshold for the next step, after `count` entries reached it."""
     if count < FEW * k:
         return limit / lower
     return limit * higher if count > MANY * k else limit
 
 
 async def _cuts(rank: Rank, bucket: Bucket, chosen: Tensor) -> list[int]:
-    """Where regions begin: the mean over ranks of the p-quantiles of the indices that each has chosen."""
+    """Starts of regions: the mean over ranks of the p-quantiles of each rank's chosen indices."""
     n, p, m = bucket.data.numel(), rank.size, len(chosen)
     share = torch.arange(1, p, device=chosen.device)
     mine = chosen[share * m // p] if m else share * n // p
@@ -227,7 +227,7 @@ async def _cuts(rank: Rank, bucket: Bucket, chosen: Tensor) -> list[int]:
 
 
 async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int]) -> tuple[_Pairs, int]:
-    """The sums of this rank's region, where there are any, and how many pairs it has sent to the others."""
+    """The nonzero sums of this rank's region, and how many pairs it sent to other ranks."""
     x, me = bucket.data, rank.index
     ends = [0, *torch.searchsorted(chosen, chosen.new_tensor(cuts)).tolist(), len(chosen)]
     counts = tuple(b - a for a, b in pairwise(ends))
@@ -243,7 +243,7 @@ async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int])
 
 
 async def _balanced(rank: Rank, bucket: Bucket, some: _Pairs, counts: list[int]) -> tuple[Tensor, Tensor, int]:
-    """Every rank's pairs, after they have moved so that each has as many to send, and how many this one has sent."""
+    """Balances the pairs over ranks and gathers them; also returns how many this rank sent."""
     p, me = rank.size, rank.index
     ends, all_ = [0, *accumulate(counts)], sum(counts)
     blocks = [all_ * j // p for j in range(p + 1)]
@@ -259,7 +259,7 @@ async def _balanced(rank: Rank, bucket: Bucket, some: _Pairs, counts: list[int])
 
 
 async def _sent_to_all(rank: Rank, bucket: Bucket, mine: _Pairs, counts: list[int]) -> _Pairs:
-    """Every rank's pairs, in rank order, of whom rank i has counts[i]."""
+    """Returns every rank's pairs, in rank order; rank i has counts[i]."""
     row = message(mine.index, mine.values)
     lengths = tuple((c,) * rank.size for c in counts)
     got = await rank.all_to_allv([row] * rank.size, _wide(lengths, bucket.data), bucket.name)
@@ -277,12 +277,12 @@ def _wide(lengths: Lengths, like: Tensor) -> Lengths:
 
 
 def _travels(rank: Rank) -> float:
-    """How often a kept pair leaves a rank, if all regions have as many: once to its owner, once to all."""
+    """How often a kept pair leaves a rank with equal regions: once to its owner, once to all."""
     return 2 * (rank.size - 1) / rank.size
 
 
 @lru_cache(maxsize=256)
 def _ring(p: int, pairs: int, width: int) -> Lengths:
-    """Each rank sends so many pairs, as evenly as can be, to the others; in bytes. Made once for all virtual ranks."""
+    """Bytes between ranks if each sends `pairs` pairs as evenly as possible. Cached for all virtual ranks."""
     part = [0, *(pairs * (d + 1) // max(1, p - 1) - pairs * d // max(1, p - 1) for d in range(p - 1))]
     return tuple(tuple(width * part[(j - i) % p] for j in range(p)) for i in range(p))

@@ -1,4 +1,4 @@
-"""OneBit: of every element only the sign crosses the wire."""
+"""OneBit: only the sign of every element crosses the wire."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class OneBit(Coded):
 
         C(x) = scale * sign(x), sign(0) = +1;   scale = the block's mean magnitude, or its root mean square
 
-    Rank j adds up everybody's chunk j and sends the signs and the scales of the sum to all. Eight signs are one byte:
-    a rank sends 2 (p-1) (m / 8 + 4) bytes for chunks of m = n / p elements, 1/32 of a dense all-reduce for any p;
-    with `block` = B, 4 bytes for every B elements instead of every chunk. A block with a number that is not finite
-    comes back as NaN.
+    Rank j adds up chunk j of every rank and sends the signs and the scales of the sum to all ranks. One byte holds 8
+    signs. A rank sends 2 (p-1) (m / 8 + 4) bytes for chunks of m = n / p elements, 1/32 of a dense all-reduce for any
+    p. With `block` = B, 4 bytes for every B elements instead of every chunk. A block with a non-finite number becomes
+    NaN.
 
-    It is nothing without error feedback: the bare name OneBit means ErrorFeedback(of=OneBit()). 1-bit Adam keeps two
-    residuals, a worker's for the first hop and a server's, added after it, for the second. Here the rank that adds
-    up a chunk counts the second hop's error as its own, so one residual holds both and nothing is lost: all that was
-    sent plus all residuals is the sum of what was handed in, through any live change. What is left unsent is within
-    a fifth of what two residuals leave (tests/unit/test_one_bit.py).
+    It needs error feedback: the bare name OneBit means ErrorFeedback(of=OneBit()). 1-bit Adam keeps 2 residuals, a
+    worker's for the first hop and a server's, added after it, for the second. Here the owner of a chunk counts the
+    second hop's error as its own, so one residual holds both and nothing is lost. Everything sent plus all residuals
+    equals the sum of the inputs, through any live change. The residual's size is within 20 % of that of 2 residuals
+    (tests/unit/test_one_bit.py).
 
-    EFSignSGD sends the same signs in one hop: more bytes from three ranks on, and less left unsent. "mean" is its scale
+    EFSignSGD sends the same signs in one hop: more bytes from 3 ranks on, and a smaller residual. "mean" is its scale
     and the best for one hop. DeepSpeed's 1-bit Adam uses "rms", which keeps the length of the vector and often leaves
-    smaller residuals; but where the mean is below half of the root mean square, one hop with it is worse than sending
+    smaller residuals. But if the mean is below half of the root mean square, one hop with it is worse than sending
     nothing.
 
     When to use it: with OneBitAdam, on momenta; or on gradients under plain SGD on very slow wires.

@@ -18,28 +18,28 @@ class PowerSGD(LowRank):
 
         P = orthonormal(sum over ranks of M_i Q);   Q <- sum over ranks of M_i^T P;   out = P Q^T
 
-    M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined), Q of the step before is
-    where this one begins, orthonormal again, and r = `rank` is the number of columns of P and Q. Bytes sent per rank:
-    2 (p-1)/p * 4 r (n + m) for an fp32 matrix, in two all-reduces per bucket, the second after the first; `iterations`
-    times that where a step makes several, each from the Q of the one before. Vectors, and matrices that would shrink
-    by less than `min_compression_rate` (torch's rule and default: r (n + m) * 2 < n m), cross whole, beside the first
-    factor. Time: three products of n m r per rank and iteration, one more for what the rank itself contributed.
+    M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined). The step begins with the
+    previous Q, orthonormalised. r = `rank` is the number of columns of P and Q. Bytes sent per rank: 2 (p-1)/p * 4 r (n
+    + m) for an fp32 matrix, in 2 consecutive all-reduces per bucket. `iterations` multiplies this; each iteration
+    begins with the Q of the one before. Vectors cross whole with the first factor, as do matrices that would shrink by
+    less than `min_compression_rate` (torch's rule and default: r (n + m) * 2 < n m). Time: 3 products of n m r per rank
+    and iteration, one more for the rank's own contribution.
 
-    What a rank contributes is P (M_i^T P)^T: contributions add up to `out`, so the result does not depend on how
-    the batch is spread over ranks. Biased, so it wants error feedback: the bare name PowerSGD means
-    ErrorFeedback(of=PowerSGD()). With one rank it still approximates that rank's own gradient. Q is kept by
-    parameter: a change of bucket size or strategy keeps it, a smaller rank cuts columns, a larger one adds random
-    ones, and ACPSGD goes on from it. Without `warm_start` Q is drawn anew in every step: one power iteration from
-    random directions finds less. `rank` is that of linear algebra; Rank, the process, is another thing.
+    A rank contributes P (M_i^T P)^T, and contributions add up to `out`. So the result is independent of how the batch
+    is spread over ranks. Biased, so it wants error feedback: the bare name PowerSGD means ErrorFeedback(of=PowerSGD()).
+    With one rank it still approximates that rank's own gradient. Q is kept by parameter. A change of bucket size or
+    strategy keeps it; a smaller rank cuts columns; a larger one adds random columns; and ACPSGD continues from it.
+    Without `warm_start` every step draws a new Q: one power iteration from random directions finds less. `rank` is that
+    of linear algebra, not the process.
 
-    When to use it: wires slow enough that two short messages beat a long one, and layers with large matrices.
-    Unlike TopK its bytes per rank do not grow with the number of ranks. With fp16 gradients M Q may overflow where
-    the gradient itself does not; bf16 has the range.
+    When to use it: wires slow enough that 2 short messages beat a long one, and layers with large matrices. Unlike TopK
+    its bytes per rank do not grow with the number of ranks. With fp16 gradients M Q may overflow although the gradient
+    does not; bf16 has the range.
 
-    Torch's powerSGD_hook (2.13) hangs on gloo with two buckets or more, takes no change of its rank (a smaller one
-    goes on sending as much, a larger one raises), keeps its residual by bucket, divides by zero where a layer's
-    gradient is zero, and keeps what is left of the aggregated result, so that each rank's residual drifts. None of that
-    is so here; the results are equal (tests/unit/test_power_sgd.py).
+    Torch's powerSGD_hook (2.13) has several limits. It hangs on gloo with 2 buckets or more. It takes no change of its
+    rank: a smaller one goes on sending as much, a larger one raises. It keeps its residual by bucket and divides by
+    zero if a layer's gradient is zero. It computes each rank's residual from the aggregated result, so residuals drift.
+    None of these apply here; the results are equal (tests/unit/test_power_sgd.py).
 
     Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", NeurIPS 2019, https://arxiv.org/abs/1905.13727

@@ -1,4 +1,4 @@
-"""Projection: a tensor crosses the wire along the few directions in which most of it lies."""
+"""Projection: a tensor crosses the wire along the few directions with most of its norm."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Projection(Codec):
 
         V = orthonormal((X^T X)^q W),  W fixed random numbers;   sent: X V and V;   C(X) = X V V^T
 
-    X (n, m) are a tensor's features, m the last dimension; a vector, as a bucket is, is folded into a matrix about as
-    wide as it is long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank; where that is no less than the
-    tensor has, it crosses whole. Time: 2 q + 1 products of n m r. It remembers nothing: V is found anew in each tensor
-    by q = `iterations` power iterations, and crosses with it. So it can stand where no place in the model is known, in
-    place of an activation; PowerSGD, which goes on from the directions of the step before, cannot.
+    X (n, m) are a tensor's features, m the last dimension. A vector, such as a bucket, is folded into a matrix about as
+    wide as long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank; the tensor crosses whole if it is not
+    larger. Time: 2 q + 1 products of n m r. It has no memory: q = `iterations` power iterations find V for each tensor,
+    and V crosses with it. So it works without a place in the model, such as for an activation. PowerSGD, which needs
+    the previous directions, does not.
 
-    The gradient of an activation goes back along the same directions, G V V^T, and between two stages crosses as G V:
-    that of a linear map with this V, so what lies across V teaches nobody, and nothing says where V should turn. Of a
-    tensor that is zero any V would do, and one that was taken would stay: a layer whose outputs begin as zero would
-    learn in its directions alone. There the gradient goes back whole, as finite differences of C say.
+    An activation's gradient goes back along the same directions, G V V^T, and crosses between 2 stages as G V: the
+    gradient of a linear map with this V. So components across V train nothing, and V itself gets no gradient. For a
+    zero tensor any V is as good, and its choice would be permanent: a layer with initial output zero would learn only
+    in these directions. So there the gradient goes back whole, as finite differences of C suggest.
 
-    The linear autoencoder of Bian et al. learns V with the model, sends X V alone and lets all-reduces add it up. This
-    is what such an autoencoder could be at best for one tensor, found without learning, at the price of V's bytes.
+    The linear autoencoder of Bian et al. learns V with the model, sends X V alone and adds it up by all-reduces.
+    Projection is the best case of such an autoencoder for one tensor, without learning, for the extra bytes of V.
 
     Biased, so for gradients in buckets it wants error feedback: the bare name Projection means
-    ErrorFeedback(of=Projection()). Whatever a bucket's elements are, they are no features there; PowerSGD, which takes
-    each matrix by itself, finds more.
+    ErrorFeedback(of=Projection()). A bucket's elements are not features. PowerSGD, which takes each matrix by itself,
+    finds more.
 
     When to use it: for activations, if few directions hold most of them; a spectrum without a drop loses most.
 
@@ -58,7 +58,7 @@ class Projection(Codec):
         return ErrorFeedback(of=cls())
 
     def worth(self, x: Tensor) -> bool:
-        """Does it shrink?"""
+        """Whether the tensor shrinks."""
         n, m = sides(x)
         return self.rank < min(n, m) and self.rank * (n + m) < x.numel()
 
@@ -71,7 +71,7 @@ class Projection(Codec):
 
     @outlined(lambda self, a: a.new_empty(a.shape[1], self.rank))
     def _directions(self, a: Tensor) -> Tensor:
-        """(n, m) of any scale -> (m, r) orthonormal; NaN where it is not finite."""
+        """(n, m) of any scale -> (m, r) orthonormal; NaN if the input is not finite."""
         v, peak = random_directions(a, self.rank), a.abs().amax()
         if not peak.isfinite():
             return torch.full_like(v, torch.nan)
@@ -88,7 +88,7 @@ class Projection(Codec):
     def chosen(self, payload: Payload) -> Tensor | None:
         if len(payload) == 1:
             return None
-        nothing = not values_of(payload[0].any(), otherwise=1.0)  # then its directions are no choice, and none is told
+        nothing = not values_of(payload[0].any(), otherwise=1.0)  # zero tensor: its directions are arbitrary
         return payload[1].new_empty(0) if nothing else payload[1]
 
     def through(self, chosen: Tensor) -> Coder:
@@ -96,7 +96,7 @@ class Projection(Codec):
 
 
 class _Along:
-    """A tensor's coordinates in a basis (m, r), flat as both cross."""
+    """A tensor's coordinates in a basis (m, r), flat, as both cross the wire."""
 
     def __init__(self, basis: Tensor) -> None:
         self._basis = basis
@@ -113,7 +113,7 @@ class _Along:
 
 
 class _Whole:
-    """A tensor as it is."""
+    """The unchanged tensor."""
 
     def encode(self, x: Tensor) -> Payload:
         return (x.clone(),)
@@ -123,13 +123,13 @@ class _Whole:
 
 
 def sides(x: Tensor) -> tuple[int, int]:
-    """(n, m) of a tensor as a matrix of its features; of a vector, of the matrix that it is folded into."""
+    """(n, m) of a tensor as a matrix of its features; of a vector, of its folded matrix."""
     m = x.shape[-1] if x.dim() > 1 else math.ceil(math.sqrt(x.numel()))
     return -(-x.numel() // max(m, 1)), m
 
 
 def matrix(x: Tensor) -> Tensor:
-    """(n, m), fp32 at least, with zeros where there is nothing."""
+    """(n, m), fp32 at least, padded with zeros."""
     n, m = sides(x)
     wide = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     return torch.cat([wide, wide.new_zeros(n * m - x.numel())]).view(n, m)

@@ -1,4 +1,4 @@
-"""QSGD: levels at equal distances, to which elements are rounded at random."""
+"""QSGD: stochastic rounding to equally spaced levels."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class QSGD(Levels):
         C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
 
     N is the norm of the element's block and s = 2^(bits-1) - 1, so that the 2 s + 1 levels from -N to N fit their bits.
-    Bytes sent per rank: (p-1) (n bits / 8 + 4 ceil(n / block)), or 2 (p-1)/p times as much as one message in two hops.
+    Bytes sent per rank: (p-1) (n bits / 8 + 4 ceil(n / block)), or 2 (p-1)/p times as much as one message in 2 hops.
     Unbiased and without memory: E |C(x) - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for blocks of d elements and the L2
     norm. Any knob may be set at any step.
 
-    The L2 norm is that of the theory: it leaves most codes at zero, and the variance is large. The largest magnitude,
-    the usual choice in practice (QSGDinf), is the default here. Codes have a fixed width. The paper's Elias codes are
-    shorter where nearly all are zero (L2, large blocks, few bits), but of another length on every rank, and slow.
+    The theory uses the L2 norm, which leaves most codes at zero and makes the variance large. The default here is the
+    maximum norm, as usual in practice (QSGDinf). Codes have a fixed width. The paper's Elias codes are shorter if
+    nearly all codes are zero (L2, large blocks, few bits). But their length differs between ranks, and they are slow.
 
-    When to use it: few bits without a residual to keep; 8 bits are hard to tell from Dense. It needs no error feedback,
-    which diverges where the error is longer than x, and is refused there: L2 norm with sqrt(d) >= 2 s, or two bits.
-    Public implementations give NaN for a block of zeros, take the largest signed element for the norm, or send a byte
-    for each code of fewer bits.
+    When to use it: few bits without a residual; 8 bits are hard to tell from Dense. It needs no error feedback. That
+    diverges if the error is longer than x, and is refused there: L2 norm with sqrt(d) >= 2 s, or 2 bits. Public
+    implementations give NaN for a block of zeros, take the largest signed element for the norm, or send a byte for each
+    code of fewer bits.
 
     Reference: Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization
     and Encoding", NeurIPS 2017, https://arxiv.org/abs/1610.02132

@@ -1,4 +1,4 @@
-"""Quantised: what one codec has chosen crosses in the few bits of another."""
+"""Quantised: encodes one codec's output again with another codec of few bits."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised(Compressor):
-    """Composes two codecs: the numbers that `of` would send are encoded once more, by `by`.
+    """Composes 2 codecs: `by` encodes the numbers that `of` would send.
 
         C(x) = Q(S(x)), S = `of`, Q = `by`;   with `scaled`  C(x) = Q(S(x)) / (1 + b)
 
-    b is what Q adds to the square of what it rounds at most: E |Q(y) - y|^2 <= b |y|^2. For QSGD with blocks of d
-    elements and s = 2^(bits-1) - 1 it is q^2 / 4 with q = sqrt(d) / s while q < 2, and q - 1 from there on. Under TopK
-    with k of n elements C is a contraction: |x - C(x)|^2 <= (1 - (1 - b) k / n) |x|^2 on average where b < 1, and with
-    `scaled`, whatever b is, (1 - k / (n (1 + b))) |x|^2. So it wants error feedback: the bare name Quantised means
-    ErrorFeedback(of=Quantised()). Where b is 1 or more and it is not scaled, that is refused.
+    b bounds Q's squared error: E |Q(y) - y|^2 <= b |y|^2. For QSGD with blocks of d elements and s = 2^(bits-1) - 1 it
+    is q^2 / 4 with q = sqrt(d) / s while q < 2, and q - 1 from there on. Under TopK with k of n elements C is a
+    contraction if b < 1: |x - C(x)|^2 <= (1 - (1 - b) k / n) |x|^2 on average. With `scaled` it is one for any b: (1 -
+    k / (n (1 + b))) |x|^2. So it wants error feedback: the bare name Quantised means ErrorFeedback(of=Quantised()).
+    Without `scaled`, b of 1 or more is refused.
 
     Bytes sent per rank for k kept elements, with the default codecs: (p-1) (4 k + k bits / 8 + 4 ceil(k / block)), for
-    indices as they are, codes, and a norm for each block; with 4 bits a little more than half of TopK's. Whatever `of`
-    sends as whole numbers is left as it is. A codec is a function of one rank's tensor, such as TopK, Cast, Dense and
-    QSGD; what is none is refused, and as `of` one that leaves no floats to round. Error feedback belongs around it;
-    within, it is left out.
+    unchanged indices, codes, and a norm for each block. With 4 bits this is a little more than half of TopK's. Integers
+    that `of` sends stay unchanged. A codec is a function of one rank's tensor, such as TopK, Cast, Dense and QSGD.
+    Other compressors are refused, and for `of` also one without floats to round. Error feedback belongs around it;
+    inside, it is ignored.
 
-    When to use it: where TopK still sends too much, and indices are half of it. Under LocalSGD it is Qsparse-local-SGD:
-    ranks train alone for H steps; of what they have moved some is chosen, rounded, and what is lost is fed back.
+    When to use it: if TopK still sends too much, half of it indices. Under LocalSGD it is Qsparse-local-SGD: ranks
+    train alone for H steps, then select and round their displacements, and feed back the error.
 
     Reference: Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD: Distributed SGD with Quantization, Sparsification,
     and Local Computations", NeurIPS 2019, https://arxiv.org/abs/1906.02367
@@ -52,7 +52,7 @@ class Quantised(Compressor):
 
     @property
     def adds(self) -> float | None:
-        """b: what the rounding adds to the square of what it rounds, at most; None where nothing is claimed."""
+        """b: the bound of the rounding's squared error, relative to its input; None without one."""
         by = bare(self.by)
         return worst(by.levels(Memory()).double(), by.block) if isinstance(by, Levels) else None
 
@@ -75,7 +75,7 @@ class Quantised(Compressor):
         )
 
     def _chosen(self, x: Tensor) -> Payload:
-        """What `of` makes of such a tensor, as sizes only."""
+        """Returns the payload of `of` for such a tensor, with sizes only."""
         chooses = bare(self.of).coder(Memory())
         return chooses.encode(sizes_of(x)) if chooses else ()
 
@@ -91,7 +91,7 @@ class Quantised(Compressor):
 
 
 class _Twice:
-    """One coder's floats through another."""
+    """Encodes one coder's floats with another coder."""
 
     def __init__(self, chooses: Coder, rounds: Coder, scale: float) -> None:
         self._chooses, self._rounds, self._scale = chooses, rounds, scale

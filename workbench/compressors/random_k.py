@@ -1,4 +1,4 @@
-"""Random-k sparsification: all ranks send the same few entries, drawn by chance."""
+"""Random-k sparsification: all ranks send the same few random entries."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class RandomK(Compressor):
 
         C(x)_i = x_i  if i is in S, else 0;   S is a random set of k places;   times n / k if `scaled`
 
-    All ranks draw S from one seed, made of the bucket's first parameter and of how often its entries were sent, so no
-    index travels and an all-reduce adds the values up: 2 (p-1)/p * 4 k bytes sent per rank, for any number of ranks
-    less than dense.
+    All ranks draw S from one seed, made of the bucket's first parameter and the count of its exchanges. So no index
+    travels, and an all-reduce adds up the values: 2 (p-1)/p * 4 k bytes sent per rank, less than Dense for any number
+    of ranks.
 
-    As it is, it wants error feedback: the bare name RandomK means ErrorFeedback(of=RandomK()), under which each entry
-    is sent once in n / k steps on average, with all that has come together. With `scaled` it is unbiased by itself, and
+    Without `scaled` it wants error feedback: the bare name RandomK means ErrorFeedback(of=RandomK()). Then each entry
+    is sent once in n / k steps on average, with everything accumulated. With `scaled` it is unbiased by itself, and
 
         E||C(x) - x||^2 = (n / k - 1) ||x||^2
 
-    so at 1 % the noise is ten times as long as the gradient: it trains with small steps only. Scaled under error
-    feedback it would take n / k times what is owed, and is refused.
+    so at 1 % the noise is 10 times as long as the gradient, and only small steps train. Scaled, error feedback would
+    subtract n / k times the residual, so it is refused.
 
-    When to use it: very slow wires and many ranks, where the bytes of TopK's all-gather grow with their number. What is
-    sent is not the largest; any cleverer choice must do better than this one.
+    When to use it: very slow wires and many ranks, where the bytes of TopK's all-gather grow with their number. Entries
+    are not the largest, so this is the baseline for other choices.
 
-    Where a number is not finite, drawn or not, all that is sent is NaN.
+    If any number is not finite, drawn or not, all sent values are NaN.
 
-    Public code was found to draw with replacement, so that fewer than k entries are sent, and to seed torch's global
-    random numbers in every step, those of dropout, too. This one has random numbers of its own.
+    Some public code draws with replacement, and so sends fewer than k entries. Some seeds torch's global random numbers
+    in every step, including those of dropout. This one has its own random numbers.
 
     Reference: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
     https://arxiv.org/abs/1809.07599
@@ -73,7 +73,7 @@ class RandomK(Compressor):
             return None
         k = max(1, round(self.density * n))
         index = self._drawn(bucket, memory, k)
-        low, high = x.aminmax()  # a NaN that was not drawn must not stay unseen: then all that is sent is NaN
+        low, high = x.aminmax()  # a NaN must show even if it was not drawn: all sent values become NaN
         values = x[index].where(low.isfinite() & high.isfinite(), torch.nan)
         if self.scaled:
             values *= n / k
@@ -83,7 +83,7 @@ class RandomK(Compressor):
         return own
 
     def _drawn(self, bucket: Bucket, memory: Memory, k: int) -> Tensor:
-        """Places (k,) int64, other ones in each step: the count is kept by parameter and is equal on all ranks."""
+        """Places (k,) int64, new ones in each step: the count is kept by parameter and equal on all ranks."""
         x, sent = bucket.data, memory.parts.setdefault(self.buffer, {})
         count = max((sent.get(part.name, 0) for part in bucket.parts), default=0)
         sent.update((part.name, count + 1) for part in bucket.parts)
@@ -96,14 +96,14 @@ def _subset_of(x: Tensor, k: int, name: str, count: int) -> Tensor:
 
 
 def seeded(name: str, count: int) -> Generator:
-    """Random numbers that are the same on all ranks and others for each name and count. They are the CPU's."""
+    """A CPU generator for this name and count, the same on all ranks."""
     return torch.Generator().manual_seed(zlib.crc32(f"{name} {count}".encode()))
 
 
 def subset(n: int, k: int, generator: Generator) -> Tensor:
     """k of n places, each set of them equally likely: (k,) int64, in random order.
 
-    Where k is small nothing of length n is made: as many are drawn as give k different ones, and k of these are taken.
+    For a small k it makes nothing of length n: it draws until k places differ, and takes k of these.
     """
     if 4 * k > n:
         return torch.randperm(n, generator=generator)[:k]

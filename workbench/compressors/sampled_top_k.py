@@ -1,4 +1,4 @@
-"""Top-k by a sampled threshold: what reaches it crosses the wire, however many that are."""
+"""Top-k by a sampled threshold: all entries that reach it cross the wire."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class SampledTopK(Sparse):
         C(x)_i = x_i  if |x_i| >= t, else 0
         t = the r-th largest magnitude of m sampled entries,  r = density * m + 2 sqrt(density * m)
 
-    m is 1 % of the bucket, or more if fewer than 64 of the k largest would be in it; each step draws another sample. r
-    aims a little low, for an entry too much costs less than one that is missing. If less than 0.98 k reach t, a lower
-    one is sampled; of more than 1.2 k the k largest are taken. A rank k_i of whose entries reach t sends
-    (p-1) * (8 + 8 k_i) bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name
-    SampledTopK means ErrorFeedback(of=SampledTopK()).
+    m is 1 % of the bucket, or more so that 64 of the k largest are in it; each step draws another sample. r aims a
+    little low, because an extra entry costs less than a missing one. If less than 0.98 k reach t, it samples a lower
+    one; of more than 1.2 k it takes the k largest. A rank with k_i entries of at least t sends (p-1) * (8 + 8 k_i)
+    bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name SampledTopK means
+    ErrorFeedback(of=SampledTopK()).
 
-    This is how DGC selects, without its momentum. DGC samples at a fixed stride, which can keep step with the rows of
-    a matrix; here entries are drawn at random. And its code drops what is too much by position, from the end of
-    the bucket; here nothing is dropped that is larger than what is sent.
+    DGC selects in this way, and adds momentum. DGC samples at a fixed stride, which can align with the rows of a
+    matrix; here entries are drawn at random. Its code drops surplus entries by position, from the end of the bucket;
+    here no dropped entry is larger than a sent one.
 
-    When to use it: to see what sampling alone does. `TopK` looks for its entries in the same way, sorts the few
-    that may belong to the largest and so sends exactly these, in little more time.
+    When to use it: to see the effect of sampling alone. `TopK` searches in the same way, then sorts the candidates and
+    so sends exactly the k largest, in little more time.
 
     Reference: Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
     Distributed Training", ICLR 2018, https://arxiv.org/abs/1712.01887

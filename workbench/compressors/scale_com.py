@@ -1,4 +1,4 @@
-"""ScaleCom: the ranks take turns to say which entries cross the wire, so that an all-reduce can add them up."""
+"""ScaleCom: ranks take turns to choose the entries, so that an all-reduce can add them up."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCom(Compressor):
-    """One rank's largest entries name those that all send: CLT-k, with a low-pass filter on the memory.
+    """All ranks send the places of one rank's largest entries: CLT-k, with a low-pass filter on the memory.
 
         x_i = m_i + grad_i;   I = the k = density * n largest |entries| of x_leader;   leader = t mod p
         out = sum over ranks of x_i on I, 0 elsewhere;   m_i <- (1 - beta) m_i + beta (x_i - what i sent)
 
-    All ranks send the same entries, so no indices travel with the values and sums do not fill up: bytes sent per rank
-    are (p-1)/p * 4 k for the leader's 32-bit indices and 2 (p-1)/p * 4 k for the fp32 values, nearly the same for any
-    p. These are two collectives, one after the other. Only the leader looks for its largest entries, so each rank does
-    so in every p-th step.
+    All ranks send the same entries, so no indices travel with the values and sums stay sparse. Bytes sent per rank:
+    (p-1)/p * 4 k for the leader's 32-bit indices and 2 (p-1)/p * 4 k for the fp32 values, nearly the same for any p.
+    These are 2 consecutive collectives. Only the leader searches its largest entries, so each rank does so in every
+    p-th step.
 
-    It feeds back by itself, through the same residual as ErrorFeedback, which within or around it does nothing more.
-    With beta = 1 it is plain error feedback of CLT-k: nothing is lost. With a smaller one each step's error enters the
-    memory in part, the rest is forgotten; so the memories of ranks stay more alike, which one leader for all relies on.
+    It has its own feedback, through the same residual as ErrorFeedback, which has no effect inside or around it. beta =
+    1 is plain error feedback of CLT-k: nothing is lost. With a smaller beta only this share of each step's error enters
+    the memory. So the ranks' memories stay more alike, as one leader for all ranks requires.
 
-    When to use it: as TopK, but with more ranks. With large batches at rates scaled up for them, lower `beta`.
-    Where the ranks' data differ in kind, one rank's choice says little about the others'.
+    When to use it: as TopK, but with more ranks. With large batches at scaled learning rates, lower `beta`. If the
+    ranks' data differ in kind, one rank's choice does not suit the other ranks.
 
     Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
     Training", NeurIPS 2020, https://arxiv.org/abs/2104.11125
@@ -68,7 +68,7 @@ class ScaleCom(Compressor):
         return None
 
     def _turn(self, bucket: Bucket, memory: Memory) -> int:
-        """How often these parameters have been exchanged before, the same on all ranks."""
+        """Returns the number of earlier exchanges of these parameters, the same on all ranks."""
         turns = memory.parts.setdefault(self.buffer, {})
         turn: int = max((turns.get(part.name, 0) for part in bucket.parts), default=0)
         turns.update((part.name, turn + 1) for part in bucket.parts)

@@ -1,4 +1,4 @@
-"""SIDCo: a threshold from the distribution that magnitudes seem to have, so nothing is sorted."""
+"""SIDCo: a threshold from a fitted distribution of the magnitudes, without sorting."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from workbench.rank import Bucket, Memory
 from workbench.settings import knob
 
 FIRST = 0.25  # the share that the first of several fits aims at
-EVERY = 5  # exchanges after which the number of fits is judged
-WITHIN = 0.2  # how far the share that was sent may be off by then, relatively
+EVERY = 5  # exchanges between judgements of the number of fits
+WITHIN = 0.2  # tolerated relative error of the sent share
 
 
 @dataclass(frozen=True, kw_only=True)
 class SIDCo(Sparse):
-    """About density * n entries of each bucket cross the wire: those that reach what a fitted distribution says.
+    """About density * n entries of each bucket cross the wire: those that reach a fitted distribution's quantile.
 
         exponential:  t = mean * ln(1 / r)
         pareto:       t = scale * (r^-shape - 1) / shape,   shape = (1 - mean^2 / var) / 2, scale = mean * (1 - shape)
         gamma:        t = that which a share r of a gamma distribution exceeds, of equal mean and mean logarithm
 
-    r is the share that shall exceed t, mean and variance are those of the magnitudes. One fit is right only where the
-    distribution is of its kind as far as the tail. So there may be several: the first aims at a quarter of the
-    entries, each further one is fitted to what exceeds the last threshold, by how much it does, and aims at its part of
-    what is still too much ("gamma" goes on with pareto). `stages` says how many; with 0 each bucket has its own
-    number, from two on, and one more whenever five exchanges were off by 20 % on average.
+    r is the share that should exceed t; mean and variance are those of the magnitudes. One fit is right only if the
+    distribution keeps its form up to the tail. So several fits are possible. The first aims at 25 % of the entries.
+    Each further one is fitted to the excesses over the last threshold, and aims at its part of the surplus ("gamma"
+    continues with pareto). `stages` is their number. With 0 each bucket has its own number, from 2 on, and gets one
+    more whenever 5 exchanges were off by 20 % on average.
 
-    Bytes sent: (p-1) * (8 + 8 k_i) by a rank k_i of whose entries reach t. Biased: the bare name SIDCo means
-    ErrorFeedback(of=SIDCo()). The largest entry is always sent, so no bucket falls silent.
+    Bytes sent: (p-1) * (8 + 8 k_i) by a rank with k_i entries of at least t. Biased: the bare name SIDCo means
+    ErrorFeedback(of=SIDCo()). The largest entry is always sent, so every bucket sends something.
 
-    When to use it: to compare. It asks for means and shares only and neither sorts nor samples. On a CPU the quarter
-    of all entries that the second fit looks at costs more than all of TopK's search, which hits its k exactly; on GPUs
-    it has not been measured here.
+    When to use it: to compare. It needs only means and shares and neither sorts nor samples. On a CPU the second fit,
+    over 25 % of the entries, costs more than all of TopK's search, which hits its k exactly. GPUs have not been
+    measured here.
 
-    After the authors' code, with these differences. Their number of fits is one for all tensors of a process, and one
-    less where too much was sent; but heavy tails are what sends too much, and a single fit to them ten times as
-    much. Here it belongs to the bucket's parameters. Their later fits have fixed shares; here each makes up
-    for what those before it missed. Their gamma threshold leaves out a factor of the tail and is exact for shape 1
-    only; here it is the quantile. Zeros have no part in the fits. Where nothing reaches a threshold theirs fails.
+    It follows the authors' code, with these differences. Their number of fits is one for all tensors of a process, and
+    falls if too much was sent. But heavy tails send too much, and a single fit to them 10 times as much. Here the
+    number belongs to the bucket's parameters. Their later fits have fixed shares; here each compensates the error of
+    the fits before. Their gamma threshold lacks a factor of the tail and is exact for shape 1 only; here it is the
+    quantile. Here fits ignore zeros. Theirs fails if no entry reaches a threshold.
 
     Reference: Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique
     for Distributed Training Systems", MLSys 2021, https://arxiv.org/abs/2101.10761
@@ -79,7 +79,7 @@ class SIDCo(Sparse):
         return index, x[index]
 
     def threshold_of(self, size: Tensor, wanted: int, stages: int) -> float:
-        """Magnitudes (n,) -> that which about `wanted` of them exceed, by so many fits."""
+        """Magnitudes (n,) -> the threshold that about `wanted` of them exceed, by `stages` fits."""
         size = size.float()
         if not bool(size.sum().isfinite()):
             size = size.nan_to_num(0.0, 0.0, 0.0)
@@ -102,7 +102,7 @@ class SIDCo(Sparse):
 
 
 def _judged(stages: int, ratios: tuple[float, ...], ratio: float, density: float) -> tuple[int, tuple[float, ...]]:
-    """How many fits to make, and what the last exchanges sent against what they should have."""
+    """Returns the number of fits, and the ratios of sent to wanted entries since the last judgement."""
     ratios = (*ratios, ratio)
     if len(ratios) < EVERY:
         return stages, ratios
@@ -111,34 +111,34 @@ def _judged(stages: int, ratios: tuple[float, ...], ratio: float, density: float
 
 
 def _exponential(size: Tensor, ratio: float) -> float:
-    """What a share `ratio` of an exponential distribution exceeds that has the mean of `size`."""
+    """The value that a share `ratio` of an exponential distribution with the mean of `size` exceeds."""
     return -math.log(ratio) * float(size.mean())
 
 
 def _pareto(size: Tensor, ratio: float) -> float:
-    """The same of the generalised Pareto distribution with the mean and the variance of `size`."""
+    """As `_exponential`, for the generalised Pareto distribution with the mean and the variance of `size`."""
     var, mean = (float(v) for v in torch.var_mean(size, correction=0))
     shape = (1 - mean * mean / var) / 2 if var > 0 else -math.inf
     if shape < -1e3:
-        return mean  # all alike
+        return mean  # all equal
     if ratio >= 1 or abs(shape) < 1e-6:
         return _exponential(size, ratio)
     return mean * (1 - shape) * math.expm1(-shape * math.log(ratio)) / shape
 
 
 def _gamma(size: Tensor, ratio: float) -> float:
-    """The same of the gamma distribution with the mean and, nearly, the mean logarithm of `size`."""
+    """As `_exponential`, for the gamma distribution with the mean and, nearly, the mean logarithm of `size`."""
     mean = float(size.mean())
     s = math.log(mean) - float(size.log().mean())
     if not s > 1e-6:
-        return mean  # all alike
+        return mean  # all equal
     shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
     return mean / shape * _gamma_quantile(shape, ratio)
 
 
 def _gamma_quantile(shape: float, ratio: float) -> float:
-    """What a share `ratio` of the gamma distribution of this shape and scale 1 exceeds: thrice a closer look."""
-    low, high = -80.0, math.log(shape + 1) + 6.0  # of its logarithm
+    """The value that a share `ratio` of the gamma distribution of this shape and scale 1 exceeds, in 3 refinements."""
+    low, high = -80.0, math.log(shape + 1) + 6.0  # bounds of its logarithm
     a = torch.tensor(shape, dtype=torch.float64)
     for _ in range(3):
         grid = torch.linspace(low, high, 65, dtype=torch.float64)

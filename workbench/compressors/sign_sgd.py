@@ -1,4 +1,4 @@
-"""SignSGD: ranks vote on the sign of every element, and the majority's crosses the wire back."""
+"""SignSGD: ranks vote on the sign of every element, and the majority's sign comes back."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ class SignSGD(Compressor):
 
         out = scale * sgn(sum over ranks of sgn(m_i)),   m_i <- momentum * m_i + (1 - momentum) * x_i
 
-    Rank j counts the votes on everybody's chunk j and sends the majority's signs to all. A zero votes for +; where
-    votes are equal, the rank that counts decides by its own. Eight signs are one byte: a rank sends (p-1) (2 m / 8 + 4)
-    bytes for chunks of m = n / p elements, 1/32 of a dense all-reduce for any p. With `momentum` the votes are on a
-    moving average that each rank keeps of its own gradients: Signum, where 0.9 is usual.
+    Rank j counts the votes on chunk j and sends the majority's signs to all ranks. A zero votes for +; a tie goes to
+    the counting rank's own vote. One byte holds 8 signs: a rank sends (p-1) (2 m / 8 + 4) bytes for chunks of m = n / p
+    elements, 1/32 of a dense all-reduce for any p. With `momentum` each rank votes with a moving average of its own
+    gradients: Signum, usually with 0.9.
 
-    The result is not the sum of anything: only its direction comes from the gradients. With scale "mean" each element
-    is as large as the mean magnitude of what was handed in, so a learning rate means about what it meant. With "one"
-    every element is +1 or -1, as in the paper: then `lr` is how far each parameter moves in each step, whatever the
-    gradient, and 0.0001 is where to begin. A bucket of zeros on all ranks stays zero; one with a number that is not
-    finite on any of them comes back as NaN.
+    The result is not a sum: only its direction comes from the gradients. With scale "mean" each element has the mean
+    magnitude of the inputs, so learning rates keep about their meaning. With "one" every element is +1 or -1, as in the
+    paper. Then `lr` is the distance that each parameter moves in each step, for any gradient; begin with 0.0001. A
+    bucket of zeros on all ranks stays zero. A bucket with a non-finite number on any rank becomes NaN.
 
-    Each rank counts 1/p of the result as its own contribution, so that error feedback's books balance. But a majority
-    is no contraction of the sum, and feedback does not mend it. EFSignSGD sends the signs with their own magnitudes
-    in one hop, and OneBit in two.
+    Each rank counts 1/p of the result as its own contribution, to keep error feedback's sums consistent. But a majority
+    is no contraction of the sum, and feedback does not correct it. EFSignSGD sends the signs with their own magnitudes
+    in one hop, and OneBit in 2.
 
-    When to use it: very slow wires, many ranks, an optimizer without momentum of its own; and where a few ranks may
-    send nonsense, which a majority overrules. Where noise is skewed it need not converge. Public code that takes every
-    tie for + drifts upwards, the more the fewer ranks there are: with two, half of all votes on noise are ties.
+    When to use it: very slow wires, many ranks, an optimizer without its own momentum; or if a few ranks may send
+    nonsense, which a majority overrules. With skewed noise it need not converge. Public code that counts every tie as +
+    drifts upwards, most with few ranks: with 2 ranks, half of all votes on noise are ties.
 
     Reference: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for Non-Convex
     Problems", ICML 2018, https://arxiv.org/abs/1802.04434; Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD
@@ -72,7 +71,7 @@ class SignSGD(Compressor):
         return bucket.data / size
 
     def _averaged(self, bucket: Bucket, memory: Memory) -> Tensor:
-        """What is voted on. Once there has been a momentum its average is kept up to date, even while it is 0."""
+        """Returns this rank's vote. After a first momentum its average stays up to date, even while momentum is 0."""
         if not self.momentum and self.buffer not in memory.buffers:
             return bucket.data
         average = memory.flat(self.buffer, bucket)

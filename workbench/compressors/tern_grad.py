@@ -1,4 +1,4 @@
-"""TernGrad: of every element -1, 0 or 1 crosses the wire, drawn so that the mean is right."""
+"""TernGrad: of every element -1, 0 or 1 crosses the wire, drawn without bias."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(Compressor):
-    """Every element crosses the wire as -1, 0 or 1 times a scale of its layer, drawn at random, right on average.
+    """Every element crosses the wire as -1, 0 or 1 times a scale of its layer, drawn at random without bias.
 
         C(x) = s * sign(x) * b,   b = 1 with probability |x| / s, else 0;   s = max |x| of the layer
 
-    With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer), so that what they draw
-    adds up as whole numbers in one all-reduce. A draw is written as 0, 1 or 2, in as many bits as hold the sum of p of
-    them, so that no sum runs over into the next: 4 bits up to 7 ranks, 8 up to 127, then 16. Bytes sent per rank:
-    2 (p-1)/p * (n bits / 8 + 4 layers). Without, every rank keeps its own s and gathers everybody's draws in 2 bits:
-    (p-1) (n / 4 + 4 layers), with less noise, for the same bytes with 4 or 8 ranks and for more with many.
+    With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer), so that one all-reduce adds up
+    the draws as integers. A draw is 0, 1 or 2, in enough bits for the sum of p draws, so that no sum overflows into the
+    next: 4 bits up to 7 ranks, 8 up to 127, then 16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without
+    it, every rank keeps its own s and gathers all draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise, for
+    the same bytes with 4 or 8 ranks and for more with many.
 
-    Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. So no error feedback: that is
-    for compressors that leave less than there was, and here the residual would grow without bound. `clip_rms` cuts a
-    layer off at so many root mean squares first, 2.5 in the paper: a far smaller s, for a bias. A layer with a number
-    that is not finite comes back as NaN.
+    Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. So error feedback is refused: it
+    needs an error smaller than the input, and here the residual would grow without bound. `clip_rms` first clips a
+    layer at this many root mean squares, 2.5 in the paper: a far smaller s, for a bias. A layer with a non-finite
+    number becomes NaN.
 
-    When to use it: slow wires, many steps, batches whose own noise is larger; it needs no memory. ByteGrad in 4 bits
-    costs as much up to 7 ranks and is off by far less in every single step.
+    When to use it: slow wires, many steps, and batches with larger noise of their own; it needs no memory. ByteGrad in
+    4 bits costs as much up to 7 ranks and has a far smaller error in every single step.
 
-    The public code takes the mean of the ranks' scales, and what is larger than that is cut off, so the sum is biased.
-    It clips by a layer's spread about its mean, which makes nothing of equal numbers; here it is that about zero.
+    The public code takes the mean of the ranks' scales and clips larger values, so its sum is biased. It clips by a
+    layer's spread about its mean, which turns equal numbers into zero; here it is the spread about zero.
 
     Reference: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
     NeurIPS 2017, https://arxiv.org/abs/1705.07878
@@ -62,7 +62,7 @@ class TernGrad(Compressor):
         if self.clip_rms:
             x = torch.cat([_clipped(layer, self.clip_rms) for layer in x.split(layers)])
         scales = torch.stack([layer.abs().amax() for layer in x.split(layers)])
-        scales = torch.where(scales.isfinite(), scales, torch.inf)  # a NaN may get lost in a maximum, this cannot
+        scales = torch.where(scales.isfinite(), scales, torch.inf)  # a maximum may lose a NaN, but not an infinity
         if self.one_scale:
             scales = await rank.all_reduce(scales, "max", bucket.name)
         draws = _drawn(x, _spread(scales, layers), memory)
@@ -72,7 +72,7 @@ class TernGrad(Compressor):
         return own.to(bucket.data.dtype)
 
     async def _added(self, rank: Rank, name: str, draws: Tensor, scales: Tensor, layers: list[int]) -> Tensor:
-        """The sum of all ranks' draws, each in a field of its own of a byte or a word."""
+        """The sum of all ranks' draws, each in its own bits of a byte or a word."""
         n, bits = draws.numel(), field(rank.size)
         if bits > 8:
             words = torch.nn.functional.pad(draws, (0, n % 2)).int().view(2, -1)
@@ -84,7 +84,7 @@ class TernGrad(Compressor):
         return _restored(counts, scales, layers, rank.size)
 
     async def _gathered(self, rank: Rank, name: str, draws: Tensor, scales: Tensor, layers: list[int]) -> Tensor:
-        """Everybody's draws and scales, added up in rank order."""
+        """Gathers all ranks' draws and scales, and adds them up in rank order."""
         n, head = draws.numel(), 4 * len(layers)
         every = await rank.all_gather(torch.cat([scales.view(torch.uint8), packed(draws[None], 2)[0]]), name)
         total = torch.zeros(n, device=draws.device)
@@ -95,7 +95,7 @@ class TernGrad(Compressor):
 
 
 def field(size: int) -> int:
-    """Bits that hold the sum of 0, 1 or 2 of each of so many ranks, and that a byte or a word is made of."""
+    """The bits of a field that holds the sum of `size` draws of 0, 1 or 2 and divides a byte or a word."""
     return next(bits for bits in (2, 4, 8, 16) if 2 * size < 2**bits)
 
 

@@ -1,4 +1,4 @@
-"""Threshold-v: what is large enough crosses the wire."""
+"""Threshold-v: all entries above a fixed magnitude cross the wire."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Sparse):
-    """Every entry whose magnitude is v = `threshold` or more crosses the wire, be they few or many.
+    """Every entry with a magnitude of at least v = `threshold` crosses the wire, however many these are.
 
         C(x)_i = x_i  if |x_i| >= v, else 0
 
-    No element of the result is off by p v or more. A rank sends (p-1) * (8 + 8 k_i) bytes if k_i of its entries
-    reach v: nothing but the 8 where none does, and p times as much as a dense all-reduce where all do, so v must suit
-    the gradients. It is compared with what is handed in: under DDP shares, the gradient divided by the number of
-    ranks. Biased: the bare name Threshold means ErrorFeedback(of=Threshold()), under which whatever grows to v is sent.
+    Every element of the result is off by less than p v. A rank with k_i entries of at least v sends (p-1) * (8 + 8 k_i)
+    bytes: only the 8 if none reaches v, and p times a dense all-reduce if all do. So v must suit the gradients. It is
+    compared with the input: under DDP shares, the gradient divided by the number of ranks. Biased: the bare name
+    Threshold means ErrorFeedback(of=Threshold()), under which an entry is sent when it has grown to v.
 
-    When to use it: the amount that is sent shall follow the gradients. Under error feedback and for one amount over
-    the whole training, a constant v leaves less error than a constant k (the paper's finding). Nothing is sorted or
-    sampled: one pass finds what crosses.
+    When to use it: if the amount sent should follow the gradients. Under error feedback and for one amount over the
+    whole training, a constant v leaves less error than a constant k (the paper's finding). It neither sorts nor
+    samples: one pass finds the entries.
 
-    GRACE's code bounds v by the largest entry, sign and all, so a bucket without positive entries is sent whole. Here
+    GRACE's code bounds v by the largest signed entry, so it sends a bucket without positive entries whole. Here
     magnitudes are compared.
 
     Reference: Sahu, Dutta, Abdelmoniem, Banerjee, Canini and Kalnis, "Rethinking Gradient Sparsification as Total Error

@@ -20,12 +20,12 @@ class TopK(Codec):
 
         C(x)_i = x_i  if |x_i| is among the k largest, else 0
 
-    Each entry travels as its value and a 32-bit index, and every rank gathers every other's: (p-1) * 8 k bytes
-    sent per rank, which beats a dense fp32 all-reduce while density < 1/p. Biased, so it wants error
-    feedback: the bare name TopK means ErrorFeedback(of=TopK()).
+    Each entry travels as its value and a 32-bit index, and every rank gathers all entries: (p-1) * 8 k bytes sent per
+    rank, less than a dense fp32 all-reduce while density < 1/p. Biased, so it wants error feedback: the bare name TopK
+    means ErrorFeedback(of=TopK()).
 
-    The k largest are found exactly, but a long bucket is not sorted: a sample of it says which entries may be among
-    them, and only those are. `SampledTopK` stops at the sample's threshold.
+    The k largest are exact, but a long bucket is not sorted: a sample gives the candidates, and only these are.
+    `SampledTopK` stops at the sample's threshold.
 
     When to use it: very slow wires. Finding the entries takes several times as long as copying the bucket: on a fast
     wire Dense wins.

@@ -1,4 +1,4 @@
-"""Wangni's unbiased sparsification: entries survive by chance, the larger the likelier."""
+"""Wangni's unbiased sparsification: random entries survive, larger ones more likely."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Wangni(Compressor):
-    """Each entry crosses the wire with a chance that grows with its magnitude, and is amplified to make up for it.
+    """Each entry crosses the wire with a probability that grows with its magnitude, and is amplified to compensate.
 
         p_i = min(1, |x_i| / u);   C(x)_i = x_i / p_i  with chance p_i, else 0
 
-    Unbiased; of all ways to choose the p_i none has less variance for as many entries. u is the one number to be found:
+    Unbiased, with the least variance of all p_i with the same expected number of entries. u is the one number to find:
 
         rule = "density":   sum_i p_i = density * n, the expected number of survivors (the paper's greedy rule)
         rule = "variance":  sum_i x_i^2 / p_i = (1 + variance) ||x||^2, with as few survivors as that takes
 
-    A survivor below u is worth exactly u or -u, so it travels as a 32-bit index and one bit; one that is u or more
-    crosses whole, index and value. A rank with s of these and m of those sends, in fp32,
+    A survivor below u becomes exactly u or -u, so it travels as a 32-bit index and one bit. A survivor of u or more
+    crosses whole, index and value. In fp32 a rank with s whole entries and m other ones sends
 
         (p-1) * (8 + 8 + 8 s + 4 m + ceil(m / 8)) bytes:  the message's length;  u and s;  what survived
 
-    and s / n is the Sample "whole". There is no state, and each rank draws for itself. Under error feedback noise that
-    is larger than the gradient would be fed back and grow, so only a variance below 1 is accepted there.
+    and s / n is the Sample "whole". It has no state, and each rank draws for itself. Under error feedback noise larger
+    than the gradient would grow, so only a variance below 1 is accepted there.
 
-    When to use it: few large entries among many small ones, and nothing to remember: no residual, no state that a
-    change could lose. On normal entries the noise is 0.64 / density - 1 times ||x||^2, where RandomK has
-    1 / density - 1; the more unlike the magnitudes, the less of it.
+    When to use it: few large entries among many small ones, and no state that a change could lose. On normal entries
+    the noise is 0.64 / density - 1 times ||x||^2, against 1 / density - 1 for RandomK. It falls as magnitudes differ
+    more.
 
-    u is found without sorting, by Newton's method on a convex function that is linear between entries: each round
-    makes u smaller and all that reaches it whole, and it ends exactly. The paper's greedy rule is two such rounds.
-    Public code divides by chances that are zero where a gradient is; here zeros have no part in it.
+    Newton's method finds u without sorting, on a convex function that is linear between entries. Each round lowers u
+    and makes all entries that reach it whole, and it ends exactly. The paper's greedy rule is 2 such rounds. Public
+    code divides by probabilities that are zero for zero gradients; here zeros are left out.
 
     Reference: Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed
     Optimization", NeurIPS 2018, https://arxiv.org/abs/1710.09854
@@ -68,7 +68,7 @@ class Wangni(Compressor):
         )
 
     async def _supposed(self, rank: Rank, x: Tensor, memory: Memory) -> Tensor:
-        """A message of a share `rank.density` of which none cross whole, of sizes only."""
+        """A message with a share of `rank.density` and no whole entries, with sizes only."""
         k = max(1, round(rank.density * x.numel()))
         return x.new_empty(8 + 4 * k + -(-k // 8), dtype=torch.uint8)
 
@@ -93,11 +93,11 @@ class Wangni(Compressor):
         return own
 
     def _message(self, x: Tensor, memory: Memory) -> tuple[Tensor, int, int]:
-        """(n,) -> u, how many cross whole, these, the places of the others, their signs: uint8; and both numbers."""
+        """(n,) -> uint8 of u, the whole entries and their number, the other places and signs; then both counts."""
         size = x.abs().to(wide(x.dtype))
         top = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
         u = torch.tensor([min(self.scale_of(size), top)], dtype=torch.float32, device=x.device)
-        u = u.to(x.dtype).float()  # every survivor is worth what its dtype can hold
+        u = u.to(x.dtype).float()  # every survivor's value must be exact in its dtype
         chance = torch.rand(size.shape, generator=memory.generator(x.device), device=x.device)
         kept = unset(chance.mul_(u) >= size)
         below = size[kept] < u
@@ -123,7 +123,7 @@ class Wangni(Compressor):
 
 
 def _settled(size: Tensor, u: float, smaller: Callable[[Tensor], float]) -> float:
-    """Makes u smaller, given the magnitudes that reach it, until these do not change."""
+    """Lowers u, given the magnitudes that reach it, until these stay the same."""
     while True:
         found = smaller(size[above(size, u)])
         if not found < u * (1 - 1e-9):
@@ -136,13 +136,13 @@ def _sum(x: Tensor) -> float:
 
 
 def _ratio(a: float, b: float) -> float:
-    """a / b where both are positive, zero where only b is, and no end where b is not."""
+    """a / b if both are positive, 0 if only b is, infinity if b is not."""
     return max(a, 0.0) / b if b > 0 else math.inf
 
 
 @outlined(lambda out, *_: out)
 def _add(out: Tensor, data: Tensor, kind: torch.dtype) -> Tensor:
-    """Adds to (n,) what a message of values in `kind` says."""
+    """Adds a message with values in `kind` to (n,)."""
     u, count = data[:4].clone().view(torch.float32), int(data[4:8].clone().view(torch.int32))
     whole = count * (4 + kind.itemsize)
     pairs, data = data[8:].split([whole, data.numel() - 8 - whole])

@@ -1,4 +1,4 @@
-"""WarmUp: the first steps cross whole, or less and less so."""
+"""WarmUp: the first steps are uncompressed, or compressed less."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp(Compressor):
-    """The first `steps` exchanges of every parameter are not compressed, or by a density that falls in stages.
+    """The first `steps` exchanges of every parameter are uncompressed, or have a density that falls in stages.
 
         dense:         Dense() for the first `steps` exchanges, then `of`
         exponential:   `of` with density rho^((j+1) / (E+1)) in stage j = 0 .. E-1, then `of` with its own rho
 
     E = `stages`, each of steps / E exchanges. That is Deep Gradient Compression's schedule with stages for its epochs:
-    for rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It takes an `of` in which
-    something has a `density`; any compressor will do for "dense". Early gradients are large and turn quickly, and
-    what is held back then is stale when it comes.
+    for rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It needs an `of` with exactly one
+    `density` in it; "dense" takes any compressor. Early gradients are large and turn quickly, so their delayed parts
+    arrive stale.
 
-    Exchanges are counted by parameter, in the rank's Memory: a change of bucket size, of strategy or of `of` does not
-    begin the count anew, and only more `steps` than were made so far warm up again. Under LocalSGD an exchange is a
-    round. Bytes are those of what is in force. While the density is above 1 / p, pairs of index and value are
-    more than a dense all-reduce. The bare name WarmUp means ErrorFeedback(of=WarmUp()).
+    Exchanges are counted by parameter, in the rank's Memory. A change of bucket size, of strategy or of `of` does not
+    restart the count; only a larger `steps` warms up again. Under LocalSGD an exchange is a round. Bytes are those of
+    the compressor in force. While the density is above 1 / p, pairs of index and value are more than a dense
+    all-reduce. The bare name WarmUp means ErrorFeedback(of=WarmUp()).
 
     When to use it: with strong sparsifiers from the first step of a training on. Not when compression begins in the
     middle of a run.
@@ -63,11 +63,11 @@ class WarmUp(Compressor):
         return twice(self)
 
     def at(self, step: int) -> Compressor:
-        """What a parameter crosses by in its exchange number `step`, from 0."""
+        """Returns a parameter's compressor in its exchange number `step`, from 0."""
         if step >= self.steps:
             return self.of
         if self.schedule == "dense":
-            return next((c.whole() for c in inside(self.of) if c.carries), Dense())  # a momentum goes on being kept
+            return next((c.whole() for c in inside(self.of) if c.carries), Dense())  # keeps an existing momentum
         found = ratio(self.of, ("density",))
         assert found is not None, "refused before it starts"
         stage = step * self.stages // self.steps

@@ -1,4 +1,4 @@
-"""Zen: gradients that are sparse already are added up without loss, by the scheme that sends least."""
+"""Zen: adds up sparse gradients without loss, by the scheme that sends least."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Zen(Compressor):
-    """What is not zero in a sparse gradient crosses the wire as pairs, by the scheme that sends least; nothing is lost.
+    """The nonzero elements of a sparse gradient cross as pairs, by the scheme that sends least; nothing is lost.
 
         out = sum over ranks of x_i;   what crosses the wire are (index, value) pairs of what is not zero
 
-    Embedding tables have such gradients: a batch touches few rows. For each bucket ranks first tell each other how
-    much of theirs is not zero (32 bytes to each other rank), so that all choose alike. Bytes sent per rank then, for
-    n fp32 elements of which a share d is not zero on a rank and D_j on any of j ranks (so D_1 = d):
+    Embedding tables have such gradients: a batch reads few rows. For each bucket ranks first exchange their numbers of
+    nonzero elements (32 bytes to each other rank), so that all choose alike. Bytes sent per rank then, for n fp32
+    elements with a nonzero share d on a rank and D_j on at least one of j ranks (so D_1 = d):
 
         dense     8 n (p-1)/p                                   an all-reduce
         gather    8 d n (p-1)                                   everybody's pairs to everybody (AGsparse)
@@ -32,27 +32,27 @@ class Zen(Compressor):
         ring      8 n (D_1 + ... + D_(p-1) + (p-1) D_p) / p     slices that go around and grow
         owners    (p-1)/p (8 d n + 4 D_p n + n/8)               balanced parallelism (Zen)
 
-    and as headers 4 for each message and 8 for each length that is told (`rounds` in _schemes.py). With "owners" a
-    hash of the parameter's name and the place in it says which rank adds up a pair. The way back needs no indices: as
-    all know who owns what, one bit for each place will do (where D_p < 1/32 indices would be shorter). Its bytes
-    hardly grow with p, and a hash spreads any support evenly over the owners, where of contiguous slices one may hold
-    nearly all. "auto" takes the least of these formulas, headers and all, for the d that was measured. How much ranks
-    have in common it learns from the last sum, as the number of places among which each rank would choose at random;
-    at first they choose among all. The paper's system decides between owners and tree only, once, after a few steps.
+    and as headers 4 for each message and 8 for each sent length (`rounds` in _schemes.py). With "owners" a hash of the
+    parameter's name and the place in it selects the rank that adds up a pair. All ranks know the owners, so the way
+    back needs one bit per place and no indices (for D_p < 1/32 indices would be shorter). Its bytes hardly grow with p.
+    A hash spreads any support evenly over the owners, while one contiguous slice may hold nearly all of it. "auto"
+    takes the least of these formulas, with headers, for the measured d. It learns the ranks' overlap from the last sum,
+    as the number of places among which each rank would choose at random; at first these are all places. The paper's
+    system decides between owners and tree only, once, after a few steps.
 
-    With `rows` the unit is a row of a matrix: one index for a whole row instead of one for each element. "auto" takes
-    rows where that sends less on all ranks together, as for embeddings, and elements where what is not zero is
-    scattered. Vectors go by element; matrices with rows of any length may share a bucket.
+    With `rows` the unit is a row of a matrix: one index for a whole row. "auto" takes rows if that sends less on all
+    ranks together, as for embeddings, and elements if the nonzero ones are scattered. Vectors go by element; matrices
+    with rows of any length may share a bucket.
 
-    Additions are in an order that is the same for all, so all hold the same bits. Who owns what is computed once and
-    kept (6 bytes for each unit); it does not change with the buckets. The paper's second level of hashing, with its
-    parallel and serial memory, packs pairs on a GPU without locks; here a stable sort by owner does, which cannot
-    lose one. The Samples "density" and "scheme" (0 gather, 1 tree, 2 owners, 3 ring, 4 dense) say what was found and
-    done. Where there are sizes only, supports are taken to be independent, and of rows unless `rows` is "elements".
+    All ranks add in the same order, so their results are bit-identical. Owners are computed once and kept (6 bytes for
+    each unit); they do not change with the buckets. The paper's second level of hashing packs pairs on a GPU without
+    locks. Here a stable sort by owner does this and cannot lose a pair. The Samples "density" and "scheme" (0 gather, 1
+    tree, 2 owners, 3 ring, 4 dense) record the measured share and the choice. With sizes only, supports are assumed
+    independent, and made of rows unless `rows` is "elements".
 
-    When to use it: large embeddings on a slow wire. A gradient that is dense costs a look at every element and a
-    short message more than with Dense. It counts bytes, not latency: one after the other come 2 p exchanges with
-    "ring", 2 log2 p with "tree", 4 with "owners", 1 with "gather" and "dense", and 1 before all of them.
+    When to use it: large embeddings on a slow wire. A dense gradient costs a look at every element and a short message
+    more than with Dense. It counts bytes, not latency: consecutive exchanges are 2 p with "ring", 2 log2 p with "tree",
+    4 with "owners", 1 with "gather" and "dense", and 1 before each.
 
     Reference: Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI
     2025, https://arxiv.org/abs/2309.13254; Renggli et al., "SparCML: High-Performance Sparse Communication for Machine
@@ -64,8 +64,8 @@ class Zen(Compressor):
 
     unbiased: ClassVar[bool] = True
     varies: ClassVar[bool] = True
-    pools: ClassVar[str] = "zen pools"  # by parameter, the share of its units among which ranks seem to choose
-    maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
+    pools: ClassVar[str] = "zen pools"  # by parameter, the share of its units from which ranks seem to choose
+    maps: ClassVar[str] = "zen maps"  # by a bucket's first parameter, its owners
     drops: ClassVar[tuple[str, ...]] = (pools, maps)
     kind: ClassVar[str] = "sparse"
 
@@ -74,7 +74,7 @@ class Zen(Compressor):
         return True
 
     async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
-        """Sizes only: a share of `rank.density` is taken not to be zero."""
+        """With sizes only: assumes a nonzero share of `rank.density`."""
         x, p = bucket.data, rank.size
         if p == 1 or not x.numel() or self.scheme == "dense":
             return await self._added(rank, bucket)
@@ -125,11 +125,11 @@ class Zen(Compressor):
 
     @property
     def _kinds(self) -> tuple[bool, ...]:
-        """By rows or not: what an index may stand for."""
+        """The possible units of an index: rows (True), elements (False)."""
         return {"auto": (True, False), "rows": (True,), "elements": (False,)}[self.rows]
 
     async def _added(self, rank: Rank, bucket: Bucket) -> None:
-        """The dense sum, where there is anything to add."""
+        """Adds up the dense bucket, unless it is empty or this rank is alone."""
         if bucket.data.numel() and rank.size > 1:
             await rank.all_reduce(bucket.data, "sum", bucket.name)
 
@@ -144,7 +144,7 @@ class Zen(Compressor):
         return min(SCHEMES, key=lambda scheme: expected(scheme, load, p))
 
     def _map(self, units: Units, p: int, memory: Memory) -> Owned:
-        """Who owns what, computed anew when the bucket, the number of ranks or what an index stands for has changed."""
+        """Returns the owners; recomputed after a change of the bucket, the ranks or the unit."""
         kept = memory.parts.setdefault(self.maps, {})
         about = p, units.blocks, units.device
         first = units.blocks[0].name
