@@ -30,7 +30,7 @@ class Coder(Protocol):
 
 
 class Owed(Protocol):
-    """A rank's contribution that is not materialized, because subtracting it is faster."""
+    """A rank's contribution that is not materialised, because subtracting it is faster."""
 
     def leave(self, x: Tensor) -> None:
         """Subtracts the contribution from `x`, in place."""

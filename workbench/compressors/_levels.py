@@ -1,4 +1,4 @@
-"""Stochastic rounding to levels: to one of the 2 neighbors, so that the mean stays the same."""
+"""Stochastic rounding to levels: to one of the 2 neighbours, so that the mean stays the same."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from workbench.settings import knob
 class Levels(Coded):
     """A compressor given by levels l_0 = -1 < ... < l_last = 1, to which elements in units of a norm are rounded.
 
-        r = x / N, N the norm of x's block;   C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
+        r = x / N, N the norm of x's block; C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
         the upper one with probability (r - l_k) / (l_(k+1) - l_k), so E C(x) = x whatever the levels
 
-    A bucket of n elements is cut into k = ceil(n / block) blocks of equal length. Blocks are independent of how buckets
-    are cut. A message is the norms (float32), then the codes, packed to their bits. With "gather" every rank sends its
-    message to all ranks, and all add up in the same order: (p-1) (4 k + n bits / 8) bytes sent per rank. Each element
-    is rounded once. "two_hop" is Coded's exchange: 2 (p-1) (4 k' + m bits / 8) bytes for chunks of m = n / p elements
-    in k' blocks. It sends less from 3 ranks on, but rounds the sum again. Both roundings are independent, so both
-    exchanges are unbiased.
+    A bucket of n elements is cut into k = ceil(n / block) blocks of equal length. A message is the norms (float32),
+    then the codes, packed to their bits. With "gather" every rank sends its message to all ranks, and all add up in the
+    same order: (p-1) (4 k + n bits / 8) bytes sent per rank. Each element is rounded once. "two_hop" is Coded's
+    exchange: 2 (p-1) (4 k' + m bits / 8) bytes for chunks of m = n / p elements in k' blocks. It sends less from 3
+    ranks on, but rounds the sum again. Both roundings are independent, so both exchanges are unbiased.
 
     A block of zeros has the norm 0 and stays zero. A block with a non-finite number becomes NaN.
 
@@ -118,7 +117,7 @@ def between(r: Tensor, levels: Tensor) -> Tensor:
 def worst(levels: Tensor, d: int) -> float:
     """The maximum of E |C(x) - x|^2 / |x|^2 for d elements in units of their L2 norm, rounded to `levels`.
 
-    It maximizes the sum of (l_(k+1) - r)(r - l_k) over d elements r with squares that add up to 1. By duality this is
+    It maximises the sum of (l_(k+1) - r)(r - l_k) over d elements r with squares that add up to 1. By duality this is
     the minimum, over a >= 0, of a + d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so a
     ternary search finds it.
     """

@@ -174,7 +174,7 @@ class Contribution:
         return own.to(self.wire)
 
     def leave(self, x: Tensor) -> None:
-        """Subtracts it from `x`; materializes it only if the dtype needs rounding."""
+        """Subtracts it from `x`; materialises it only if the dtype needs rounding."""
         if self.wire != x.dtype:
             x.sub_(self.written(x))
             return

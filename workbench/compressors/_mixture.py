@@ -74,8 +74,8 @@ def descended(mixture: Mixture, levels: Tensor, sweeps: int) -> Tensor:
 
         l_j <- F^-1( F(l_(j+1)) - the integral from l_(j-1) to l_(j+1) of (r - l_(j-1)) / (l_(j+1) - l_(j-1)) dF )
 
-    That is the best place for l_j between its neighbors. Every second level moves at once, then the levels between. No
-    2 neighbors move together, so the variance never grows. A level without mass around it moves to the middle.
+    That is the best place for l_j between its neighbours. Every second level moves at once, then the levels between. No
+    2 neighbours move together, so the variance never grows. A level without mass around it moves to the middle.
     """
     levels, last = levels.clone(), levels.shape[-1] - 1
     before = mixture.variance(levels)

@@ -39,17 +39,17 @@ class Accordion(Compressor):
     each decision in the Sample "level NAME": 1 gentle, 0 harsh.
 
     The sum is that of the aggregated gradient, which is bit-identical on all ranks. So all ranks decide alike without
-    communication. The released code instead adds up rank 0's own gradients and broadcasts its decision. Under error
-    feedback the aggregated sum is the sum of all gradients up to the residual, at any level. It costs one value per
-    element of memory and one pass over the bucket per exchange.
+    communication. (The released code adds up rank 0's own gradients and broadcasts its decision.) Under error feedback
+    the aggregated sum is the sum of all gradients up to the residual, at any level. It costs one value per element of
+    memory and one pass over the bucket per exchange.
 
     An epoch, which a compressor does not know, is `every` exchanges here, and all of them count. The released code
     checks every 10 epochs and counts the last 10 % of the exchanges. A rate that falls in every step keeps all layers
     gentle. Every switch keeps the residual: the bare name Accordion means ErrorFeedback(of=Accordion()). The sum leaves
     out non-finite values.
 
-    With sizes only, in a simulation, norms are unknown and assumed constant: gentle until the second check, then harsh.
-    These are the fewest possible bytes.
+    With sizes only, in a simulation, norms are assumed constant: gentle until the second check, then harsh, which is
+    the fewest possible bytes.
 
     When to use it: if the harsh level alone costs accuracy and the gentle one costs too many bytes. The paper's pairs
     are PowerSGD with ranks 2 and 1 (also 4 and 1) and TopK with densities 0.99 and 0.1.

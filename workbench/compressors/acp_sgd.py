@@ -31,9 +31,9 @@ class ACPSGD(LowRank):
 
     When to use it: if PowerSGD pays, but its 2 consecutive messages keep the exchange from overlapping.
 
-    The authors' code (github.com/lzhangbv/acpsgd) also compresses matrices that need more bytes that way. It draws each
-    rank's first factors from its global generator. Unless ranks seed it alike, they sum products with different
-    directions. Here such matrices cross whole, and the parameter's name seeds the directions.
+    The authors' code (github.com/lzhangbv/acpsgd) also compresses matrices that need more bytes that way; here they
+    cross whole. It draws first factors from each rank's global generator, so ranks with different seeds sum products of
+    different directions. Here the parameter's name is the seed.
 
     Reference: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
     ICDCS 2023, https://arxiv.org/abs/2306.08881

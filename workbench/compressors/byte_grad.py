@@ -28,8 +28,8 @@ class ByteGrad(Coded):
     When to use it: a slow but not very slow wire, without tuning. With 8 bits and one scale per chunk it is Bagua's
     ByteGrad and trains like Dense. If magnitudes within a chunk differ much, smaller blocks keep the small ones. With 4
     bits use ErrorFeedback(of=ByteGrad(bits=4)). With 2 bits the error is about as large as the gradient and needs error
-    feedback. Bagua's codec rounds x itself, so codes overflow their byte if the offset is large and the range small.
-    This one rounds x - min.
+    feedback. This codec rounds x - min. Bagua's rounds x, so its codes overflow if the offset is large and the range
+    small.
 
     `stochastic` rounds up or down at random, in both hops, so that the result is unbiased. The error is sqrt(2) times
     as large if a block's numbers are spread evenly between codes. Rounding to the nearest may repeat the same error in

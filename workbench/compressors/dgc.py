@@ -39,11 +39,10 @@ class DGC(Sparse):
     Non-finite values are sent and not kept.
 
     The threshold comes from a random `sample` of the entries, large enough for 2 entries to send. If fewer than 0.8 of
-    the wanted number reach the threshold, it falls. Of more than 1.3 times the number, only the largest are sent. (For
-    numbers in between the authors' code drops entries at the end of the tensor; here all are sent.) `local_clip` limits
-    the norm of each parameter's gradient on each rank, before accumulation, to local_clip / sqrt(p). The sum of p
-    independent gradients is then about as long as one clipped to local_clip. (One port divides by p^2; another takes
-    the root of a collective's missing result.)
+    the wanted number reach the threshold, it falls. Of more than 1.3 times the number, only the largest are sent. In
+    between, all are sent. (The authors' code drops entries at the end of the tensor.) `local_clip` limits the norm of
+    each parameter's gradient on each rank to local_clip / sqrt(p), before accumulation. The sum of p independent
+    gradients is then about as long as one clipped to local_clip.
 
     Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32, as with any sparse compressor; with density = 1
     an all-reduce. It keeps 2 values per entry, in fp32 at least: rounding errors of bf16, and values beyond fp16's

@@ -31,8 +31,8 @@ class EFSignSGD(Coded):
     exact and the residual smaller, for p / 2 times the bytes. With 2 ranks the bytes are equal.
 
     When to use it: very slow wires and few ranks, under plain SGD. It sends less than a dense fp32 all-reduce while p <
-    64, and less than one of 16 bits while p < 32. A public version divides its residual by its initial learning rate,
-    which fails after any change of the rate. Here the residual has the gradient's units.
+    64, and less than one of 16 bits while p < 32. The residual has the gradient's units, so the learning rate may
+    change.
 
     Reference: Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression
     Schemes", ICML 2019, https://arxiv.org/abs/1901.09847

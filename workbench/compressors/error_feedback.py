@@ -40,8 +40,8 @@ class ErrorFeedback(Compressor):
     residual much longer than a gradient makes a long step. "drop": it is deleted. The Mark "residual" records its size.
     If exchanges change their meaning (gradients, displacements, moments), the residual is always dropped.
 
-    When to use it: around every biased compressor; their bare names include it. Unbiased ones do not need it. Late
-    parts do not count in full through Adam's first moment: AdamW(beta1=0) or SGD suit it better (docs/compression.md).
+    When to use it: around every biased compressor; their bare names include it. Unbiased ones do not need it. Adam's
+    first moment reduces late parts, so AdamW(beta1=0) or SGD suit it better (docs/compression.md).
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019, https://arxiv.org/abs/1901.09847

@@ -42,8 +42,8 @@ class Float8(Coded):
     small elements. `stochastic` rounds up or down at random, in both hops, so that the result is unbiased.
 
     When to use it: as Cast, if half its bytes justify a second hop and gradients differ widely in magnitude. e4m3 is
-    finer, e5m2 has more range. torch's cast to e5m2 turns values beyond the format into infinities, so x / step is
-    clamped to M first. gloo takes no 8-bit floats, so they travel as bytes.
+    finer, e5m2 has more range. Torch's cast to e5m2 turns values beyond the format into infinities, so x / step is
+    clamped to M first. Codes travel as bytes, because gloo takes no 8-bit floats.
 
     Reference: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433; the two
     hops are those of torchft's allreduce_quantized, https://github.com/meta-pytorch/torchft

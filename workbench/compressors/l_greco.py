@@ -41,15 +41,15 @@ class LGreCo(Compressor):
         E = budget * the same sum with one ratio for all layers, that of `of`
 
     x_l is the layer's input, residual included. Every `every` exchanges each rank tries the candidates on its own x_l.
-    These are up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. Errors and
-    bytes are added up over the ranks, so all ranks solve the same problem without further communication (dynamic
-    programming over 10,000 parts of E, errors rounded up). With budget = 1 it never allows more measured error than one
-    ratio for all layers, and never sends more. `of` keeps its ratio until all layers are measured.
+    These are up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. All ranks add
+    up errors and bytes and solve the same problem, by dynamic programming over 10,000 parts of E with errors rounded
+    up. With budget = 1 it never allows more measured error than one ratio for all layers, and never sends more. `of`
+    keeps its ratio until all layers are measured.
 
     `of` is any compressor with exactly one knob called density, rank, bits or levels. Layers with the same ratio are
-    coded together; a bucket needs an exchange for each ratio in it. Every `every` exchanges cost a small all-reduce of
-    8 bytes per layer and candidate, and one coding of the bucket per candidate (more for PowerSGD, which iterates).
-    Rank 0 records each decision in the Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
+    coded together; a bucket needs an exchange for each ratio in it. A measurement costs an all-reduce of 8 bytes per
+    layer and candidate, and one coding of the bucket per candidate (more for PowerSGD). Rank 0 records each decision in
+    the Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
 
     The authors' code measures rank 0's mean of 10 gradients and broadcasts rank 0's decision. It tries half to double
     the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only nothing can

@@ -34,12 +34,11 @@ class OkTopK(Compressor):
         balance   what was selected moves so that each rank has as much, and every rank gathers every other's
 
     A threshold is the k-th largest magnitude. It is exact in every `threshold_every`-th step and reused between:
-    magnitudes change slowly, and one comparison per entry is cheaper than a search. The exact common threshold takes a
-    gathering of all sums (of each region the k largest at most), which also gives that step's result. A reused
-    threshold that passes less than 3/4 k or more than 5/4 k moves by about 1 %, as in the authors' code. Beyond k / 2
-    and 2 k it is searched again at once, unlike theirs. Regions end at the ranks' mean p-quantiles of their entries'
-    places, measured every `region_every` steps. With `threshold_every` = 1 it is exact: the top-k of the sum of all
-    top-k.
+    magnitudes change slowly, and one comparison per entry is cheaper than a search. The exact common threshold needs
+    all sums (of each region the k largest at most), which also give that step's result. A reused threshold that passes
+    less than 3/4 k or more than 5/4 k moves by about 1 %, as in the authors' code. Beyond k / 2 and 2 k it is searched
+    again at once, unlike theirs. Regions end at the ranks' mean p-quantiles of their entries' places, measured every
+    `region_every` steps. With `threshold_every` = 1 it is exact: the top-k of the sum of all top-k.
 
     A rank contributes its chosen entries that survive and keeps the other ones, so it wants error feedback: the bare
     name OkTopK means ErrorFeedback(of=OkTopK()). Thresholds and regions belong to a bucket's parameters and to p. After
@@ -48,8 +47,8 @@ class OkTopK(Compressor):
     Bytes sent per rank with reused thresholds and 4 bytes per number: 8 k (p-1)/p to the regions' owners, at most as
     much to balance, and 8 k (p-1)/p to gather. Lengths take 8 (p-1) (p+2) more, and a cut of regions takes an
     all-reduce of p - 1 numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The Sample
-    "density" is the number of sent pairs as a share of n, divided by 2 (p-1)/p, the times a kept pair travels with
-    perfect balance. (The authors' code sends indices as fp32, which is exact up to 2^24 only; here they are integers.)
+    "density" is the number of sent pairs divided by n and by 2 (p-1)/p, how often a kept pair travels if balanced.
+    Indices are integers. (The authors' code sends fp32, exact up to 2^24 only.)
 
     When to use it: TopK on many ranks with large layers; on small layers lengths and latencies weigh more. The authors
     train the first steps densely, which a WarmUp around it does.

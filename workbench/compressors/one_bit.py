@@ -25,10 +25,10 @@ class OneBit(Coded):
     p. With `block` = B, 4 bytes for every B elements instead of every chunk. A block with a non-finite number becomes
     NaN.
 
-    It needs error feedback: the bare name OneBit means ErrorFeedback(of=OneBit()). 1-bit Adam keeps 2 residuals, a
-    worker's for the first hop and a server's, added after it, for the second. Here the owner of a chunk counts the
-    second hop's error as its own, so one residual holds both and nothing is lost. Everything sent plus all residuals
-    equals the sum of the inputs, through any live change. The residual's size is within 20 % of that of 2 residuals
+    It needs error feedback: the bare name OneBit means ErrorFeedback(of=OneBit()). The authors' 1-bit Adam keeps 2
+    residuals: a worker's for the first hop, and a server's for the second. Here the owner of a chunk counts the second
+    hop's error as its own. So one residual holds both and nothing is lost. Everything sent plus all residuals equals
+    the sum of the inputs, through any live change. The residual's size is within 20 % of that of 2 residuals
     (tests/unit/test_one_bit.py).
 
     EFSignSGD sends the same signs in one hop: more bytes from 3 ranks on, and a smaller residual. "mean" is its scale

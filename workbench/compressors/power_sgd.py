@@ -36,10 +36,10 @@ class PowerSGD(LowRank):
     its bytes per rank do not grow with the number of ranks. With fp16 gradients M Q may overflow although the gradient
     does not; bf16 has the range.
 
-    Torch's powerSGD_hook (2.13) has several limits. It hangs on gloo with 2 buckets or more. It takes no change of its
-    rank: a smaller one goes on sending as much, a larger one raises. It keeps its residual by bucket and divides by
-    zero if a layer's gradient is zero. It computes each rank's residual from the aggregated result, so residuals drift.
-    None of these apply here; the results are equal (tests/unit/test_power_sgd.py).
+    Results equal those of torch's powerSGD_hook (tests/unit/test_power_sgd.py), without its limits in 2.13. The hook
+    hangs on gloo with 2 buckets or more. A smaller rank sends as much as before, and a larger one raises. It keeps its
+    residual by bucket and divides by zero if a layer's gradient is zero. Its residuals come from the aggregated result
+    and drift.
 
     Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", NeurIPS 2019, https://arxiv.org/abs/1905.13727

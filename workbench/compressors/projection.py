@@ -30,8 +30,8 @@ class Projection(Codec):
 
     An activation's gradient goes back along the same directions, G V V^T, and crosses between 2 stages as G V: the
     gradient of a linear map with this V. So components across V train nothing, and V itself gets no gradient. For a
-    zero tensor any V is as good, and its choice would be permanent: a layer with initial output zero would learn only
-    in these directions. So there the gradient goes back whole, as finite differences of C suggest.
+    zero tensor V is arbitrary, and a layer with initial output zero would learn only in these directions. So there the
+    gradient goes back whole.
 
     The linear autoencoder of Bian et al. learns V with the model, sends X V alone and adds it up by all-reduces.
     Projection is the best case of such an autoencoder for one tensor, without learning, for the extra bytes of V.

@@ -17,7 +17,7 @@ from workbench.settings import knob
 class QSGD(Levels):
     """Every element crosses the wire as one of a few equally spaced levels, drawn so that its mean is kept.
 
-        C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
+     C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
 
     N is the norm of the element's block and s = 2^(bits-1) - 1, so that the 2 s + 1 levels from -N to N fit their bits.
     Bytes sent per rank: (p-1) (n bits / 8 + 4 ceil(n / block)), or 2 (p-1)/p times as much as one message in 2 hops.
@@ -29,9 +29,7 @@ class QSGD(Levels):
     nearly all codes are zero (L2, large blocks, few bits). But their length differs between ranks, and they are slow.
 
     When to use it: few bits without a residual; 8 bits are hard to tell from Dense. It needs no error feedback. That
-    diverges if the error is longer than x, and is refused there: L2 norm with sqrt(d) >= 2 s, or 2 bits. Public
-    implementations give NaN for a block of zeros, take the largest signed element for the norm, or send a byte for each
-    code of fewer bits.
+    diverges if the error is longer than x, and is refused there: L2 norm with sqrt(d) >= 2 s, or 2 bits.
 
     Reference: Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization
     and Encoding", NeurIPS 2017, https://arxiv.org/abs/1610.02132

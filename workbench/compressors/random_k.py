@@ -39,8 +39,7 @@ class RandomK(Compressor):
 
     If any number is not finite, drawn or not, all sent values are NaN.
 
-    Some public code draws with replacement, and so sends fewer than k entries. Some seeds torch's global random numbers
-    in every step, including those of dropout. This one has its own random numbers.
+    It has its own random numbers and leaves torch's global ones alone.
 
     Reference: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
     https://arxiv.org/abs/1809.07599

@@ -21,11 +21,11 @@ class SampledTopK(Sparse):
         C(x)_i = x_i  if |x_i| >= t, else 0
         t = the r-th largest magnitude of m sampled entries,  r = density * m + 2 sqrt(density * m)
 
-    m is 1 % of the bucket, or more so that 64 of the k largest are in it; each step draws another sample. r aims a
-    little low, because an extra entry costs less than a missing one. If less than 0.98 k reach t, it samples a lower
-    one; of more than 1.2 k it takes the k largest. A rank with k_i entries of at least t sends (p-1) * (8 + 8 k_i)
-    bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name SampledTopK means
-    ErrorFeedback(of=SampledTopK()).
+    Each step draws another sample. Its size m is 1 % of the bucket, or more so that 64 of the k largest are in it. The
+    rank r aims a little low, because an extra entry costs less than a missing one. If less than 0.98 k reach t, it
+    samples a lower one; of more than 1.2 k it takes the k largest. A rank with k_i entries of at least t sends (p-1) *
+    (8 + 8 k_i) bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name
+    SampledTopK means ErrorFeedback(of=SampledTopK()).
 
     DGC selects in this way, and adds momentum. DGC samples at a fixed stride, which can align with the rows of a
     matrix; here entries are drawn at random. Its code drops surplus entries by position, from the end of the bucket;

@@ -42,11 +42,10 @@ class SIDCo(Sparse):
     over 25 % of the entries, costs more than all of TopK's search, which hits its k exactly. GPUs have not been
     measured here.
 
-    It follows the authors' code, with these differences. Their number of fits is one for all tensors of a process, and
-    falls if too much was sent. But heavy tails send too much, and a single fit to them 10 times as much. Here the
-    number belongs to the bucket's parameters. Their later fits have fixed shares; here each compensates the error of
-    the fits before. Their gamma threshold lacks a factor of the tail and is exact for shape 1 only; here it is the
-    quantile. Here fits ignore zeros. Theirs fails if no entry reaches a threshold.
+    It differs from the authors' code. Their number of fits belongs to the process and falls if too much was sent,
+    although heavy tails then need more fits. Here it belongs to the bucket's parameters. Their later fits have fixed
+    shares; here each compensates the error of the fits before. Their gamma threshold is exact for shape 1 only; here it
+    is the quantile. Fits ignore zeros. Theirs fails if no entry reaches a threshold.
 
     Reference: Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique
     for Distributed Training Systems", MLSys 2021, https://arxiv.org/abs/2101.10761

@@ -35,8 +35,8 @@ class SignSGD(Compressor):
     in one hop, and OneBit in 2.
 
     When to use it: very slow wires, many ranks, an optimizer without its own momentum; or if a few ranks may send
-    nonsense, which a majority overrules. With skewed noise it need not converge. Public code that counts every tie as +
-    drifts upwards, most with few ranks: with 2 ranks, half of all votes on noise are ties.
+    nonsense, which a majority overrules. With skewed noise it need not converge. Counting every tie as + would drift
+    upwards, most with few ranks: with 2 ranks, 50 % of all votes on noise are ties.
 
     Reference: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for Non-Convex
     Problems", ICML 2018, https://arxiv.org/abs/1802.04434; Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD

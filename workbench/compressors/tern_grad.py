@@ -21,22 +21,22 @@ class TernGrad(Compressor):
 
         C(x) = s * sign(x) * b,   b = 1 with probability |x| / s, else 0;   s = max |x| of the layer
 
-    With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer), so that one all-reduce adds up
-    the draws as integers. A draw is 0, 1 or 2, in enough bits for the sum of p draws, so that no sum overflows into the
-    next: 4 bits up to 7 ranks, 8 up to 127, then 16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without
-    it, every rank keeps its own s and gathers all draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise, for
-    the same bytes with 4 or 8 ranks and for more with many.
+    With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer). Then one all-reduce adds up the
+    draws as integers. A draw is 0, 1 or 2, in enough bits for the sum of p draws: 4 up to 7 ranks, 8 up to 127, then
+    16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without it, every rank keeps its own s and gathers all
+    draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise, for the same bytes with 4 or 8 ranks and for more
+    with many.
 
     Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. So error feedback is refused: it
     needs an error smaller than the input, and here the residual would grow without bound. `clip_rms` first clips a
-    layer at this many root mean squares, 2.5 in the paper: a far smaller s, for a bias. A layer with a non-finite
-    number becomes NaN.
+    layer at this many root mean squares, 2.5 in the paper. This makes s far smaller and adds a bias. A layer with a
+    non-finite number becomes NaN.
 
     When to use it: slow wires, many steps, and batches with larger noise of their own; it needs no memory. ByteGrad in
     4 bits costs as much up to 7 ranks and has a far smaller error in every single step.
 
     The public code takes the mean of the ranks' scales and clips larger values, so its sum is biased. It clips by a
-    layer's spread about its mean, which turns equal numbers into zero; here it is the spread about zero.
+    layer's spread about its mean, not about zero.
 
     Reference: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
     NeurIPS 2017, https://arxiv.org/abs/1705.07878

@@ -29,8 +29,7 @@ class Threshold(Sparse):
     whole training, a constant v leaves less error than a constant k (the paper's finding). It neither sorts nor
     samples: one pass finds the entries.
 
-    GRACE's code bounds v by the largest signed entry, so it sends a bucket without positive entries whole. Here
-    magnitudes are compared.
+    Magnitudes are compared. (GRACE's code bounds v by the largest signed entry.)
 
     Reference: Sahu, Dutta, Abdelmoniem, Banerjee, Canini and Kalnis, "Rethinking Gradient Sparsification as Total Error
     Minimization", NeurIPS 2021, https://arxiv.org/abs/2108.00951

@@ -20,8 +20,8 @@ class TopK(Codec):
 
         C(x)_i = x_i  if |x_i| is among the k largest, else 0
 
-    Each entry travels as its value and a 32-bit index, and every rank gathers all entries: (p-1) * 8 k bytes sent per
-    rank, less than a dense fp32 all-reduce while density < 1/p. Biased, so it wants error feedback: the bare name TopK
+    Each entry travels as its value and a 32-bit index, and every rank gathers all entries. Bytes sent per rank: (p-1) *
+    8 k, less than a dense fp32 all-reduce while density < 1/p. Biased, so it wants error feedback: the bare name TopK
     means ErrorFeedback(of=TopK()).
 
     The k largest are exact, but a long bucket is not sorted: a sample gives the candidates, and only these are.

@@ -44,8 +44,8 @@ class Wangni(Compressor):
     more.
 
     Newton's method finds u without sorting, on a convex function that is linear between entries. Each round lowers u
-    and makes all entries that reach it whole, and it ends exactly. The paper's greedy rule is 2 such rounds. Public
-    code divides by probabilities that are zero for zero gradients; here zeros are left out.
+    and makes all entries that reach it whole, and it ends exactly. The paper's greedy rule is 2 such rounds. Zero
+    gradients have probability zero and are left out.
 
     Reference: Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed
     Optimization", NeurIPS 2018, https://arxiv.org/abs/1710.09854

@@ -87,7 +87,7 @@ class GPT(nn.Module):
         self._begin(blocks)
 
     def _begin(self, blocks: list[Block]) -> None:
-        """Initializes every block as the identity and the head as zero, so that the loss falls fast at once."""
+        """Initialises every block as the identity and the head as zero, so that the loss falls fast at once."""
         nn.init.normal_(self.byte.weight, std=0.5)
         nn.init.normal_(self.place.weight, std=0.1)
         nn.init.zeros_(self.head.weight)

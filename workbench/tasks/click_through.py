@@ -18,7 +18,7 @@ from workbench.tasks._base import Learner, TaskBase, TaskError
 from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_rate
 
 HELD_OUT = 8192  # examples of an evaluation
-FACTORS = 4  # length of an id's vector; ids of neighboring fields interact by the product of their vectors
+FACTORS = 4  # length of an id's vector; ids of neighbouring fields interact by the product of their vectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ClickThrough(TaskBase):
 
     A batch reads few rows of the large tables, so almost all of a gradient is zero, as in recommenders: see Zen. In
     each field the j-th id has a probability in proportion to j^-skew. So ranks share the frequent ids, which have
-    neighboring rows. Each rank draws its own examples, and none comes twice, so the model cannot memorize them.
+    neighbouring rows. Each rank draws its own examples, and none comes twice, so the model cannot memorise them.
 
     The held-out loss is the mean cross-entropy of 8192 examples against their planted chances, so it has no noise of
     drawn clicks. "entropy" is its minimum, the loss of the planted model itself. The difference is the mean divergence
