@@ -19,7 +19,7 @@ from workbench.settings import knob
 class Levels(Coded):
     """A compressor given by levels l_0 = -1 < ... < l_last = 1, to which elements in units of a norm are rounded.
 
-        r = x / N, N the norm of x's block; C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
+        r = x / N, N the norm of x's block;   C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
         the upper one with probability (r - l_k) / (l_(k+1) - l_k), so E C(x) = x whatever the levels
 
     A bucket of n elements is cut into k = ceil(n / block) blocks of equal length. A message is the norms (float32),

@@ -17,7 +17,7 @@ from workbench.settings import knob
 class QSGD(Levels):
     """Every element crosses the wire as one of a few equally spaced levels, drawn so that its mean is kept.
 
-     C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
+        C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
 
     N is the norm of the element's block and s = 2^(bits-1) - 1, so that the 2 s + 1 levels from -N to N fit their bits.
     Bytes sent per rank: (p-1) (n bits / 8 + 4 ceil(n / block)), or 2 (p-1)/p times as much as one message in 2 hops.
