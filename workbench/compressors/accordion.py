@@ -39,7 +39,7 @@ class Accordion(Compressor):
     each decision in the Sample "level NAME": 1 gentle, 0 harsh.
 
     The sum is that of the aggregated gradient, which is bit-identical on all ranks. So all ranks decide alike without
-    communication. (The released code adds up rank 0's own gradients and broadcasts its decision.) Under error feedback
+    communication. The released code adds up rank 0's own gradients and broadcasts its decision. Under error feedback
     the aggregated sum is the sum of all gradients up to the residual, at any level. It costs one value per element of
     memory and one pass over the bucket per exchange.
 

@@ -19,7 +19,7 @@ class AMQ(Fitted):
         m minimises the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
     It is NUQSGD without a zero and with a fitted multiplier: one number instead of ALQ's 2^bits - 2. The distribution
-    of r is ALQ's mixture, made symmetric. Gradient descent takes 50 steps at rate 0.7 from each of 19 multipliers
+    of r is ALQ's mixture, made symmetric. Gradient descent makes 50 steps at rate 0.7 from each of 19 multipliers
     between 0.05 and 0.95. The best of all starts and ends is taken. With 8 bits the steps hardly move, so many starts
     are needed. Exchange, bytes, samples and live changes are ALQ's. Unbiased.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenSites(Compressor):
-    """Ranks of a site add up uncompressed. The first rank of each site exchanges that sum compressed, and hands it out.
+    """Ranks of a site add up uncompressed; the first of them exchanges that sum compressed, and sends them the result.
 
         inside:    s <- sum of the site's x_i                                       all-reduce
         between:   out <- sum over sites of C(s), by the site's first rank          `of`, among these

@@ -34,8 +34,8 @@ class DGC(Sparse):
     optimizers with a momentum that is not a plain sum of gradients (Adam, LARS, Nesterov's). With momentum = 0 it
     leaves an optimizer's momentum alone and works with any.
 
-    `masking` stops the momentum of sent entries, which would push on in an outdated direction. v is the residual, so it
-    needs no ErrorFeedback, which has no effect around it. Everything sent plus v equals the sum of all u added to v.
+    `masking` stops the momentum of sent entries, which would push on in an outdated direction. The residual is v, so
+    ErrorFeedback is not needed and has no effect around it. Everything sent plus v equals the sum of all u added to v.
     Non-finite values are sent and not kept.
 
     The threshold comes from a random `sample` of the entries, large enough for 2 entries to send. If fewer than 0.8 of

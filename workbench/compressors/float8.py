@@ -35,8 +35,8 @@ class Float8(Coded):
 
     8-bit floats cannot be added on the way. So rank j decodes chunk j of every rank, adds up in fp32, codes the sum
     again and sends it to all ranks. Bytes sent per rank: 2 (p-1) (m + 4 k) for chunks of m = n / p elements in k
-    blocks: half of Cast's, whatever p. With e4m3 each hop errs by at most 1/16 of an element that is at least 1/29000
-    of its block's largest; with e5m2 by 1/8, down to 1/940,000,000. A block with a non-finite number becomes NaN.
+    blocks: half of Cast's, whatever p. With e4m3 each hop errs by at most 1/16 of an element, down to 1/29000 of its
+    block's largest. With e5m2 it errs by 1/8, down to 1/940,000,000. A block with a non-finite number becomes NaN.
 
     ByteGrad's codes are equal steps from a block's smallest number to its largest. These keep the relative accuracy of
     small elements. `stochastic` rounds up or down at random, in both hops, so that the result is unbiased.

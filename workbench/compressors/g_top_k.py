@@ -33,9 +33,9 @@ class GTopK(Compressor):
     so a rank also clears entries that never arrived.)
 
     Bytes sent per rank: 8 k log2(p) in fp32, an index and a value each, with at most k at a time. The result is as
-    sparse as the input. If p is not a power of 2, the p - q ranks beyond the largest power q first send their entries
-    to ranks 0, 1, ..., and at the end receive the result and one bit per entry. They send 8 k, and their partners 8 k +
-    k / 8 more. The search among 2 k entries per round is cheap compared with the first one. The result is not the exact
+    sparse as the input. Let q be the largest power of 2 up to p. The p - q ranks beyond q first send their entries to
+    ranks 0, 1, ... In the end they receive the result and one bit per entry. They send 8 k, and their partners 8 k + k
+    / 8 more. The search among 2 k entries per round is cheap compared with the first one. The result is not the exact
     top-k of the sum: an entry that is small on every rank is never sent. It is exact with 2 ranks and disjoint entries.
 
     It wants error feedback: the bare name GTopK means ErrorFeedback(of=GTopK()).

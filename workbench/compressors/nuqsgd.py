@@ -17,9 +17,9 @@ class NUQSGD(Levels):
 
         levels 0, +-m^s, ..., +-m^2, +-m, +-1 in units of the block's norm, m = `multiplier`
 
-    C(x) is N times the level above or below x / N, as in QSGD, with the same exchange and bytes: (p-1) (n bits / 8 + 4
-    ceil(n / block)) sent per rank with "gather". With b bits s = 2^(b-1) - 2. Unbiased and without memory; any knob may
-    be set at any step. With m = 1/2, the L2 norm and blocks of d elements,
+    C(x) is N times the level above or below x / N, as in QSGD. Exchange and bytes are also QSGD's: (p-1) (n bits / 8 +
+    4 ceil(n / block)) sent per rank with "gather". With b bits s = 2^(b-1) - 2. Unbiased and without memory; any knob
+    may be set at any step. With m = 1/2, the L2 norm and blocks of d elements,
 
         E |C(x) - x|^2 <= (1/8 + min(d / 4^(s+1), sqrt(d) / 2^s)) |x|^2
 

@@ -47,8 +47,8 @@ class OkTopK(Compressor):
     Bytes sent per rank with reused thresholds and 4 bytes per number: 8 k (p-1)/p to the regions' owners, at most as
     much to balance, and 8 k (p-1)/p to gather. Lengths take 8 (p-1) (p+2) more, and a cut of regions takes an
     all-reduce of p - 1 numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The Sample
-    "density" is the number of sent pairs divided by n and by 2 (p-1)/p, how often a kept pair travels if balanced.
-    Indices are integers. (The authors' code sends fp32, exact up to 2^24 only.)
+    "density" is the number of sent pairs divided by n and by 2 (p-1)/p. The latter is how often a kept pair travels if
+    balanced. Indices are integers. (The authors' code sends fp32, exact up to 2^24 only.)
 
     When to use it: TopK on many ranks with large layers; on small layers lengths and latencies weigh more. The authors
     train the first steps densely, which a WarmUp around it does.

@@ -28,13 +28,13 @@ class Projection(Codec):
     and V crosses with it. So it works without a place in the model, such as for an activation. PowerSGD, which needs
     the previous directions, does not.
 
-    An activation's gradient goes back along the same directions, G V V^T, and crosses between 2 stages as G V: the
-    gradient of a linear map with this V. So components across V train nothing, and V itself gets no gradient. For a
-    zero tensor V is arbitrary, and a layer with initial output zero would learn only in these directions. So there the
-    gradient goes back whole.
+    An activation's gradient goes back along the same directions, G V V^T, and crosses between 2 stages as G V. This is
+    the gradient of a linear map with a fixed V. So components across V train nothing, and V itself gets no gradient.
+    For a zero tensor V is arbitrary, and a layer with initial output zero would learn only in these directions. So
+    there the gradient goes back whole.
 
     The linear autoencoder of Bian et al. learns V with the model, sends X V alone and adds it up by all-reduces.
-    Projection is the best case of such an autoencoder for one tensor, without learning, for the extra bytes of V.
+    Projection is the best case of such an autoencoder for one tensor. It needs no learning, but also sends V.
 
     Biased, so for gradients in buckets it wants error feedback: the bare name Projection means
     ErrorFeedback(of=Projection()). A bucket's elements are not features. PowerSGD, which takes each matrix by itself,

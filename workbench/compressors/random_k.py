@@ -23,7 +23,7 @@ class RandomK(Compressor):
         C(x)_i = x_i  if i is in S, else 0;   S is a random set of k places;   times n / k if `scaled`
 
     All ranks draw S from one seed, made of the bucket's first parameter and the count of its exchanges. So no index
-    travels, and an all-reduce adds up the values: 2 (p-1)/p * 4 k bytes sent per rank, less than Dense for any number
+    travels, and an all-reduce adds up the values. Bytes sent per rank: 2 (p-1)/p * 4 k, less than Dense for any number
     of ranks.
 
     Without `scaled` it wants error feedback: the bare name RandomK means ErrorFeedback(of=RandomK()). Then each entry

@@ -34,7 +34,7 @@ class SignSGD(Compressor):
     is no contraction of the sum, and feedback does not correct it. EFSignSGD sends the signs with their own magnitudes
     in one hop, and OneBit in 2.
 
-    When to use it: very slow wires, many ranks, an optimizer without its own momentum; or if a few ranks may send
+    When to use it: very slow wires and many ranks, with an optimizer without momentum. Also if a few ranks may send
     nonsense, which a majority overrules. With skewed noise it need not converge. Counting every tie as + would drift
     upwards, most with few ranks: with 2 ranks, 50 % of all votes on noise are ties.
 

@@ -24,7 +24,7 @@ class TernGrad(Compressor):
     With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer). Then one all-reduce adds up the
     draws as integers. A draw is 0, 1 or 2, in enough bits for the sum of p draws: 4 up to 7 ranks, 8 up to 127, then
     16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without it, every rank keeps its own s and gathers all
-    draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise, for the same bytes with 4 or 8 ranks and for more
+    draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise. It sends the same bytes with 4 or 8 ranks, and more
     with many.
 
     Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. So error feedback is refused: it

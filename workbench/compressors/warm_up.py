@@ -25,8 +25,8 @@ class WarmUp(Compressor):
         dense:         Dense() for the first `steps` exchanges, then `of`
         exponential:   `of` with density rho^((j+1) / (E+1)) in stage j = 0 .. E-1, then `of` with its own rho
 
-    E = `stages`, each of steps / E exchanges. That is Deep Gradient Compression's schedule with stages for its epochs:
-    for rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It needs an `of` with exactly one
+    E = `stages`, each of steps / E exchanges. That is Deep Gradient Compression's schedule with stages for its epochs.
+    For rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It needs an `of` with exactly one
     `density` in it; "dense" takes any compressor. Early gradients are large and turn quickly, so their delayed parts
     arrive stale.
 

@@ -37,7 +37,7 @@ class Zen(Compressor):
     back needs one bit per place and no indices (for D_p < 1/32 indices would be shorter). Its bytes hardly grow with p.
     A hash spreads any support evenly over the owners, while one contiguous slice may hold nearly all of it. "auto"
     takes the least of these formulas, with headers, for the measured d. It learns the ranks' overlap from the last sum,
-    as the number of places among which each rank would choose at random; at first these are all places. The paper's
+    as the number of places among which each rank would choose at random. At first these are all places. The paper's
     system decides between owners and tree only, once, after a few steps.
 
     With `rows` the unit is a row of a matrix: one index for a whole row. "auto" takes rows if that sends less on all
