@@ -31,7 +31,7 @@ def adopt(
     evaluate:  (model) -> held-out loss, or {"loss": ..., "accuracy": ...}
     scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, stepped after `scheduler_every` steps. It may
                change only learning rates, by the same factor in all groups
-    accumulate: batches of the loader per step and rank, with averaged gradients. They share one forward and backward
+    accumulate: batches of the loader per step and rank, with averaged gradients, from one backward
     autocast:  "bf16": forward and loss under torch.autocast
     batch:     examples per rank and batch, for a Dataset
     parts, split, lookups, pure: as in `Task`
