@@ -61,7 +61,7 @@ def test_kills_are_noticed_as_soon_as_is_asked_or_not() -> None:
 
 
 def test_rounds_with_faults_while_ranks_join_are_counted_by_fault_and_setting() -> None:
-    one = {"seed": 3, "setting": "DDP", "how": "resize", "kinds": ["old"], "faults": ["killed rank 0"]}
+    one = {"seed": 3, "setting": "DDP", "how": "resize", "kinds": ["old"], "faults": ["killed rank 0"], "commit": "abc"}
     rounds = [{**one, "outcome": "went on", "why": ""}, {**one, "outcome": "ended", "why": "nobody holds it"},
               {**one, "kinds": ["old", "cut"], "outcome": "wrong", "why": "mean loss 2.302"}]  # fmt: skip
     controls = {"DDP": {"runs": 2, "alarms": []}, "ZeRO3": {"runs": 2, "alarms": ["mean loss 0.5"]}}
@@ -69,7 +69,7 @@ def test_rounds_with_faults_while_ranks_join_are_counted_by_fault_and_setting() 
     assert "3 rounds: in 1 the survivors trained on, 1 ended with a documented error, 1 were wrong." in text
     assert "**297 of 300 rounds are still to be played.**" in text
     assert "| an old rank killed | 2 | 1 | 1 | 0 |" in text and "| DDP | 3 | 1 | 1 | 1 |" in text
-    assert "- seed 3, DDP, killed rank 0: mean loss 2.302 Not mended yet." in text
+    assert "- seed 3 at abc, DDP, killed rank 0: mean loss 2.302. Not mended yet." in text
     assert "4 undisturbed runs with further seeds went through the same check of losses; 1 gave an alarm." in text
 
 

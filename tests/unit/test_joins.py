@@ -42,7 +42,7 @@ def test_the_sentences_that_the_page_lists_are_those_of_the_code() -> None:
     marks: list[dict[str, Any]] = []
     say_why_not(lambda name, detail: marks.append(detail), "why")
     engine = Path(workbench.__file__).parent / "engine"
-    code = "".join([errors[0]["text"], marks[0]["text"], *(path.read_text() for path in engine.glob("*.py"))])
+    code = "".join([errors[0]["text"], marks[0]["text"], *(path.read_text() for path in engine.rglob("*.py"))])
     page = joins_page.describe({})
     for sentence in (*joins.ENDINGS, *joins.REFUSALS):
         assert sentence in code and sentence in page
