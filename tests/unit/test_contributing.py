@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import cloudpickle
 import pytest
 import torch
 
+from tests.howto import apply_steps, copy_project, insert
 from tests.ranks import experiment, run, weights
 from workbench import simulate
 from workbench.compressors import Compressor
@@ -188,6 +190,71 @@ def test_a_member_that_claims_what_is_not_so_is_told_which_law_it_breaks(
     (tmp_path / "coin_sgd.py").write_text(printed().replace(claim, wrong))
     code, said = held(tmp_path, "CoinSGD")
     assert code == 1 and re.search(rf"^FAILED \S+::{law}", said, re.M), said
+
+
+# -- steps that a reader makes in several files, made in a copy of the project
+
+
+def ran(folder: Path, *words: str) -> str:
+    """What Python prints in a copy of the project. Fails the test if Python fails."""
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pytest_in(folder: Path, *words: str) -> set[str]:
+    """The tests that pass in a copy of the project; all must."""
+    said = ran(folder, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *words)
+    return set(re.findall(r"^PASSED \S+::(.+)$", said, re.M))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the project."""
+    copy_project(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.ranks
+def test_the_view_is_drawn_and_the_tests_of_views_find_it(project: Path) -> None:
+    (program,) = apply_steps("Add a view", project)
+    ran(project, "-c", program)
+    assert "learning rate" in (project / "view.html").read_text()
+    passed = pytest_in(project, "tests/unit/test_views.py", "-k", "learning_rate")
+    assert {"test_every_view_draws_an_empty_and_a_recorded_run[learning_rate]",
+            "test_a_live_run_told_in_pieces_is_the_same_picture[learning_rate]"} <= passed  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_the_live_knob_is_set_on_both_hosts_and_has_a_control(project: Path) -> None:
+    apply_steps("Add a live knob", project)
+    assert len(pytest_in(project, "tests/unit/test_lr_half.py")) == 2
+    assert pytest_in(project, "tests/unit/test_controls.py", "-k", "every_knob_has_a_control and DDP-Dense")
+
+
+@pytest.mark.ranks
+def test_the_sample_is_recorded_on_both_hosts_and_read(project: Path) -> None:
+    apply_steps("Add a sample", project)
+    assert len(pytest_in(project, "tests/unit/test_largest_weight.py")) == 2
+
+
+@pytest.mark.ranks
+def test_the_task_learns_and_the_tests_of_tasks_find_it(project: Path) -> None:
+    (program,) = apply_steps("Add a task", project)
+    losses = json.loads(ran(project, "-c", program))
+    assert losses[0] > 0.5 and losses[-1] < 0.1
+    assert pytest_in(project, "tests/unit/test_tasks.py", "tests/unit/test_knobs.py", "-k", "shipped or survives")
+
+
+def test_an_insertion_needs_exactly_one_line_that_has_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text("a = 1\nb = 2\nbb = 3\n")
+    insert(file, "a =", "c = 4\n")
+    assert file.read_text() == "a = 1\nc = 4\nb = 2\nbb = 3\n"
+    for wrong, count in (("b =", 2), ("d =", 0)):
+        with pytest.raises(ValueError, match=f"{count} lines contain"):
+            insert(file, wrong, "")
 
 
 class Reduces(Strategy):
