@@ -217,6 +217,7 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_view_is_drawn_and_the_tests_of_views_find_it(project: Path) -> None:
     (program,) = apply_steps("Add a view", project)
     ran(project, "-c", program)
@@ -227,6 +228,7 @@ def test_the_view_is_drawn_and_the_tests_of_views_find_it(project: Path) -> None
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_live_knob_is_set_on_both_hosts_and_has_a_control(project: Path) -> None:
     apply_steps("Add a live knob", project)
     assert len(pytest_in(project, "tests/unit/test_lr_half.py")) == 2
@@ -234,12 +236,14 @@ def test_the_live_knob_is_set_on_both_hosts_and_has_a_control(project: Path) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_sample_is_recorded_on_both_hosts_and_read(project: Path) -> None:
     apply_steps("Add a sample", project)
     assert len(pytest_in(project, "tests/unit/test_largest_weight.py")) == 2
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_task_learns_and_the_tests_of_tasks_find_it(project: Path) -> None:
     (program,) = apply_steps("Add a task", project)
     losses = json.loads(ran(project, "-c", program))
