@@ -27,9 +27,9 @@ def told(world: Any) -> str:
             gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
             where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
             lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
-    for what, here in world._gathered.items():
-        gone = [r for r in range(world.first) if r not in here]
-        lines.append(f"  {_ranks(sorted(here))} {_wait(list(here))} to {what} together with {_ranks(gone)}")
+    for (what, group), come in world._gathered.items():
+        gone = [r for r in world.here(group) if r not in come]
+        lines.append(f"  {_ranks(sorted(come))} {_wait(list(come))} to {what} together with {_ranks(gone)}")
     for (rank, kind), waiting in world.mail.waiting.items():
         for wait in waiting:
             from_ = wait.source if wait.replayed is None else wait.replayed
