@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -126,6 +128,20 @@ def test_no_class_is_made_but_those_that_members_remember_by(name: str, kind: st
     reader = Reader(lambda n: torch.zeros(1), {__name__})
     with pytest.raises(ValueError, match=r"which is no class that a run remembers things by|has other fields"):
         reader.read({kind: name, "values": {} if kind == "object" else []})
+
+
+@pytest.mark.parametrize("module", ["workbench.rank_x", "workbench.strategiesx.mine", "workbench", "x.rank"])
+def test_a_module_whose_name_only_begins_like_a_family_is_refused(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ModuleType(module)
+    vars(there)["Known"] = type("Known", (), {"__module__": module})
+    monkeypatch.setitem(sys.modules, module, there)
+    reader = Reader(lambda n: torch.zeros(1), set())
+    with pytest.raises(ValueError, match="which is no class that a run remembers things by"):
+        reader.read({"object": f"{module}:Known", "values": {}})
+    reader = Reader(lambda n: torch.zeros(1), {module})  # a module of the run's own members
+    assert type(reader.read({"object": f"{module}:Known", "values": {}})) is vars(there)["Known"]
 
 
 def test_a_class_is_made_without_any_of_its_code() -> None:

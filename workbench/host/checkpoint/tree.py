@@ -200,7 +200,8 @@ class Reader:
 
     def _class(self, name: Any) -> type:
         module, _, path = str(name).partition(":")
-        known = module in self._modules or module.startswith(tuple(f"workbench.{room}" for room in ROOMS))
+        package, _, room = module.partition(".")
+        known = module in self._modules or (package == "workbench" and room.split(".")[0] in ROOMS)
         if known and module in sys.modules and all(part.isidentifier() for part in path.split(".")):
             try:
                 found = reduce(_inside, path.split("."), sys.modules[module])
