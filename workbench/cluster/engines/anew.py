@@ -6,6 +6,7 @@ gets a process that has run nothing, and no later run gets that process. The lab
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -54,7 +55,8 @@ def restart_soon() -> None:
 def _execute() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
-        child.kill()
+        with contextlib.suppress(psutil.Error):  # it may have ended by itself
+            child.kill()
     psutil.wait_procs(children, timeout=ENDING)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         _restore(number, stream)

@@ -191,8 +191,9 @@ class Processes:
             raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes")
         controller = self.started["controller"]
         if controller.poll() is None:
-            for child in psutil.Process(controller.pid).children(recursive=True):
-                child.kill()
+            for child in _children(controller.pid):
+                with contextlib.suppress(psutil.Error):  # it may have ended by itself
+                    child.kill()
             controller.kill()
             controller.wait(5)
         for file in written:
@@ -202,9 +203,10 @@ class Processes:
     def note_children(self) -> None:
         """Notes the controller's own children, so that they are found even if the controller is gone."""
         noted = {p[0] for p in self.place.state["processes"]}
-        for child in psutil.Process(self.started["controller"].pid).children(recursive=True):
+        for child in _children(self.started["controller"].pid):
             if child.pid not in noted:
-                self.place.add_process([child.pid, child.create_time()], "controller's child")
+                with contextlib.suppress(psutil.Error):
+                    self.place.add_process([child.pid, child.create_time()], "controller's child")
 
     def check(self) -> None:
         """Raises ClusterError with the tail of its log if a process has ended."""
@@ -247,6 +249,13 @@ def _living(place: Place) -> dict[int, psutil.Process]:
     return found
 
 
+def _children(pid: int) -> list[psutil.Process]:
+    """A process's children and theirs; none if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
 def _signal(processes: dict[int, psutil.Process], what: int) -> None:
     for process in processes.values():
         try:
@@ -274,8 +283,9 @@ def memory(place: Place) -> dict[str, float]:
     out = {}
     for pid, created, what in place.state.get("processes", []):
         if alive([pid, created]):
-            info = psutil.Process(int(pid)).memory_full_info()
-            out[f"{what} ({int(pid)})"] = getattr(info, "pss", info.rss) / 1e6
+            with contextlib.suppress(psutil.Error):  # it may end at any moment
+                info = psutil.Process(int(pid)).memory_full_info()
+                out[f"{what} ({int(pid)})"] = getattr(info, "pss", info.rss) / 1e6
     return out
 
 

@@ -1,0 +1,85 @@
+"""A process may end by itself between two looks at it. Then the lab goes on without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from workbench.cluster.engines import anew
+from workbench.cluster.processes import processes as module
+from workbench.cluster.processes.place import Place, this_process
+from workbench.cluster.processes.processes import Processes, memory
+
+GONE = 2**22 + 1  # more than the largest pid
+
+
+class Ended:
+    """A child that has ended since it was found."""
+
+    pid = GONE
+
+    def kill(self) -> None:
+        raise psutil.NoSuchProcess(GONE)
+
+    def create_time(self) -> float:
+        raise psutil.NoSuchProcess(GONE)
+
+    def children(self, recursive: bool) -> list[Ended]:
+        return [Ended()]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path))
+    return Place.new("ended")
+
+
+def test_memory_leaves_out_a_process_that_ends_while_it_is_looked_at(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "alive", lambda process: True)
+    place.add_process([GONE, 1.0], "engine 0")
+    place.add_process(this_process(), "engine 1")
+    mine = int(this_process()[0])
+    assert list(found := memory(place)) == [f"engine 1 ({mine})"] and found[f"engine 1 ({mine})"] > 1
+
+
+@pytest.mark.parametrize("who", ["the controller", "its child"])
+def test_a_controller_or_its_child_that_has_ended_is_not_noted(
+    who: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Processes(place)
+    made.started["controller"] = SimpleNamespace(pid=GONE)
+    if who == "its child":
+        monkeypatch.setattr(psutil, "Process", lambda pid=None: Ended())
+    made.note_children()
+    assert place.state["processes"] == []
+
+
+def test_another_controller_starts_although_a_child_of_the_last_one_has_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, did = Processes(place), list[str]()
+    made.started["controller"] = SimpleNamespace(
+        pid=GONE, poll=lambda: None, kill=lambda: did.append("kill"), wait=lambda timeout: None
+    )
+    monkeypatch.setattr(psutil, "Process", lambda pid=None: Ended())
+    monkeypatch.setattr(made, "_start_controller", lambda: did.append("start"))
+    made._another_controller([])
+    assert did == ["kill", "start"]
+
+
+def test_an_engine_restarts_although_a_child_of_its_own_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[Any] = []
+    monkeypatch.setattr(psutil, "Process", lambda pid=None: Ended())
+    monkeypatch.setattr(psutil, "wait_procs", lambda children, timeout: came.append(len(children)))
+    for name in ("set_inheritable", "chdir"):
+        monkeypatch.setattr(anew.os, name, lambda *_: None)
+    monkeypatch.setattr(anew, "_restore", lambda *_: None)
+    monkeypatch.setattr(anew.os, "execve", lambda program, *_: came.append(program))
+    anew._execute()
+    assert came == [1, anew.sys.executable]
