@@ -30,7 +30,7 @@ def pieces(image: Image) -> list[list[tuple[str, Tensor]]]:
 
 
 def _cut(values: Tensor, sizes: list[tuple[int, ...]]) -> Iterator[Tensor]:
-    for part, shape in zip(values.split([torch.Size(s).numel() for s in sizes]) if sizes else (), sizes, strict=True):
+    for part, shape in zip(values.split([torch.Size(s).numel() for s in sizes]), sizes, strict=True):
         yield part.view(shape)
 
 
