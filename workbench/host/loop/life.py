@@ -212,8 +212,8 @@ class Life(Outliving, Ordering, Holding):
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
 
     async def _settle_in_step(self) -> None:
-        """All ranks are at the same step, if they keep one in common: what some rank has unfrozen joins."""
-        if self.experiment.strategy.lockstep:
+        """What some rank has unfrozen joins, if ranks keep a step in common and have not agreed on it in that step."""
+        if self.experiment.strategy.lockstep and not self.usage.settled:
             await settle(self)
 
     async def _caught_up(self) -> None:
