@@ -36,7 +36,8 @@ def describe(joins: dict[str, Any]) -> str:
     text = (f"{len(rounds)} rounds: in {every['went on']} the survivors trained on, {every['ended']} ended with a "
             f"documented error, {every['wrong']} were wrong.{missing} {len(late)} faults came too late. "
             f"In {empty} rounds the two ranks had no connection to cut. "
-            f"In {below} rounds some means lay below the range, and none above. These count as passed. "
+            f"In {below} rounds some means lay below the range, and none above. These count as trained on; with both "
+            f"ends of the range as limits they would be wrong. The limit was changed after the first such rounds. "
             f'With `on_death="replace"` four ranks train from the start; the undisturbed runs begin with two.\n'
             )  # fmt: skip
     settings = {one["setting"]: one["setting"] for one in rounds}
