@@ -35,8 +35,8 @@ ON_STEP = {
 UNFREEZE = [(name, when) for name, cls in SHIPPED.items() if name != "TorchFSDP" for when in ON_STEP
             if when == "all ranks" or fitting(cls, RANKS).trains(1, RANKS)]  # fmt: skip
 UNFREEZE_SIMULATED = [(name, when) for name, when in UNFREEZE if not SHIPPED[name].opaque]
-# Ranks, or a server that goes a share of the way at a time, come closer to one value without end.
-APPROACH = ("AsyncDrop", "DABMD", "EASGD", "ShadowEASGD", "ShadowSync", "TEASQFed")
+# Ranks that come closer to one value without end; the server of TEASQFed goes a share of the way with each mixing.
+APPROACH = ("DABMD", "EASGD", "ShadowEASGD", "ShadowSync", "TEASQFed")
 FREEZE = [(name,) for name in SHIPPED if name != "TorchFSDP"]
 
 
