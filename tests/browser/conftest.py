@@ -1,4 +1,4 @@
-"""A real JupyterLab and a headless Chromium for the browser tests."""
+"""Fixtures of the browser tests: a real JupyterLab and a headless Chromium."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 ARTEFACTS = ROOT / "artefacts"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-PATIENT = 120  # seconds for whatever is waited for: others may keep the machine busy
+PATIENT = 120  # seconds, enough for a busy machine
 FAILED = pytest.StashKey[bool]()
 PLACES = {
     "JUPYTER_CONFIG_DIR": "config",
@@ -35,7 +35,7 @@ PLACES = {
 
 
 class Jupyter(NamedTuple):
-    """A running JupyterLab: where it answers, its token, its notebooks' folder and where labs put their runs."""
+    """A running JupyterLab: its address, its token, its notebooks' folder and the folder of labs' runs."""
 
     url: str
     token: str
@@ -44,24 +44,24 @@ class Jupyter(NamedTuple):
 
 
 def private(tmp: Path) -> dict[str, str]:
-    """An environment in which Jupyter, IPython and the workbench keep everything under `tmp`."""
+    """Returns an environment in which Jupyter, IPython and the workbench keep all files under `tmp`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, **{k: str(tmp / v) for k, v in PLACES.items()}, "PYTHONPATH": path}
 
 
 @pytest.fixture
 def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
-    """JupyterLab with its token on, in a temporary folder with copies of the notebooks."""
+    """JupyterLab with a token, in a temporary folder with copies of the notebooks."""
     with served(tmp_path) as found:
         yield found
 
 
 @contextmanager
 def served(tmp_path: Path, app: str = "jupyterlab") -> Iterator[Jupyter]:
-    """The same for as long as one likes: several tests may share it. app: the module, which "notebook" may be as well.
-
-    Kernels are spoken to through files, whose paths must be short: ports are chosen long before they are taken, and
-    where another process has one by then, a kernel dies of it (seen once in 36 tests).
+    """Yields a JupyterLab that several tests may share. app: the module, "jupyterlab" or "notebook".
+    Kernels communicate through files, whose paths must be short. They do not use ports: Jupyter chooses ports long
+    before
+    it binds them, and a kernel dies if another process takes one in between (seen once in 36 tests).
     """
     with tempfile.TemporaryDirectory(prefix="jupyter-", dir="/tmp") as runtime:
         yield from _served(tmp_path, runtime, app)
@@ -91,14 +91,14 @@ def _served(tmp_path: Path, runtime: str, app: str) -> Iterator[Jupyter]:
 
 
 def _quiet(config: Path) -> None:
-    """Switches off the question about news, which would lie over the notebook."""
+    """Switches off the question about news, which would cover the notebook."""
     (config / "labconfig").mkdir(parents=True)
     off = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
     (config / "labconfig" / "page_config.json").write_text(json.dumps(off))
 
 
 def _answers(said: Path, server: subprocess.Popen[bytes], log: Path) -> str:
-    """Waits until the server answers; returns its address, which it says in a file once it has chosen a port."""
+    """Waits until the server answers; returns its address, which it writes to a file with its chosen port."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
@@ -113,13 +113,13 @@ def _answers(said: Path, server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def patient(page: Any) -> Any:
-    """`page`, which waits longer for what it is to wait for than it does by itself."""
+    """Returns `page` with a longer default timeout."""
     page.set_default_timeout(1000 * PATIENT)
     return page
 
 
 class Sheet:
-    """A notebook open in JupyterLab, as a person handles it."""
+    """A notebook open in JupyterLab, used as by a person."""
 
     def __init__(self, page: Any, jupyter: Jupyter) -> None:
         self.page = patient(page)
@@ -132,7 +132,7 @@ class Sheet:
         self.ready(side_bar)
 
     def ready(self, side_bar: bool = False) -> None:
-        """Waits until the notebook is there and its kernel is connected: keys pressed earlier are lost."""
+        """Waits until the notebook is open and its kernel connected, because earlier key presses are lost."""
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         if not side_bar and self.page.locator("#jp-left-stack").is_visible():
             self.page.keyboard.press("Control+b")
@@ -143,7 +143,7 @@ class Sheet:
         self.page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]")
 
     def _same_kernel(self) -> None:
-        """Now and then JupyterLab asks a second tab for a kernel; a person takes the one that the first tab has."""
+        """Selects the first tab's kernel if JupyterLab asks a second tab for one, as it sometimes does."""
         dialog = self.page.locator("dialog.jp-Dialog")
         running = [label for label in dialog.locator("option").all_inner_texts() if label.startswith(self.name)]
         if running:
@@ -166,10 +166,10 @@ class Sheet:
             cell.locator(".cm-content").click()
             self.page.keyboard.press(keys)
             pressed = time.monotonic()
-            end = pressed + 150  # a lab's engines start at low priority, beside whatever else is tested
+            end = pressed + 150  # a lab's engines start at low priority next to other tests
             while (now := prompt.inner_text()) in (before, "[*]:"):
                 assert time.monotonic() < end, f"the cell was not run: {now}"
-                if now == before and time.monotonic() > pressed + 20:  # a page that was still busy has lost the key
+                if now == before and time.monotonic() > pressed + 20:  # a busy page has lost the key
                     cell.locator(".cm-content").click()
                     self.page.keyboard.press(keys)
                     pressed = time.monotonic()
@@ -200,18 +200,18 @@ class Sheet:
         self.page.wait_for_timeout(1500)
 
     def control(self, path: str) -> Any:
-        """The row of the control of one knob."""
+        """Returns the row of the control of one knob."""
         return self.page.locator(f".twb-row[data-path='{path}']").first
 
     def button(self, name: str) -> Any:
         return self.page.locator(".twb-transport").get_by_role("button", name=re.compile(name)).first
 
     def state(self, text: str, timeout: float = PATIENT) -> None:
-        """Waits until the line beside the buttons says `text`."""
+        """Waits until the line next to the buttons contains `text`."""
         self.page.locator(".twb-state", has_text=text).first.wait_for(timeout=timeout * 1000)
 
     def step(self) -> int:
-        """The step that the line beside the buttons names; -1 before the first."""
+        """Returns the step in the line next to the buttons; -1 before the first."""
         found = re.search(r"step (\d+)", self.page.locator(".twb-state").first.inner_text())
         return int(found.group(1)) if found else -1
 
@@ -243,7 +243,7 @@ def sheet(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
 
 @contextmanager
 def opened(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
-    """The same for as long as one likes."""
+    """Yields a Sheet on a browser page that several tests may share."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     api = pytest.importorskip("playwright.sync_api")
@@ -255,7 +255,7 @@ def opened(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
         page.on("pageerror", lambda error: said.append(f"page error: {error}"))
         found = Sheet(page, jupyter)
         yield found
-        if request.node.stash.get(FAILED, False):  # what it looked like is gone a moment later
+        if request.node.stash.get(FAILED, False):  # the page is gone a moment later
             found.shot(f"failed-{request.node.name}")
             print(*said[-40:], (jupyter.folder.parent / "jupyter.log").read_text()[-3000:], sep="\n")
         browser.close()

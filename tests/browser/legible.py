@@ -1,4 +1,4 @@
-"""Is the text of a page large enough, and does it stand out? Asked of the page itself. Disabled controls are exempt."""
+"""Checks on the page itself that texts are large enough and have enough contrast. Disabled controls are exempt."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SCRIPT = """(root) => {
 
 
 def texts(page: Any, root: str = ".twb") -> list[tuple[str, float, float]]:
-    """(text, size in px, contrast) of every visible text under `root`."""
+    """Returns (text, size in px, contrast) of every visible text under `root`."""
     return [tuple(t) for t in page.evaluate(SCRIPT, root)]
 
 
 def hard_to_read(page: Any, root: str = ".twb") -> list[tuple[str, float, float]]:
-    """The texts under 14 px or with a contrast under 4.5, WCAG's level AA."""
+    """Returns the texts under 14 px or with a contrast under 4.5, WCAG's level AA."""
     return [t for t in texts(page, root) if t[1] < 14 or t[2] < 4.5]
 
 CUT = """(root) => [...document.querySelectorAll(`${root}, ${root} *`)].filter((e) => {
@@ -65,10 +65,10 @@ TOUCHING = """(selector) => {
 
 
 def cut_off(page: Any, root: str) -> list[str]:
-    """What is wider than its box under `root`; what may scroll by itself (data tables, code) is exempt."""
+    """Returns elements under `root` wider than their box, except those that scroll (data tables, code)."""
     return list(page.evaluate(CUT, root))
 
 
 def touching(page: Any, selector: str) -> list[str]:
-    """Pairs of texts that lie on each other, among the visible elements that `selector` names."""
+    """Returns pairs of overlapping texts among the visible elements that match `selector`."""
     return list(page.evaluate(TOUCHING, selector))

@@ -1,4 +1,4 @@
-"""A lab without ranks for a notebook's cell: all its handles work, and its run is made up."""
+"""A lab without ranks for a notebook's cell: all its controls work, and its run is synthetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.settings import Change
 
 
 class Still(StillLab):
-    """Changes are applied at once; `end` ends the run."""
+    """Applies changes at once; `end` ends the run."""
 
     name = "still"
 
@@ -24,7 +24,7 @@ class Still(StillLab):
         return done
 
     def hang(self, what: str = "rank 2 has been in forward of step 41 for 12 s; 0, 1, 3 wait in all_reduce") -> None:
-        """A rank hangs; "": no more."""
+        """Reports a hang with the text `what`; "" ends it."""
         self.notes[:] = [what] if what else []
         if self.run_now:
             self.run_now._control = SimpleNamespace(holdup=what, standing=[])  # type: ignore[assignment]
@@ -36,7 +36,7 @@ class Still(StillLab):
 
 
 def still() -> Still:
-    """A lab that is training: 220 steps of 4 ranks, with two changes and a slow rank."""
+    """Returns a training lab: 220 steps of 4 ranks, with two changes and a slow rank."""
     run: Run = recorded(steps=220, slow=(2, "backward", 1.5), slow_from=160)
     run.live = True
     return Still(run, "running")

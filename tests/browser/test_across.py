@@ -1,4 +1,4 @@
-"""Runs whose model lies on several ranks, on the page: stages, slices and shards, in two sizes, light and dark."""
+"""Shows runs with stages, slices and shards on the page, in two sizes, light and dark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.browser
 TASK = ByteGPT(layers=4)
-RUNS = {  # what lies how at the end: a dashboard shows the last steps, and each run changes once
+RUNS = {  # the layout at the end of each run, which the dashboard shows; each run changes once
     "pipeline": (Whole(), Change(4, "partition", Pipeline(stages=2))),
     "tensor": (Pipeline(stages=2), Change(4, "partition", Tensor(ways=2))),
     "zero": (Whole(), Change(4, "strategy", ZeRO3())),
@@ -32,7 +32,7 @@ LEGEND = "[...document.querySelectorAll('[data-view=timeline] .wb-legend li')].f
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Sheet]:
-    """A notebook whose second cell shows the next of the runs, each time that it is run."""
+    """A notebook whose second cell shows the next of the runs each time it runs."""
     with served(tmp_path_factory.mktemp("across")) as jupyter, opened(jupyter, request) as sheet:
         for name, (way, change) in RUNS.items():
             link = Fabric(link=Link(bandwidth=300.0))
@@ -47,7 +47,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 def seen(sheet: Sheet) -> dict[str, Any]:
-    """What a person has before them: the views from top to bottom, the timeline's legend, the texts."""
+    """Returns what the page shows: the views from top to bottom, the timeline's legend, the texts."""
     sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws > 0")
     sheet.page.wait_for_timeout(1500)
     return dict(sheet.page.evaluate(f"""() => ({{
@@ -59,7 +59,7 @@ def seen(sheet: Sheet) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_how_a_model_lies_is_seen_and_nothing_is_cut_off(page: Sheet, name: str) -> None:
+def test_the_layout_of_a_model_is_shown_and_nothing_is_cut_off(page: Sheet, name: str) -> None:
     page.page.set_viewport_size({"width": 1440, "height": 900})
     page.run("next(shown)", keys="Control+Enter")
     found = seen(page)

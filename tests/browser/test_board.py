@@ -1,4 +1,4 @@
-"""The board in real Chromium: what the page drew is what the record holds, live, after a reload and from a file."""
+"""Checks in Chromium that the board draws exactly the record: live, after a reload and from a file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def browser() -> Iterator[Any]:
 
 
 class Bridge:
-    """A Board and a page that talk to each other without Jupyter between them."""
+    """A Board and a page that exchange messages without Jupyter between them."""
 
     def __init__(self, browser: Any, folder: Path, run: Run) -> None:
         self.board = Board(run)
@@ -61,7 +61,7 @@ class Bridge:
         self.page.goto(file.as_uri())
 
     def settle(self, ms: int = 1500) -> None:
-        """Lets both sides talk for a while."""
+        """Exchanges messages for `ms` milliseconds."""
         for _ in range(ms // 50):
             for said in self.heard:
                 self.board._hear(None, said, [])
@@ -77,14 +77,14 @@ class Bridge:
         assert self.troubles == []
 
     def until(self, so: Callable[[], Any], what: str = "") -> None:
-        """Lets both sides talk until it is `so`."""
+        """Exchanges messages until `so()` holds."""
         end = time.monotonic() + PATIENT
         while not so():
             assert time.monotonic() < end, what or "not in time"
             self.settle(200)
 
     def drawn(self, *views: str) -> None:
-        """Lets both sides talk until these views (or all with a figure) have been drawn."""
+        """Exchanges messages until these views (default: all with a figure) have been drawn."""
         wanted = views or ("timeline", "loss", "ranks", "bytes", "drift")
         self.until(lambda: all(self.fact(view, "draws") for view in wanted), "not drawn in time")
         self.settle(500)
@@ -103,7 +103,7 @@ def part(whole: Run, until: float, live: Run, since: float = -1.0) -> None:
         live.timeline.table(kind).extend(rows[(t > since) & (t <= until)].columns)
 
 
-def test_the_page_draws_what_comes_and_a_reload_shows_it_from_the_first_step(browser: Any, tmp_path: Path) -> None:
+def test_the_page_draws_new_rows_and_a_reload_shows_them_from_the_first_step(browser: Any, tmp_path: Path) -> None:
     whole, live = recorded(steps=130, ranks=3), Run({"ranks": 3}, live=True)
     end = float(whole.timeline.spans.rows().t1.max())
     part(whole, end / 2, live)
@@ -127,7 +127,7 @@ def test_the_page_draws_what_comes_and_a_reload_shows_it_from_the_first_step(bro
     assert bridge.fact("loss", "marks") == ["LocalSGD"] and bridge.fact("timeline", "newest-step") == 129
 
 
-def test_a_hidden_board_is_sent_nothing_and_goes_on_when_it_is_back(browser: Any, tmp_path: Path) -> None:
+def test_a_hidden_board_receives_nothing_and_catches_up_when_shown(browser: Any, tmp_path: Path) -> None:
     whole, live = recorded(steps=60, ranks=2), Run({"ranks": 2}, live=True)
     part(whole, 3.0, live)
     bridge = Bridge(browser, tmp_path, live)
@@ -140,7 +140,7 @@ def test_a_hidden_board_is_sent_nothing_and_goes_on_when_it_is_back(browser: Any
     bridge.until(lambda: bridge.fact("timeline", "newest-step") == 59)
 
 
-def test_a_step_can_be_held_still_and_is_named_under_the_pointer(browser: Any, tmp_path: Path) -> None:
+def test_a_step_can_be_held_and_the_pointer_shows_its_number(browser: Any, tmp_path: Path) -> None:
     run = recorded(steps=80, ranks=2)
     bridge = Bridge(browser, tmp_path, run)
     bridge.drawn("timeline")
@@ -221,7 +221,7 @@ def test_a_report_opens_from_disk_and_shows_the_run(
     )
 
 
-def test_a_page_whose_greeting_is_lost_still_shows_a_run_that_is_over(browser: Any, tmp_path: Path) -> None:
+def test_a_page_whose_first_message_is_lost_still_shows_a_finished_run(browser: Any, tmp_path: Path) -> None:
     bridge = Bridge(browser, tmp_path, recorded(steps=40, ranks=2))
     bridge.drawn("timeline", "loss")
     bridge.page.reload()

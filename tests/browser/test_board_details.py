@@ -1,4 +1,4 @@
-"""Details of the board in real Chromium: names that do not overlap, axes only for what there is, boxes by keyboard."""
+"""Tests details of the board in Chromium: names that do not overlap, needed axes only, boxes by keyboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 
 
 def crowded() -> Run:
-    """Two ranks whose three transfers of a step overlap in time: several collectives are on the way at once."""
+    """Returns a run of two ranks whose three transfers of a step overlap in time."""
     run = Run({"ranks": 2}, name="crowded")
     for step in range(8):
         t = 0.1 + 0.1 * step
@@ -32,7 +32,7 @@ def crowded() -> Run:
     return run
 
 
-def test_names_of_transfers_that_overlap_do_not_lie_on_each_other(browser: Any, tmp_path: Path) -> None:
+def test_names_of_overlapping_transfers_do_not_overlap(browser: Any, tmp_path: Path) -> None:
     bridge = Bridge(browser, tmp_path, crowded())
     bridge.drawn("timeline")
     written = bridge.page.evaluate("document.querySelector('[data-view=timeline] canvas').written")
@@ -44,7 +44,7 @@ def test_names_of_transfers_that_overlap_do_not_lie_on_each_other(browser: Any, 
         assert all(a[1] <= b[0] for a, b in pairwise(sorted(row)))
 
 
-def test_axes_are_there_for_what_was_measured_only(browser: Any, tmp_path: Path) -> None:
+def test_only_measured_quantities_have_axes(browser: Any, tmp_path: Path) -> None:
     author = Author(TOPK)
     author.steps(30, SLOW)
     bridge = Bridge(browser, tmp_path, author.run)
@@ -56,7 +56,7 @@ def test_axes_are_there_for_what_was_measured_only(browser: Any, tmp_path: Path)
     assert "appears here" in empty.inner_text() and not empty.locator(".wb-chart").is_visible()
 
 
-def test_boxes_are_reached_by_keyboard_and_named(browser: Any, tmp_path: Path) -> None:
+def test_boxes_are_reached_and_described_by_keyboard(browser: Any, tmp_path: Path) -> None:
     run = recorded(steps=60, ranks=2)
     bridge = Bridge(browser, tmp_path, run)
     bridge.drawn("timeline")
@@ -75,7 +75,7 @@ def test_boxes_are_reached_by_keyboard_and_named(browser: Any, tmp_path: Path) -
     assert not tip.is_visible()
 
 
-def test_a_box_is_pinned_by_enter_said_in_a_sentence_and_let_go_by_escape(browser: Any, tmp_path: Path) -> None:
+def test_enter_pins_a_box_and_describes_it_and_escape_releases_it(browser: Any, tmp_path: Path) -> None:
     bridge = Bridge(browser, tmp_path, recorded(steps=60, ranks=2))
     bridge.drawn("timeline")
     frame, page = bridge.page.locator("[data-view=timeline] .wb-frame"), bridge.page
@@ -97,7 +97,7 @@ def test_a_box_is_pinned_by_enter_said_in_a_sentence_and_let_go_by_escape(browse
     held = bridge.fact("timeline", "first-step")
     page.locator("[data-view=timeline] [type=number]").focus()
     bridge.settle(300)
-    assert tip.is_visible() and "pinned" in tip.inner_text()  # it stays named when the focus is elsewhere
+    assert tip.is_visible() and "pinned" in tip.inner_text()  # the tip stays when the focus moves elsewhere
     frame.focus()
     press("PageUp")
     assert bridge.fact("timeline", "first-step") == held - 1
@@ -109,7 +109,7 @@ def test_a_box_is_pinned_by_enter_said_in_a_sentence_and_let_go_by_escape(browse
     assert page.evaluate("document.activeElement.closest('.wb-tools') !== null")
 
 
-def test_a_rank_is_set_off_by_its_name_in_the_legend(browser: Any, tmp_path: Path) -> None:
+def test_a_ranks_name_in_the_legend_highlights_it(browser: Any, tmp_path: Path) -> None:
     bridge = Bridge(browser, tmp_path, recorded(steps=60, ranks=3))
     bridge.drawn("loss")
     shown = """() => document.querySelector('[data-view=loss] .wb-chart').data

@@ -1,4 +1,4 @@
-"""Cards and rates in real Chromium: no column cut off, and one number under the pointer and in the table."""
+"""Tests cards and rates in Chromium: no column is cut off; pointer and table show the same number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHERE = """([t, rank]) => {
 }"""
 
 
-def test_a_rate_is_the_same_under_the_pointer_and_in_the_table_and_is_the_links(browser: Any, tmp_path: Path) -> None:
+def test_pointer_and_table_show_the_links_rate(browser: Any, tmp_path: Path) -> None:
     late = (Slow(rank=1, factor=3.0, phase="forward"),)
     run = simulate(paced(3, 8, 60.0, 100.0, task=stack(4, 300), faults=late, eval_every=0))
     bridge = Bridge(browser, tmp_path, run)

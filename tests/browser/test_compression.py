@@ -1,4 +1,4 @@
-"""The compression panels in real Chromium: there when something is compressed, legible in light and dark."""
+"""Tests the compression panels in Chromium: shown when ranks compress, legible in light and dark."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ TITLES = """[...document.querySelectorAll('.wb-chart')].flatMap((chart) => {
 })"""
 
 
-def test_where_it_is_narrow_no_title_of_an_axis_lies_on_its_neighbour_and_no_column_is_cut_off(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_on_a_narrow_page_no_axis_titles_overlap_and_no_column_is_cut_off(browser: Any, tmp_path: Path) -> None:
     """A dashboard leaves charts 530 pixels of a page of 1024."""
     e = Experiment(task=ByteGPT(layers=1, width=32, context=32), ranks=2, steps=60, pace=20, measure_every=2,
                    compressor=TopK(), fabric=Fabric(link=Link(bandwidth=1, latency=0.5)), bucket_mb=0.05)  # fmt: skip

@@ -1,6 +1,5 @@
-"""The main job in a real browser: Start, controls moved by mouse and keys while real ranks train, stop, reload.
-
-What the page says it drew is compared with the run directory that the ranks wrote.
+"""Tests the main job in a browser: start, change controls by mouse and keys, stop, reload.
+Real ranks train. The test compares the facts of the drawn page with the run directory that the ranks wrote.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ DRAWN = ("compute", "comm", "wait", "codec", "port", "eval", "switch")  # lanes 
 
 
 def drawn(sheet: Sheet, view: str, name: str) -> Any:
-    """A fact that the page keeps of what it drew."""
+    """Returns a fact that the page keeps about its drawing."""
     return json.loads(sheet.page.locator(f"[data-view={view}]").first.get_attribute(f"data-{name}") or "null")
 
 
 def applied(sheet: Sheet, text: str) -> int:
-    """Waits until a change is listed as applied; returns the step."""
+    """Waits until the page lists a change as applied; returns the step."""
     item = sheet.page.locator(".twb-request[data-state=applied]", has_text=text).first
     item.wait_for()
     return int(item.locator(".twb-said").inner_text().rpartition(" ")[2])
 
 
 def by_mouse(sheet: Sheet, path: str, share: float) -> str:
-    """Drags a slider's thumb to a share of its length; returns the value that the box beside it shows."""
+    """Drags a slider's thumb to a share of its length; returns the value in the box next to it."""
     slider = sheet.control(path).locator(".twb-slider")
     slider.scroll_into_view_if_needed()
     box = slider.bounding_box()
@@ -48,7 +47,7 @@ def by_mouse(sheet: Sheet, path: str, share: float) -> str:
 
 
 def by_keys(sheet: Sheet, path: str, *keys: str) -> str:
-    """Presses keys on a slider; returns the value that the box beside it shows."""
+    """Presses keys on a slider; returns the value in the box next to it."""
     slider = sheet.control(path).locator(".twb-slider")
     slider.focus()
     for key in keys:
@@ -57,7 +56,7 @@ def by_keys(sheet: Sheet, path: str, *keys: str) -> str:
 
 
 def typed(sheet: Sheet, path: str, text: str) -> None:
-    """Types into the box of a control, reached by Tab from its slider's neighbour, and presses Enter."""
+    """Types into the box of a control and presses Enter."""
     sheet.control(path).locator(".twb-entry").focus()
     sheet.page.keyboard.press("Control+a")
     sheet.page.keyboard.type(text)
@@ -65,7 +64,7 @@ def typed(sheet: Sheet, path: str, text: str) -> None:
 
 
 def lettered(sheet: Sheet, path: str, text: str) -> None:
-    """Chooses by typing the first letters; again where a busy page was so slow that they began a new word."""
+    """Chooses by typing the first letters; retries if a busy page took them for separate words."""
     select = sheet.control(path).locator("select")
     select.focus()
     for _ in range(5):
@@ -77,15 +76,14 @@ def lettered(sheet: Sheet, path: str, text: str) -> None:
 
 
 def recorded(sheet: Sheet) -> Run:
-    """The one run directory there is."""
+    """Opens the only run directory."""
     (path,) = (sheet.jupyter.data / "training-workbench" / "runs").iterdir()
     return Run.open(path)
 
 
 def compare_with_record(sheet: Sheet, run: Run, *, fresh: bool) -> None:
-    """Marks, loss points and spans on the page against the record.
-
-    The page counts the spans it ever drew: on a fresh page, those of the steps it shows and what lies between them.
+    """Compares marks, loss points and spans on the page with the record.
+    The page counts the spans that it drew. On a fresh page these are the spans of the shown steps and between them.
     """
     samples = run.samples
     losses = [int(((samples.name == "loss") & (samples["rank"] == r)).sum()) for r in range(4)]
@@ -111,7 +109,7 @@ def compare_with_record(sheet: Sheet, run: Run, *, fresh: bool) -> None:
 
 
 def steer(sheet: Sheet) -> None:
-    """Moves strategy, bucket and ratio by mouse and by keyboard while the ranks train."""
+    """Changes strategy, bucket and ratio by mouse and by keyboard while the ranks train."""
     typed(sheet, "pace", "60")
     assert applied(sheet, "pace = 60") > 0
     typed(sheet, "fabric.link.bandwidth", "300")
@@ -136,7 +134,7 @@ def steer(sheet: Sheet) -> None:
 
 
 def refused(sheet: Sheet) -> None:
-    """A wrong entry is answered beside its control, and nothing changes."""
+    """Checks that an invalid entry shows an error next to its control, and nothing changes."""
     typed(sheet, "bucket_mb", "0")
     error = sheet.control("bucket_mb").locator(".twb-error")
     error.wait_for()
@@ -146,7 +144,7 @@ def refused(sheet: Sheet) -> None:
 
 
 def legible_in_both_themes(sheet: Sheet) -> None:
-    """Handles and charts have texts of 14 px at least that stand out, in the light theme and in the dark one."""
+    """Checks that controls and charts have legible texts of at least 14 px in both themes."""
     assert len(texts(sheet.page)) > 40
     assert hard_to_read(sheet.page) == []
     sheet.theme("JupyterLab Dark")
@@ -159,11 +157,11 @@ def again(sheet: Sheet) -> None:
     """Reloads the page and runs the dashboard's cell."""
     sheet.page.reload()
     sheet.ready()
-    sheet.run("lab = Lab(ranks=4)", keys="Control+Enter")  # Shift+Enter would scroll on to the next cell
+    sheet.run("lab = Lab(ranks=4)", keys="Control+Enter")  # Shift+Enter would scroll to the next cell
     sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws")
 
 
-def test_a_person_starts_steers_stops_and_comes_back(sheet: Sheet) -> None:
+def test_a_person_starts_changes_stops_and_reloads_a_run(sheet: Sheet) -> None:
     sheet.open("00_first_run.ipynb")
     sheet.run("lab = Lab(ranks=4)")
     sheet.control("strategy").wait_for()

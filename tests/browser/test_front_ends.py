@@ -1,4 +1,4 @@
-"""The dashboard where else people are: docked beside a notebook, in Notebook 7, as VS Code renders it."""
+"""Tests the dashboard in other front ends: docked next to a notebook, in Notebook 7, in VS Code's renderer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def notebook(folder: Path, *cells: str) -> None:
 
 
 def used(page: Any) -> None:
-    """Draws, is steered, and its boxes are walked along by keyboard."""
+    """Checks that the dashboard draws, its controls work, and the keyboard reaches its boxes."""
     page.wait_for_function(DRAWN)
     assert "running" in page.locator(".twb-state").first.inner_text()
     row = page.locator(".twb-row[data-path='bucket_mb']").first
@@ -63,7 +63,7 @@ def used(page: Any) -> None:
 
 
 def looked_at(page: Any) -> None:
-    """The bar lies above the charts, whatever styles of boxes a front end brings; nothing is cut off."""
+    """Checks that the bar is above the charts in every front end's styles and nothing is cut off."""
     bar, charts = (page.locator(name).first.bounding_box() for name in (".twb-transport", ".wb-board"))
     assert bar["y"] + bar["height"] <= charts["y"] + 1 and bar["width"] >= charts["width"]
     assert cut_off(page, ".twb-dashboard") == []
@@ -71,7 +71,7 @@ def looked_at(page: Any) -> None:
 
 @contextmanager
 def paged(*, width: int = 1440, height: int = 900) -> Iterator[Any]:
-    """A page of a browser of its own, which must meet no error."""
+    """Yields a page of its own browser; fails if the page reports an error."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     api = pytest.importorskip("playwright.sync_api")
@@ -90,7 +90,7 @@ def kept(page: Any, name: str) -> None:
     page.screenshot(path=ARTEFACTS / f"front-{name}.png")
 
 
-def test_it_is_docked_beside_the_notebook_and_stays_in_sight(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_docked_dashboard_stays_visible_next_to_the_notebook(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("sidecar")
     with served(tmp_path) as jupyter, opened(jupyter, request) as sheet:
         notebook(jupyter.folder, f"{SHOWN}\ndashboard.dock()", *["# more to read\n" * 40] * 3)
@@ -99,7 +99,7 @@ def test_it_is_docked_beside_the_notebook_and_stays_in_sight(tmp_path: Path, req
         sheet.run("dashboard.dock()", keys="Control+Enter")
         panel = sheet.page.locator(".twb-dashboard:not(.jp-NotebookPanel *)")
         panel.wait_for()
-        assert sheet.page.locator(".twb-dashboard").count() == 1  # in the panel alone
+        assert sheet.page.locator(".twb-dashboard").count() == 1  # only in the panel
         used(sheet.page)
         sheet.page.locator(".jp-CodeCell").last.scroll_into_view_if_needed()
         assert panel.is_visible() and sheet.page.locator(".jp-NotebookPanel").first.is_visible()
@@ -114,7 +114,7 @@ def test_it_is_docked_beside_the_notebook_and_stays_in_sight(tmp_path: Path, req
             assert touching(sheet.page, ".twb-row > .twb-head > *") == []
 
 
-def test_notebook_7_shows_it_and_steers_by_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_notebook_7_shows_the_dashboard_and_its_controls_work(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("notebook")
     with served(tmp_path, "notebook") as jupyter, opened(jupyter, request) as sheet:
         notebook(jupyter.folder, f"{SHOWN}\ndashboard")
@@ -135,7 +135,7 @@ def _connected(sheet: Sheet) -> None:
         sheet.page.wait_for_timeout(200)
 
 
-# -- the renderer of VS Code: jupyter-widgets' html-manager in a page of its own, comms carried to and fro --
+# -- VS Code's renderer: jupyter-widgets' html-manager in its own page, with forwarded comms --
 
 PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><script>
 const modules = {}, waiting = {};
@@ -186,7 +186,7 @@ window.ready = true;
 
 
 def html_manager() -> str:
-    """Its bundle, as npm has it."""
+    """Returns the bundle of html-manager from npm."""
     if shutil.which("npm") is None:
         pytest.skip("no npm on this machine")
     place = ARTEFACTS / "html-manager"
@@ -202,7 +202,7 @@ def html_manager() -> str:
 
 
 class Wire:
-    """Comms of widgets that are made in this process, carried to a page and back."""
+    """Forwards comms between widgets in this process and a page."""
 
     def __init__(self, page: Any, folder: Path) -> None:
         self.page, self.comms, self.out, self.heard = page, dict[str, Any](), list[Any](), list[Any]()
@@ -217,7 +217,7 @@ class Wire:
         page.wait_for_function("window.ready")
 
     def made(self, **given: Any) -> Any:
-        """A comm of a new widget, as `comm.create_comm` makes one."""
+        """Returns the comm of a new widget, as `comm.create_comm` does."""
         from comm.base_comm import BaseComm
 
         wire = self
@@ -232,7 +232,7 @@ class Wire:
         return found
 
     def pump(self, ms: int) -> None:
-        """Lets both sides talk for a while."""
+        """Exchanges messages for `ms` milliseconds."""
         for _ in range(ms // 50):
             while self.heard:
                 comm, data = self.heard.pop(0)
@@ -253,7 +253,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_html_manager_which_vs_code_renders_by_shows_it_and_steers_by_it(
+def test_vs_codes_renderer_shows_the_dashboard_and_its_controls_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     import comm

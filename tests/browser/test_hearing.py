@@ -1,4 +1,4 @@
-"""A dashboard goes on hearing its kernel when its cell is run again, and when the page's code came late."""
+"""Checks that a dashboard still receives its kernel's messages after its cell reruns or the page loads late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.browser.conftest import Sheet, opened, served
 
 pytestmark = pytest.mark.browser
-LATE = 3.0  # seconds that the page's code takes to come where it comes late; anywidget waits for 2
+LATE = 3.0  # seconds by which the page's code is late; anywidget waits for 2
 CELLS = (
     "from tests.browser.still import still\nfrom widgets import Dashboard\nlab = still()",
     f"""from widgets.charts.board import Board
@@ -28,7 +28,7 @@ for kind in (Board, Controls, Requests, Transport):
 
 @pytest.fixture
 def empty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Sheet]:
-    """A notebook whose cells show a lab that trains, none of them run yet."""
+    """A notebook whose cells show a training lab. None of them has run."""
     with served(tmp_path_factory.mktemp("hearing")) as jupyter, opened(jupyter, request) as sheet:
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS], metadata=kernel)
@@ -45,7 +45,7 @@ def show(sheet: Sheet) -> None:
     sheet.page.wait_for_function(drawn)
 
 
-def test_a_cell_that_is_run_again_shows_a_board_that_hears(empty: Sheet) -> None:
+def test_a_board_receives_messages_after_its_cell_is_run_again(empty: Sheet) -> None:
     empty.run("shown = Dashboard(lab)", keys="Control+Enter")
     for _ in range(2):
         show(empty)
@@ -55,7 +55,7 @@ def test_a_cell_that_is_run_again_shows_a_board_that_hears(empty: Sheet) -> None
     assert empty.page.locator(".wb-apart").count() == 0
 
 
-def test_a_page_whose_code_came_late_hears_all_the_same(empty: Sheet) -> None:
+def test_a_board_receives_messages_if_the_pages_code_loads_late(empty: Sheet) -> None:
     empty.run("kind._esm", "shown = Dashboard(lab)", keys="Control+Enter")
     show(empty)
     row = empty.control("bucket_mb").locator(".twb-entry")

@@ -1,4 +1,4 @@
-"""The dashboard looked at in JupyterLab: on large and small pages, light and dark, and when its kernel is gone."""
+"""Tests the dashboard in JupyterLab: large and small pages, light and dark, without a kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def show(sheet: Sheet) -> None:
 
 
 def sized(sheet: Sheet, size: str) -> None:
-    """Gives the page a size, with the dashboard at its top, and waits until the charts have followed."""
+    """Sets the page's size, scrolls to the dashboard and waits until the charts have followed."""
     width, height = SIZES[size]
     sheet.page.set_viewport_size({"width": width, "height": height})
     sheet.page.locator(".twb-dashboard").evaluate("(e) => e.scrollIntoView({ block: 'start' })")
@@ -59,7 +59,7 @@ def sized(sheet: Sheet, size: str) -> None:
 
 
 def fits(sheet: Sheet, seconds: int = 60) -> bool:
-    """Whether the charts come to be as wide as their places."""
+    """Waits until the charts are as wide as their places; returns whether they are."""
     for _ in range(10 * seconds):
         if sheet.page.evaluate(FIT):
             return True
@@ -71,7 +71,7 @@ def fits(sheet: Sheet, seconds: int = 60) -> bool:
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_is_cut_off_and_no_two_texts_touch(shown: Sheet, size: str, theme: str) -> None:
     if shown.page.evaluate("document.body.dataset.jpThemeName") != theme:
-        shown.page.set_viewport_size({"width": 1440, "height": 900})  # where its menu has room
+        shown.page.set_viewport_size({"width": 1440, "height": 900})  # at this size the menu has room
         shown.theme(theme)
     sized(shown, size)
     assert cut_off(shown.page, ".twb-dashboard") == []
@@ -84,7 +84,7 @@ def test_nothing_is_cut_off_and_no_two_texts_touch(shown: Sheet, size: str, them
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_single_ranks_are_acted_on_and_stacks_shown_without_anything_cut_off(shown: Sheet, size: str) -> None:
+def test_controls_of_single_ranks_and_stacks_are_not_cut_off(shown: Sheet, size: str) -> None:
     sized(shown, size)
     panel = shown.page.locator(".twb-members")
     panel.locator("details").evaluate("(e) => { e.open = true; e.scrollIntoView(); }")
@@ -109,7 +109,7 @@ def test_single_ranks_are_acted_on_and_stacks_shown_without_anything_cut_off(sho
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_timeline_is_in_sight_while_any_control_is_turned(shown: Sheet, size: str) -> None:
+def test_the_timeline_is_visible_while_any_control_is_used(shown: Sheet, size: str) -> None:
     sized(shown, size)
     seen = """() => {
       const b = document.querySelector('[data-view=timeline] .wb-frame').getBoundingClientRect();
@@ -131,7 +131,7 @@ FOCUSED = """() => {
 }"""
 
 
-def test_every_handle_is_reached_by_tab_shows_that_it_is_and_keeps_its_keys(shown: Sheet) -> None:
+def test_tab_reaches_every_control_which_shows_focus_and_keeps_its_keys(shown: Sheet) -> None:
     sized(shown, "large")
     shown.page.locator(".twb-transport button:enabled").first.focus()
     seen: dict[str, dict[str, Any]] = {}
@@ -169,7 +169,7 @@ BEYOND = """[...document.querySelectorAll('.twb-whatif :is(.widget-dropdown, .wi
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_asks_the_simulator_is_not_cut_off(shown: Sheet, size: str) -> None:
+def test_the_what_if_panel_is_not_cut_off(shown: Sheet, size: str) -> None:
     sized(shown, size)
     title = shown.page.locator(".twb-fold .lm-AccordionPanel-title, .twb-fold .jupyter-widget-Collapse-header").first
     if title.get_attribute("aria-expanded") != "true":
@@ -185,7 +185,7 @@ def test_what_asks_the_simulator_is_not_cut_off(shown: Sheet, size: str) -> None
     title.click()
 
 
-def test_a_chart_follows_a_change_of_size_that_comes_while_it_is_drawn(shown: Sheet) -> None:
+def test_a_chart_follows_a_change_of_size_during_its_drawing(shown: Sheet) -> None:
     shown.page.evaluate("""() => {
       const react = Plotly.react, rest = (ms) => new Promise((done) => setTimeout(done, ms));
       Plotly.quick = react;
@@ -218,13 +218,13 @@ HIDDEN = """() => new Promise((done) => { // hidden while the charts are drawn t
 })"""
 
 
-def test_a_chart_that_was_drawn_in_a_passing_width_is_drawn_again(shown: Sheet) -> None:
+def test_a_chart_drawn_at_a_temporary_width_is_drawn_again(shown: Sheet) -> None:
     sized(shown, "large")
     shown.page.evaluate(FOR_A_MOMENT)
     assert fits(shown)
 
 
-def test_a_chart_that_was_hidden_when_it_was_to_be_drawn_is_drawn_when_it_is_back(shown: Sheet) -> None:
+def test_a_chart_hidden_at_its_drawing_is_drawn_when_shown_again(shown: Sheet) -> None:
     sized(shown, "large")
     shown.page.locator(".twb-dashboard").evaluate("(e) => { e.style.width = '800px'; }")
     shown.page.wait_for_timeout(1500)
@@ -247,7 +247,7 @@ def test_the_box_of_a_step_holds_five_digits(shown: Sheet) -> None:
     assert box.evaluate("(e) => e.scrollWidth <= e.clientWidth")
 
 
-def test_the_picture_is_hidden_beside_a_living_dashboard_and_saved_with_the_notebook(shown: Sheet) -> None:
+def test_the_picture_is_hidden_under_a_live_dashboard_and_saved_with_the_notebook(shown: Sheet) -> None:
     shown.run("lab.end()", keys="Control+Enter")
     cell = shown.page.locator(".jp-CodeCell", has_text="Dashboard(lab)").first
     cell.locator("img").wait_for(state="attached")
@@ -259,7 +259,7 @@ def test_the_picture_is_hidden_beside_a_living_dashboard_and_saved_with_the_note
 
 
 def kernel(sheet: Sheet, method: str, what: str) -> None:
-    """Asks the server for something about the notebook's kernel or session."""
+    """Asks the server to act on the notebook's kernel or session."""
     ask = f"{sheet.jupyter.url}/api/{{}}?token={sheet.jupyter.token}"
     with urllib.request.urlopen(ask.format("sessions"), timeout=PATIENT) as answer:
         (session,) = [s for s in json.load(answer) if s["path"] == sheet.name]
@@ -269,7 +269,7 @@ def kernel(sheet: Sheet, method: str, what: str) -> None:
 
 
 def handles(sheet: Sheet) -> dict[str, Any]:
-    """Which handles a person can use now."""
+    """Returns the controls that a person can use now."""
     return dict(sheet.page.evaluate("""() => ({
       buttons: [...document.querySelectorAll('.twb-transport button:enabled')]
         .filter((b) => b.checkVisibility()).map((b) => b.textContent),
@@ -283,7 +283,7 @@ def gone(sheet: Sheet) -> None:
     assert sheet.page.locator(".wb-apart").first.is_visible()
 
 
-def test_a_kernel_that_is_silent_restarted_or_shut_down_is_said_and_one_that_answers_again_too(shown: Sheet) -> None:
+def test_the_page_reports_a_silent_restarted_or_ended_kernel_and_its_return(shown: Sheet) -> None:
     sized(shown, "small")
     shown.run("os.getpid()", keys="Control+Enter")
     cell = shown.page.locator(".jp-CodeCell", has_text="getpid")
@@ -302,7 +302,7 @@ def test_a_kernel_that_is_silent_restarted_or_shut_down_is_said_and_one_that_ans
     kernel(shown, "POST", "restart")
     gone(shown)
     shown.ready()
-    shown.run("os.getpid()", keys="Control+Enter")  # else the next cell's number would be the one that it had before
+    shown.run("os.getpid()", keys="Control+Enter")  # otherwise the next cell would get the same number as before
     show(shown)
     assert handles(shown)["buttons"] and "running" in handles(shown)["said"]
 

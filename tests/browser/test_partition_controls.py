@@ -1,4 +1,4 @@
-"""A pipeline chosen on the page while ranks train: its knobs come, and what cannot be is grey and says why."""
+"""Chooses a pipeline on the page while ranks train: its knobs appear, impossible choices are grey with a reason."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ lab"""
 
 
 def options(sheet: Sheet, path: str) -> dict[str, tuple[bool, str]]:
-    """Of a control's choices, by what they are called: is it greyed, and what it says of itself."""
+    """Returns the choices of a control by label: (whether greyed, its tooltip)."""
     found: list[Any] = sheet.control(path).locator("select").first.evaluate(
         "(e) => [...e.options].map((o) => [o.textContent, o.classList.contains('twb-refused'), o.title])"
     )
     return {text: (grey, title) for text, grey, title in found}
 
 
-def test_a_pipeline_is_chosen_on_the_page_and_what_it_refuses_is_grey(sheet: Sheet) -> None:
+def test_a_pipeline_is_chosen_on_the_page_and_impossible_choices_are_grey(sheet: Sheet) -> None:
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN)], metadata=kernel)
     nbformat.write(book, sheet.jupyter.folder / "stages.ipynb")

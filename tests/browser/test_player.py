@@ -1,4 +1,4 @@
-"""The player in real Chromium: the board is what it was at a time, of a file and without a kernel."""
+"""Tests the player in Chromium: a report without a kernel shows the board at a chosen time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST = """() => Math.max(
 END = "document.querySelector('.wb-moment').textContent.startsWith('step 199 of 199')"
 
 
-def test_a_recorded_page_is_what_it_was_at_a_time_and_plays_on(browser: Any, tmp_path: Path) -> None:
+def test_a_report_shows_an_earlier_moment_and_plays_on(browser: Any, tmp_path: Path) -> None:
     run = recorded(steps=200, changes=((100, "strategy", "LocalSGD"), (150, "strategy.every", 16)))
     page = patient(browser.new_page(viewport={"width": 1280, "height": 900}))
     troubles: list[str] = []
@@ -48,7 +48,7 @@ def test_a_recorded_page_is_what_it_was_at_a_time_and_plays_on(browser: Any, tmp
     assert not troubles
 
 
-def test_the_address_of_a_page_names_its_moment_and_is_opened_there(browser: Any, tmp_path: Path) -> None:
+def test_a_pages_address_contains_its_moment_and_opens_there(browser: Any, tmp_path: Path) -> None:
     run = recorded(steps=200, changes=())
     moment = float(run.spans[run.spans["lane"] == "step"].groupby("step").t1.max()[120]) + 1e-2
     page, other = (browser.new_page(viewport={"width": 1280, "height": 900}) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Tags in every string that a stranger may set in a record, in a real browser: they are read, and none is obeyed."""
+"""Puts tags into every text of a record and checks in a browser that they are shown, never executed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tag(where: str) -> str:
 
 
 def marks() -> list[Mark]:
-    """A mark of every name, in whose every field that may be text there is a tag; and one that is called a tag."""
+    """Returns a mark of every name with a tag in every text field, and a mark that is named like a tag."""
     whole = {"nbytes": [10], "ranks": [0, 1], "dims": {tag("dims"): 2}, "inside": [tag("inside")], "serve": [],
              "texts": [tag("texts")], "seconds": 1.0, "rank": 0, "step": 3, "met": False, "takes_ms": 5.0,
              "asked_ms": 1.0, "stages": 1, "slices": 1, "parameters": 10, "stands_for": 1, "clock_error": 0.0,
@@ -54,7 +54,7 @@ def marks() -> list[Mark]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A record as a stranger may have made it, opened from disk."""
+    """A record with tags, as a stranger may write it, opened from disk."""
     made = recorded(ranks=2, steps=60)
     made.name, made.started = tag("name"), tag("started")
     made.settings |= {"note": tag("note"), "strategy": {"DDP": {"every": tag("knob")}}}
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def untouched(page: Any) -> None:
-    """Nothing in the page was obeyed, and no tag became an element."""
+    """Checks that the page executed no tag and that no tag became an element."""
     page.wait_for_timeout(300)
     assert page.evaluate("window.owned ?? null") is None
     inside = "[...document.querySelectorAll('*')].flatMap((e) => [e, ...(e.shadowRoot?.querySelectorAll('*') ?? [])])"
@@ -81,7 +81,7 @@ def untouched(page: Any) -> None:
 
 
 def looked_at(page: Any) -> None:
-    """Opens whatever opens, and points at whatever may tell more."""
+    """Opens everything that opens, and points at everything with a tip."""
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     page.wait_for_timeout(500)
     for frame in page.locator(".wb-frame").all():

@@ -1,4 +1,4 @@
-"""Two tabs on one notebook: both show the lab's run, each can turn it, and one that is closed takes nothing with it."""
+"""Opens two tabs on one notebook: both show and change the lab's run, and closing one keeps the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def opened(sheet: Sheet, cell: str) -> None:
 
 
 def test_a_page_that_asks_for_a_kernel_gets_one(sheet: Sheet) -> None:
-    """As JupyterLab now and then asks for one in a second tab."""
+    """JupyterLab sometimes asks for a kernel in a second tab."""
     opened(sheet, "there = 1")
     sheet.run("there")
     sheet.page.get_by_role("menuitem", name="Kernel", exact=True).click()
@@ -30,7 +30,7 @@ def test_a_page_that_asks_for_a_kernel_gets_one(sheet: Sheet) -> None:
     assert not sheet.page.locator("dialog.jp-Dialog").count()
 
 
-def test_two_tabs_show_and_turn_the_same_run_and_one_may_be_closed(sheet: Sheet) -> None:
+def test_two_tabs_show_and_change_the_same_run_and_one_may_be_closed(sheet: Sheet) -> None:
     opened(sheet, CELL)
     sheet.run("lab = Lab(ranks=1)", keys="Control+Enter")
     sheet.control("strategy").wait_for()
@@ -38,7 +38,7 @@ def test_two_tabs_show_and_turn_the_same_run_and_one_may_be_closed(sheet: Sheet)
     sheet.past(2)
     other = Sheet(sheet.page.context.browser.new_page(viewport={"width": 1280, "height": 720}), sheet.jupyter)
     other.open("tabs.ipynb")
-    other.run("lab = Lab(ranks=1)", keys="Control+Enter")  # the lab there is, with its run
+    other.run("lab = Lab(ranks=1)", keys="Control+Enter")  # the existing lab with its run
     other.control("strategy").wait_for()
     typed(other, "pace", "30")
     assert applied(other, "pace = 30") == applied(sheet, "pace = 30") > 0

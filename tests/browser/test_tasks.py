@@ -1,7 +1,6 @@
-"""Every task of the first notebook has the effect that its text claims, on a machine that others keep busy.
-
-A person's hands do it on the page; what it did is read off the page and off the record that the ranks write. After
-that the same lab and the same dashboard go on with a prediction and a riddle, which the dashboard must not give away.
+"""Checks on a busy machine that every task of the first notebook has the effect that its text claims.
+The test acts on the page like a person, and reads the effect from the page and from the record. Afterwards the same lab
+and dashboard continue with a prediction and a riddle. The dashboard must not reveal their answers.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from workbench.strategies import LocalSGD
 
 pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 BOOK = "00_first_run.ipynb"
-STEPS = 6  # that a task's effect is read off
-MORE = {  # cells behind the notebook's own: what the lessons after it add, beside its dashboard
+STEPS = 6  # steps in which to measure a task's effect
+MORE = {  # cells after the notebook's own: additions of later lessons, next to its dashboard
     "ask": "from widgets.lesson import Prediction, Riddle\nfrom workbench import recipe\n"
            "guess = Prediction('Who is slow?', ['the first', 'the last'], lab)\nguess",
     "riddle": "riddle = Riddle(lab, recipe('one_slow_rank').set('pace', 150), seed=1)",
@@ -36,13 +35,13 @@ MORE = {  # cells behind the notebook's own: what the lessons after it add, besi
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Two processes of low priority that never rest."""
+    """Runs two processes of low priority that compute all the time."""
     with spinning(2, nice=15):
         yield
 
 
 class Watched:
-    """The run's record as it grows, beside the page that shows it."""
+    """The run's growing record, with the page that shows it."""
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
@@ -52,12 +51,12 @@ class Watched:
         return recorded(self.sheet)
 
     def after(self, text: str, steps: int = STEPS) -> Run:
-        """The record `steps` steps after the change called `text`, of which nothing but that is looked at."""
+        """Returns the record `steps` steps after the change called `text`, limited to those steps."""
         self.since = applied(self.sheet, text)
         return self.more(steps)
 
     def turned(self, path: str, text: str) -> Run:
-        """The record STEPS steps after `text` was typed into the box of `path`, whatever was typed there before."""
+        """Types `text` into the box of `path` and returns the record STEPS steps after it."""
         known = len(self.run.changes)
         typed(self.sheet, path, text)
         end = time.monotonic() + 120
@@ -77,31 +76,31 @@ class Watched:
         return run
 
     def exposed(self, run: Run) -> float:
-        """Milliseconds of a step in which a rank stands still for others or for the wire."""
+        """Returns the milliseconds per step in which a rank waits for other ranks or the network."""
         return float(breakdown(run.timeline, *self.window).exposed.mean()) * 1e3
 
     def sent(self, run: Run) -> float:
-        """Bytes that rank 0 sends per step."""
+        """Returns the bytes that rank 0 sends per step."""
         rows = run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "comm") & (rows.rank == 0)]
         return float(rows.nbytes[(rows.step >= self.window[0]) & (rows.step < self.window[1])].sum()) / STEPS
 
     def compute(self, run: Run, rank: int) -> float:
-        """Milliseconds that a rank's compute takes: the middle of the steps looked at."""
+        """Returns the median milliseconds of a rank's compute over the measured steps."""
         rows = run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "compute") & (rows.rank == rank)]
         first, last = self.window
         return 1e3 * float(np.median([(rows.t1 - rows.t0)[rows.step == s].sum() for s in range(first, last)]))
 
     def says(self, view: str, text: str, seconds: float = 60) -> str:
-        """Waits until a text on the page says so; returns all of it."""
+        """Waits until a view contains `text`; returns the view's whole text."""
         place = self.sheet.page.locator(f"[data-view={view}]", has_text=re.compile(text)).first
         place.wait_for(timeout=seconds * 1e3)
         return str(place.inner_text())
 
 
 def unfold(sheet: Sheet, path: str) -> None:
-    """Opens the group of controls in which a control is, where it is folded."""
+    """Opens the group of controls that contains `path`, if it is folded."""
     if not sheet.control(path).is_visible():
         folded = sheet.page.locator("details:not([open])", has=sheet.page.locator(f".twb-row[data-path='{path}']"))
         folded.first.locator("summary").first.click()
@@ -113,7 +112,7 @@ def choose(sheet: Sheet, path: str, label: str) -> None:
 
 
 def task_1_pace(sheet: Sheet, w: Watched) -> None:
-    """A rank computes for as long as the pace says; where the machine cannot, a line says what it takes instead."""
+    """A rank computes for as long as the pace asks, or the page shows the longer time that it takes."""
     typed(sheet, "pace", "1")
     w.after("pace = 1")
     assert "the pace asks for 1 ms" in w.says("asked", "Pace not met")
@@ -153,7 +152,7 @@ def task_3_local_sgd(sheet: Sheet, w: Watched) -> None:
 
 
 def task_4_compress(sheet: Sheet, w: Watched) -> None:
-    """Bytes per step fall far below the dense ones; a density ten times as large sends about ten times as much."""
+    """Bytes per step fall far below the dense ones; 10 times the density sends about 10 times as much."""
     choose(sheet, "strategy", "DDP")
     dense = w.sent(w.after("DDP"))
     choose(sheet, "compressor", "TopK + ErrorFeedback")
@@ -164,7 +163,7 @@ def task_4_compress(sheet: Sheet, w: Watched) -> None:
 
 
 def task_5_buckets(sheet: Sheet, w: Watched) -> None:
-    """With large portions and with tiny ones the ranks stand still longer than with those in between."""
+    """With large and with tiny buckets the ranks wait longer than with medium ones."""
     choose(sheet, "compressor", "Dense")
     applied(sheet, "Dense")
     typed(sheet, "fabric.link.latency", "5")
@@ -172,18 +171,18 @@ def task_5_buckets(sheet: Sheet, w: Watched) -> None:
     typed(sheet, "bucket_mb", "2")
     w.after("bucket_mb = 2")
     longer: dict[str, list[float]] = {"0.05": [], "100": []}
-    for turn in range(5):  # side by side, since the machine's speed drifts: what others take of it comes and goes
+    for turn in range(5):  # alternately, since the machine's speed drifts
         for size, more in longer.items():
             between = w.exposed(w.turned("bucket_mb", "1"))
             more.append(w.exposed(w.turned("bucket_mb", size)) - between)
         if turn >= 2 and min(map(np.median, longer.values())) > 30:
             break
-    assert min(map(np.median, longer.values())) > 30, longer  # on ranks that nobody disturbs: 212 and 51 ms
+    assert min(map(np.median, longer.values())) > 30, longer  # on undisturbed ranks: 212 and 51 ms
     w.turned("bucket_mb", "1")
 
 
 def task_6_slow_rank(sheet: Sheet, w: Watched) -> None:
-    """The rank's compute takes `factor` times as long, and the line above the charts names it."""
+    """The rank's compute takes `factor` times as long, and the line above the charts names the rank."""
     choose(sheet, "fabric.faults.new", "Slow")
     typed(sheet, "fabric.faults.new.rank", "2")
     sheet.page.get_by_role("button", name="Inject").click()
@@ -195,7 +194,7 @@ def task_6_slow_rank(sheet: Sheet, w: Watched) -> None:
 
 
 def scrolled(sheet: Sheet, end: str) -> None:
-    """Scrolls the notebook to its "top" or its "bottom": cells that are far away are not on the page."""
+    """Scrolls the notebook to its "top" or "bottom", because distant cells are not on the page."""
     sheet.page.locator(".jp-WindowedPanel-outer").first.evaluate(
         "(e, end) => { e.scrollTop = end === 'top' ? 0 : e.scrollHeight; }", end
     )
@@ -203,7 +202,7 @@ def scrolled(sheet: Sheet, end: str) -> None:
 
 
 def guess_stands(sheet: Sheet) -> None:
-    """A prediction is made by keys; when the run has begun it cannot be changed, and it is shown beside the answer."""
+    """Makes a prediction by keys. After the run's start it is fixed, and the answer shows it."""
     sheet.run("guess = Prediction(")
     radios = sheet.page.locator(".twb-lesson input[type=radio]")
     radios.first.focus()
@@ -214,13 +213,13 @@ def guess_stands(sheet: Sheet) -> None:
 
 
 def riddle_is_kept(sheet: Sheet, w: Watched) -> None:
-    """The dashboard further up follows the riddle's run and says neither who is slow nor what was injected."""
+    """The dashboard above follows the riddle's run and shows neither the slow rank nor the fault."""
     sheet.run("riddle = Riddle(")
     scrolled(sheet, "top")
     sheet.page.locator("[data-view=straggler]", has_text="A riddle is on").first.wait_for(timeout=120_000)
     sheet.state("running", 120)
     sheet.past(25, 180)
-    charts = sheet.page.locator(".twb-dashboard .wb-board").first.inner_text()  # the list of changes is the lab's, too
+    charts = sheet.page.locator(".twb-dashboard .wb-board").first.inner_text()  # the lab also has a list of changes
     assert "A riddle is on" in charts and "is the cause" not in charts and "Slow" not in charts
     assert sheet.page.locator(".twb-row[data-path='fabric.faults.0']").count() == 0
     sheet.shot("lesson-riddle")
@@ -239,7 +238,7 @@ def riddle_is_kept(sheet: Sheet, w: Watched) -> None:
     assert sheet.page.locator(".twb-row[data-path='fabric.faults.0']").count() > 0
 
 
-def test_each_task_of_the_first_notebook_does_what_its_text_says(sheet: Sheet, busy: None) -> None:
+def test_each_task_of_the_first_notebook_has_the_effect_that_its_text_claims(sheet: Sheet, busy: None) -> None:
     file = sheet.jupyter.folder / BOOK
     book = nbformat.read(file, as_version=4)
     book.cells = book.cells[:3] + [nbformat.v4.new_code_cell(source) for source in MORE.values()]

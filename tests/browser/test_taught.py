@@ -1,4 +1,4 @@
-"""A lesson on one strategy, as it stands in a notebook: both timelines are drawn and every word can be read."""
+"""Shows a lesson on one strategy in a notebook: both timelines are drawn and all texts are legible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMELINE = ".twb-taught [data-view=timeline]"
 pytestmark = pytest.mark.browser
 
 
-def test_it_is_drawn_and_can_be_read(sheet: Sheet) -> None:
+def test_a_lesson_on_one_strategy_is_drawn_and_legible(sheet: Sheet) -> None:
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cell = nbformat.v4.new_code_cell("from widgets.lesson import lesson\nlesson('LocalSGD')")
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), sheet.jupyter.folder / "one.ipynb")
@@ -20,7 +20,7 @@ def test_it_is_drawn_and_can_be_read(sheet: Sheet) -> None:
     sheet.open("one.ipynb")
     sheet.run("lesson(")
     sheet.page.wait_for_function(f"document.querySelectorAll('{TIMELINE}').length == 2")
-    for number in (0, 1):  # a chart is drawn once it is seen
+    for number in (0, 1):  # a chart is drawn once it is visible
         sheet.page.locator(TIMELINE).nth(number).scroll_into_view_if_needed()
         sheet.page.wait_for_function(f"document.querySelectorAll('{TIMELINE}')[{number}].dataset.draws")
     taught = sheet.page.locator(".twb-taught")

@@ -1,4 +1,4 @@
-"""voila shows the dashboard with no network but this machine's own."""
+"""Checks that voila shows the dashboard without any network beyond this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNNING = re.compile(r"running at:\s+(http://127\.0\.0\.1:\d+/)")
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """voila on look.ipynb of this folder; the address at which it says that it runs."""
+    """Runs voila on look.ipynb of this folder; yields the address that voila prints."""
     log = folder / "voila.log"
     command = [sys.executable, "-m", "voila", "look.ipynb", "--no-browser", "--Voila.ip=127.0.0.1"]
     with log.open("w") as said:
@@ -39,7 +39,7 @@ def served(folder: Path) -> Iterator[str]:
         server.wait(60)
 
 
-def test_voila_shows_it_and_steers_by_it_without_a_network(tmp_path: Path) -> None:
+def test_voila_shows_the_dashboard_and_its_controls_work_without_a_network(tmp_path: Path) -> None:
     notebook(tmp_path, f"{SHOWN}\ndashboard")
     with served(tmp_path) as address, paged() as page:
         cut = []
@@ -51,7 +51,7 @@ def test_voila_shows_it_and_steers_by_it_without_a_network(tmp_path: Path) -> No
             return route.abort()
 
         page.route("**/*", answer)
-        page.goto(address, wait_until="commit")  # the page comes bit by bit, as cells are run
+        page.goto(address, wait_until="commit")  # the page arrives in parts, as cells run
         used(page)
         kept(page, "voila")
         assert set(cut) <= {"stylesheet"}, "nothing that it needs comes from elsewhere"

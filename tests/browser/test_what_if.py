@@ -1,4 +1,4 @@
-"""The simulator's panel in a real browser: a recorded run, a slider moved by keys, the answer and its timeline."""
+"""Tests the simulator's panel in a browser: a recorded run, a slider moved by keys, the answer's timeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.
 
 
 def record(sheet: Sheet, cell: str = CELL) -> None:
-    """A run directory to ask about, and a notebook that shows it."""
+    """Writes a run directory and a notebook that shows it."""
     run = simulate(first_run().set("steps", 30).set("eval_every", 0))
     run.save(sheet.jupyter.folder / "recorded")
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -26,7 +26,7 @@ def record(sheet: Sheet, cell: str = CELL) -> None:
 
 
 def opened(sheet: Sheet) -> Any:
-    """The panel, once the charts above it are drawn: what grows above it moves it away from under the mouse."""
+    """Opens the panel after the charts above it are drawn, because growing charts move it."""
     sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws")
     sheet.page.wait_for_timeout(1000)
     sheet.page.locator(".twb-fold").get_by_text("What if? The simulator beside the run").click()
@@ -67,8 +67,8 @@ Board._hear = once_deaf
 """
 
 
-def test_charts_come_though_the_first_request_for_plotly_is_lost(sheet: Sheet) -> None:
-    """As when a page reconnects: nothing new follows of a run that is over, so nothing else would ask again."""
+def test_charts_appear_even_if_the_first_request_for_plotly_is_lost(sheet: Sheet) -> None:
+    """This happens when a page reconnects. A finished run sends nothing new, so no other message asks again."""
     record(sheet, DEAF + CELL)
     sheet.open("ask.ipynb")
     sheet.run("Dashboard(")

@@ -1,7 +1,7 @@
-"""What another user of the machine can try against a lab; run as a script by root, which gives up all rights first.
-
-Reads from standard input which ports listen and where the lab keeps its files; says "ready" once it listens, tries
-everything until a line comes, then says as JSON what it got. Every try is bounded, and on the loopback only.
+"""Attacks a lab as another user of the machine. Root starts this script, which then gives up all rights.
+It reads the listening ports and the lab's folders from standard input and prints "ready" once it subscribes to the
+ports.
+It tries until it reads a line, then prints its findings as JSON. Every try is bounded and stays on the loopback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import zmq
 
 NOBODY = 65534
-LISTED = 20_000  # names that are looked at, at most
+LISTED = 20_000  # maximum number of names that the script looks at
 HEAD = struct.Struct("<HBIqddQ")
 HUGE = HEAD.pack(1, 1, 0, -1, 0.0, 0.0, 2**62)
 NAME = re.compile(r"[0-9a-f]{16,}")
@@ -44,7 +44,7 @@ def become_nobody() -> None:
 
 
 def walk(folders: list[str]) -> Iterator[Path]:
-    """Every name below `folders` that can be listed, `LISTED` at most."""
+    """Yields names below `folders` that this user can list, at most `LISTED`."""
     todo, seen = [Path(f) for f in folders], 0
     while todo and seen < LISTED:
         try:
@@ -62,7 +62,7 @@ def walk(folders: list[str]) -> Iterator[Path]:
 
 
 def files(folders: list[str]) -> tuple[list[str], list[str]]:
-    """(names that may be a run's, files that can be read or written) below the lab's own `folders`."""
+    """Returns (names that may be a run's, files that this user can read or write) below the lab's `folders`."""
     names, opened = set(), []
     for path in walk(folders):
         names.update(NAME.findall(path.name))
@@ -77,7 +77,7 @@ def files(folders: list[str]) -> tuple[list[str], list[str]]:
 
 
 def said(names: list[str]) -> Iterator[bytes]:
-    """What a listener is told: nothing, noise, claims to be a rank with what a stranger can know as its proof."""
+    """Yields messages for a listener: nothing, noise, and claims to be a rank with proof that a stranger can guess."""
     rng = random.Random(7)
     yield b""
     yield HUGE
@@ -91,7 +91,7 @@ def said(names: list[str]) -> Iterator[bytes]:
 
 
 def knock(port: int, words: bytes) -> bytes:
-    """Connects, speaks, and listens for a moment."""
+    """Connects to the port, sends `words` and returns the answer of a moment."""
     got = b""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
@@ -105,7 +105,7 @@ def knock(port: int, words: bytes) -> bytes:
 
 
 class Order:
-    """What becomes a file `where` if somebody unpickles it."""
+    """An object that creates the file `where` if a process unpickles it."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -115,7 +115,7 @@ class Order:
 
 
 def messages(where: str) -> Iterator[list[bytes]]:
-    """What is sent to every listener by its own protocol: orders of an ipyparallel client and of the lab, unsigned."""
+    """Yields unsigned orders of an ipyparallel client and of the lab."""
     order = pickle.dumps(Order(where))
     head = json.dumps({"msg_id": "1", "msg_type": "apply_request", "username": "x", "session": "x", "version": "5.3"})
     for kind in ("apply_request", "execute_request", "registration_request", "shutdown_request", "purge_request"):
@@ -129,7 +129,7 @@ def messages(where: str) -> Iterator[list[bytes]]:
 
 
 def talk(ports: list[int], where: str) -> tuple[int, bytes]:
-    """(messages sent, what came back): as a client without keys, and as one with keys that nobody knows."""
+    """Returns (messages sent, answers): first as a client without keys, then with unknown keys."""
     sent, heard = 0, b""
     with zmq.Context() as context:
         for port in ports:
@@ -146,7 +146,7 @@ def talk(ports: list[int], where: str) -> tuple[int, bytes]:
 
 
 def deliver(s: Any, kind: int, where: str) -> int:
-    """Sends each message as far as the socket takes it; how many that were."""
+    """Sends each message unless the socket refuses it, and returns how many it sent."""
     sent = 0
     for message in messages(where):
         try:
@@ -165,7 +165,7 @@ def answers(s: Any, kind: int) -> bytes:
 
 
 def told(secrets: list[str]) -> list[str]:
-    """Which secrets the system tells everybody: in the command line or the environment of a process, or a name."""
+    """Returns secrets that any user can read in a process's command line, environment or mapped names."""
     said = b""
     for process in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ", "maps"):
@@ -180,7 +180,7 @@ def told(secrets: list[str]) -> list[str]:
 
 
 class Ear:
-    """Subscribes without keys on every port, and keeps what comes."""
+    """Subscribes without keys on every port and keeps each message."""
 
     def __init__(self, ports: list[int]) -> None:
         self.context = zmq.Context()
@@ -207,7 +207,7 @@ class Ear:
 
 def main() -> dict[str, Any]:
     asked = json.loads(sys.stdin.readline())
-    "loaded now".encode("idna")  # nobody may not be able to read Python's files
+    "loaded now".encode("idna")  # after it loses its rights, the process may be unable to read Python's files
     become_nobody()
     ear = Ear(asked["ports"])
     names, opened = files(asked["folders"])
@@ -218,7 +218,7 @@ def main() -> dict[str, Any]:
         for port in asked["ports"]:
             if time.monotonic() < until:
                 heard, tries = heard + knock(port, words), tries + 1
-    for port in asked["ports"] * 4:  # and some stay and say nothing
+    for port in asked["ports"] * 4:  # some connections stay open in silence
         try:
             crowd.append(socket.create_connection(("127.0.0.1", port), timeout=1))
         except OSError:

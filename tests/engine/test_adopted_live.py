@@ -1,4 +1,4 @@
-"""A script as people write it, adopted on real engines: it trains, it is turned live, and the model comes back."""
+"""Adopts a script on real engines, changes its settings live, and returns its model."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_a_script_is_trained_on_two_engines(lab: Lab) -> None:
     assert sum(losses) / 2 == pytest.approx(sum(plain["losses"]), rel=1e-3)
 
 
-def test_a_script_with_a_model_of_its_own_is_turned_live_and_gives_the_model_back(lab: Lab, tmp_path: Path) -> None:
-    """All of these strategies make the loop's own steps, so the model is the loop's; its class is of `__main__`."""
+def test_a_script_with_its_own_model_switches_strategies_live_and_returns_the_model(lab: Lab, tmp_path: Path) -> None:
+    """Checks strategies that make the loop's own steps. The model is the loop's, of a class of `__main__`."""
     script = SCRIPTS["torch's DDP tutorial"]
     plain, task = script.plain(16), script.task()
     turned = [Change(3, "strategy", "ZeRO3"), Change(8, "strategy", "ZeRO1")]
@@ -57,7 +57,7 @@ def test_a_script_with_a_model_of_its_own_is_turned_live_and_gives_the_model_bac
         run.save_model(tmp_path / "none" / "m.pt")
 
 
-def test_a_live_run_gives_its_model_and_goes_on(lab: Lab) -> None:
+def test_a_live_run_returns_its_model_and_keeps_training(lab: Lab) -> None:
     run = lab.run(Experiment(task=SCRIPT.task(), ranks=2, eval_every=0, strategy=LocalSGD(every=64), pace=5.0))
     assert until(lambda: run.made > 3)
     first = run.model().state_dict()
@@ -72,7 +72,7 @@ def test_a_live_run_gives_its_model_and_goes_on(lab: Lab) -> None:
     torch.testing.assert_close(run.model().state_dict(), second, rtol=1e-6, atol=1e-6)
 
 
-def test_a_run_that_kept_nothing_says_what_would_do(lab: Lab) -> None:
+def test_a_run_without_kept_state_explains_how_to_keep_its_model(lab: Lab) -> None:
     run = lab.run(Experiment(task=Digits(), ranks=2, steps=3, eval_every=0)).wait(120)
     with pytest.raises(RunError, match="ended after 3 steps, and what its ranks held then is not kept"):
         run.model()

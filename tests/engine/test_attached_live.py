@@ -1,4 +1,4 @@
-"""A lab that another kernel takes over while its ranks come and go: it goes on as the first one would have."""
+"""Checks that a lab works as before after another kernel takes it over while its ranks come and go."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def members(lab: Lab) -> tuple[int, ...]:
 
 
 def late(seconds: float) -> None:
-    """On an engine: its disk gets rows so many seconds after they were sent."""
+    """Runs on an engine: rows reach its disk `seconds` after the rank sent them."""
     from workbench.engine.record import spool
 
     spool.EVERY = seconds
 
 
-def test_what_was_sent_before_is_seen_at_once_though_the_disk_is_late(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_attached_kernel_sees_earlier_rows_despite_a_late_disk(tmp_path_factory: pytest.TempPathFactory) -> None:
     with apart(tmp_path_factory):
         lab = Lab(ranks=2, name="late disk").wait(120)
         try:
@@ -65,12 +65,11 @@ def test_nobody_is_replaced_again_and_the_run_is_resized(tmp_path_factory: pytes
 
 
 @pytest.mark.parametrize("disk", [EVERY, 600.0], ids=["disk in time", "late disk"])
-def test_others_come_for_who_was_lost_while_no_kernel_was_there(
+def test_an_attaching_kernel_replaces_ranks_lost_while_no_kernel_was_attached(
     tmp_path_factory: pytest.TempPathFactory, disk: float
 ) -> None:
-    """One for whom an engine is idle, and one for whom the kernel that attaches has to start one.
-
-    late disk: nothing is left of what rank 0 told, not even that the run trains
+    """One lost rank gets an idle engine. For another one, the attaching kernel starts an engine.
+    With a late disk, no report of rank 0 is left, not even that the run trains.
     """
     with apart(tmp_path_factory):
         lab = Lab(ranks=4, name="left alone").wait(120)

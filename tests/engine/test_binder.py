@@ -1,4 +1,4 @@
-"""The environment that opens the first notebook online: its install steps, run in a fresh venv."""
+"""Runs the install steps of the online environment for the first notebook in a fresh venv."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_pat
     assert docks.stdout.strip() == "True", "the button Dock, which lessons name, needs sidecar"
 
 
-def test_post_build_asks_for_what_dock_needs(tmp_path: Path) -> None:
-    """With a setup.sh that only says what it was asked for."""
+def test_post_build_asks_setup_for_the_dock_extras(tmp_path: Path) -> None:
+    """A stub of setup.sh prints its arguments."""
     (tmp_path / "binder").mkdir()
     for path, text in {"binder/postBuild": (ROOT / "binder" / "postBuild").read_text(),
                        "setup.sh": '#!/bin/sh\necho "$@"\n'}.items():  # fmt: skip
@@ -43,7 +43,7 @@ def test_post_build_asks_for_what_dock_needs(tmp_path: Path) -> None:
     assert built.stdout.split() == [sys.executable, "dock"]
 
 
-def test_post_build_is_executable_and_names_a_python_that_will_do() -> None:
+def test_post_build_is_executable_and_asks_for_a_supported_python() -> None:
     assert os.access(ROOT / "binder" / "postBuild", os.X_OK)
     major, minor = (ROOT / "binder" / "runtime.txt").read_text().strip().removeprefix("python-").split(".")
     assert (int(major), int(minor)) >= (3, 11)

@@ -1,4 +1,4 @@
-"""Scripts on real ranks: the rank that causes a wait is named, by lateness, by advice and by the report of a hang."""
+"""Checks on real ranks that lateness, advice and hang reports name the rank that causes a wait."""
 
 from __future__ import annotations
 

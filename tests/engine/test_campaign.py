@@ -1,4 +1,4 @@
-"""A lab and a kernel harmed at random, as `make torture` does for an hour; and that its checks see what is wrong."""
+"""Runs a short round of the random campaign of `make torture`, and tests that its checks find errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from workbench.run import Run
 
 
 def altered(run: Run, change: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """The record of `run` with other spans, by their numbers in order of time."""
+    """Returns the record of `run` with the spans that `change` picks from their time order."""
     spans = run.timeline.spans.rows()
     chosen = spans[change(np.argsort(spans.t1, kind="stable"))]
     timeline = SimpleNamespace(spans=SimpleNamespace(rows=lambda: chosen), samples=run.timeline.samples)
     return SimpleNamespace(timeline=timeline, details=run.details)
 
 
-def test_a_step_twice_or_not_at_all_is_seen() -> None:
+def test_the_checks_find_a_repeated_or_missing_step() -> None:
     run = synthetic.run(ranks=3, steps=30, changes=())
     spans = run.timeline.spans.rows()
     one = int(np.flatnonzero(spans.equal("lane", "step") & (spans.rank == 1) & (spans.step == 7))[0])

@@ -1,4 +1,4 @@
-"""A lab goes on from a checkpoint: with a task of a notebook's own, on engines, and as branches on fewer of them."""
+"""Resumes a lab's checkpoint on engines, also with a notebook's own task and on fewer engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 
 def task() -> Task:
-    """Draws its examples, and dropout, from torch's own random numbers."""
+    """A task that draws its examples and its dropout from torch's random numbers."""
 
     def loss(net: nn.Module, batch: Any) -> torch.Tensor:
         x = nn.functional.dropout(batch, 0.2)
@@ -36,7 +36,7 @@ def task() -> Task:
                 evaluate=lambda net: float(net.weight.detach().square().sum()))  # fmt: skip
 
 
-def test_a_lab_goes_on_to_the_bit_and_in_branches(tmp_path: Path) -> None:
+def test_a_lab_resumes_a_checkpoint_bit_identically_and_branches_from_it(tmp_path: Path) -> None:
     e = Experiment(task=task(), ranks=2, steps=16, save_every=6, strategy=LocalSGD(every=4), compressor=TopK.usual())
     with Lab(ranks=2, name="checkpoints") as lab:
         whole = lab.run(e, out=tmp_path / "whole").wait(120)
@@ -56,7 +56,7 @@ def test_a_lab_goes_on_to_the_bit_and_in_branches(tmp_path: Path) -> None:
         assert Checkpoint.open(mine).asked and mine.parent == tmp_path / "live" / FOLDER
 
 
-def test_a_lab_refuses_a_checkpoint_of_which_one_digit_of_the_manifest_was_changed(tmp_path: Path) -> None:
+def test_a_lab_refuses_a_checkpoint_with_one_changed_digit_in_its_manifest(tmp_path: Path) -> None:
     with Lab(ranks=2, name="manifest") as lab:
         run = lab.run(Experiment(task=Digits(), ranks=2, steps=8, save_every=4), out=tmp_path / "run")
         run.wait(timeout=120)

@@ -1,7 +1,6 @@
 """A light stand-in for the engine's session: the same contract, a thread that pushes rows, no torch.
-
-What it does is said by the experiment's seed, so that it travels like any other setting. The tests here are of
-the rows' way between processes, without processes: wire, gaps, spool.
+The experiment's seed chooses what it does. The tests here check the path of rows through messages, gaps and the spool,
+without processes.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
 from workbench.run import Run
 
-RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # seeds that mean something
+RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # seeds with a meaning
 SESSION = "test_cluster_fake:FakeSession"
 PACE = 0.02
 
 
 class FakeSession:
-    """Trains nothing at 50 steps a second; obeys, records and fails as a real one does."""
+    """A session that trains nothing, at 50 steps a second; it obeys, records and fails as a real one."""
 
     def __init__(
         self, experiment: Any, *, rank: int, size: int, push: Any, run_dir: Path, epoch: float, **rest: Any
@@ -191,7 +190,7 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
 
 
 class Slow:
-    """Rows 0 to 9 lie on the disk of a rank that answers only when it is asked for the `at`-th time, by a clock."""
+    """A rank that answers only the `at`-th request for rows 0 to 9, on a virtual clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.now, self.asked, self.at, self.passed = 0.0, 0, at, []
@@ -201,26 +200,26 @@ class Slow:
     def missed(self, kind: str, rank: int, start: int) -> list[Any]:
         self.asked += 1
         if self.asked < self.at:
-            self.now += 3.1  # as long as it is waited for, and more
+            self.now += 3.1  # longer than the lab waits
             raise RuntimeError("rank 0 did not answer 'rows' within 3 s")
         return [(0, spans(0, 10))]
 
 
-def test_rows_of_a_rank_that_is_slow_to_say_what_it_has_are_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rows_of_a_slow_rank_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
     for first in (10, 20, 30):
         slow.gaps.put(wire.Batch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == [0, 10, 20, 30]
 
 
-def test_at_the_end_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_requests_missing_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
     slow.gaps.put(wire.Batch("g", "spans", 0, 10, spans(10, 10)))
     slow.gaps.mend("spans", 0, 20)
     assert slow.passed == [0, 10]
 
 
-def test_a_reminder_that_is_not_answered_lets_nothing_later_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_rows_wait_while_a_reminder_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
     slow.gaps.put(wire.Batch("g", "marks", 0, 10, spans(10, 10)))
     for _ in range(2):
@@ -230,7 +229,7 @@ def test_a_reminder_that_is_not_answered_lets_nothing_later_pass(monkeypatch: py
     assert slow.passed == [0, 10]
 
 
-def test_one_that_never_says_it_does_not_hold_up_what_came_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_pass_eventually_if_a_rank_never_sends_the_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=99)
     for first in range(10, 110, 10):
         slow.gaps.put(wire.Batch("g", "spans", 0, first, spans(first, 10)))
@@ -260,7 +259,7 @@ def test_pieces_of_a_spool_travel_as_one_blob(tmp_path: Path) -> None:
     assert back[0][0] == 10 and same(back[0][1], dict(found[0][1]))
 
 
-def test_a_dead_rank_gets_its_last_words_on_disk(tmp_path: Path) -> None:
+def test_the_kernel_writes_the_last_mark_of_a_dead_rank_to_disk(tmp_path: Path) -> None:
     run = Run({"seed": 0}, path=tmp_path / "run", epoch=1.0)
     path = run.save()
     record = Recorder(0, path)
@@ -281,11 +280,11 @@ def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follow
     change, watch = live.set("bucket_mb", 2), Watch(live)
     with pytest.raises(TimeoutError, match="the run is starting"):
         change.wait(0)
-    record = Recorder(0, path)  # spools, and pushes to nobody
+    record = Recorder(0, path)  # writes its spool and pushes to no client
     record.mark(5, "change", 0.5, json.dumps({"id": change.id, "path": "bucket_mb", "value": 2}))
     record.close()
     watch.ask()
-    assert change.applied_at is None  # its message may still be on the way
+    assert change.applied_at is None  # its message may still be under way
     watch.ask()
     assert change.wait(0).applied_at == 5
     with pytest.raises(TimeoutError, match="rank 0 at step 5"):

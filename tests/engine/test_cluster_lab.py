@@ -1,6 +1,5 @@
-"""A lab on real engines with a light session: running, steering, failing and what comes home of it.
-
-One cluster serves all tests of this file, for each start costs seconds.
+"""Tests a lab on real engines with a light session: running, live changes, failures and records.
+One cluster serves all tests of this file, because a start takes seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _idle(lab: Lab) -> Iterator[None]:
         assert until(lambda: not lab.live)
 
 
-def test_a_run_comes_home_whole(lab: Lab) -> None:
+def test_a_run_returns_its_complete_record(lab: Lab) -> None:
     run = lab.run(Experiment(steps=30))
     asked = run.epoch
     assert run.live and lab.run() is run
@@ -84,7 +83,7 @@ def test_another_number_of_ranks_is_refused_while_a_run_is_live(lab: Lab) -> Non
     assert lab.live
 
 
-def test_a_turn_is_answered_with_its_step(lab: Lab) -> None:
+def test_a_live_change_reports_the_step_it_applied_at(lab: Lab) -> None:
     lab.run(Experiment())
     assert until(lambda: lab.state == "running")
     began = time.monotonic()
@@ -105,14 +104,14 @@ def test_running_the_cell_again_gives_the_run_under_way(lab: Lab) -> None:
         lab.run(Experiment(steps=20))
 
 
-def test_turns_are_checked_against_what_was_asked_before(lab: Lab) -> None:
+def test_live_changes_are_checked_against_pending_ones(lab: Lab) -> None:
     lab.run(Experiment())
     lab.set("strategy", "LocalSGD")
     assert lab.set("strategy.every", 16).wait(60).applied_at is not None
     assert lab.experiment.strategy.every == 16
 
 
-def test_a_bad_turn_is_refused_at_once_and_nothing_is_lost(lab: Lab) -> None:
+def test_an_invalid_live_change_is_refused_at_once_and_the_run_goes_on(lab: Lab) -> None:
     lab.run(Experiment())
     asked = len(lab.changes)
     with pytest.raises(KnobError, match=r"bucket_mb=-1: must be a number in \[0.01, 1024\] MB"):
@@ -122,7 +121,7 @@ def test_a_bad_turn_is_refused_at_once_and_nothing_is_lost(lab: Lab) -> None:
     assert lab.live and len(lab.changes) == asked
 
 
-def test_a_turn_that_the_ranks_refuse_says_why(lab: Lab) -> None:
+def test_a_live_change_that_the_ranks_refuse_raises_their_reason(lab: Lab) -> None:
     lab.run(Experiment())
     change = lab.set("lr", 99.0)
     with pytest.raises(KnobError, match="does not like it"):
@@ -130,7 +129,7 @@ def test_a_turn_that_the_ranks_refuse_says_why(lab: Lab) -> None:
     assert lab.experiment.lr != 99.0
 
 
-def test_a_turn_before_a_run_changes_what_will_run(lab: Lab) -> None:
+def test_a_change_before_a_run_applies_to_the_next_run(lab: Lab) -> None:
     was = lab.experiment.batch
     assert lab.set("batch", 5).applied_at == 0
     assert lab.experiment.batch == 5
@@ -145,7 +144,7 @@ def test_planned_changes_are_checked_before_anything_starts(lab: Lab) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(Compressor):
-    """A compressor that exists in this file only."""
+    """A compressor that only this file has."""
 
     async def reduce(self, rank: Any, bucket: Any, memory: Any) -> None:
         return None
@@ -167,7 +166,7 @@ def test_pause_step_and_resume(lab: Lab) -> None:
     assert until(lambda: lab.state == "running")
 
 
-def test_orders_without_a_run_say_so(lab: Lab) -> None:
+def test_pause_without_a_run_raises_cluster_error(lab: Lab) -> None:
     with pytest.raises(ClusterError, match="there is no run to pause"):
         lab.pause()
 
@@ -208,7 +207,7 @@ def test_a_run_waits_for_the_one_before_it_that_was_asked_to_stop(lab: Lab) -> N
     assert third.wait(60).state == "done" and third.made == 20
 
 
-def test_a_run_that_does_not_stop_in_time_is_named_with_what_helps(lab: Lab) -> None:
+def test_a_stop_that_takes_too_long_names_the_run_and_suggests_abort(lab: Lab) -> None:
     run = lab.run(Experiment(steps=10_000))
     assert lab._live is not None
     with pytest.raises(ClusterError, match=rf"{run.name} was asked to stop .* 0.1 s: .* lab.abort\(\)"):
@@ -216,7 +215,7 @@ def test_a_run_that_does_not_stop_in_time_is_named_with_what_helps(lab: Lab) -> 
     assert lab.live
 
 
-def test_what_ranks_say_is_recorded_by_rank(lab: Lab) -> None:
+def test_output_and_logs_of_ranks_are_recorded_by_rank(lab: Lab) -> None:
     run = lab.run(Experiment(seed=TALKS, steps=20))
     run.wait(60)
     said = {(d["stream"], d["text"].split(" (")[0]) for _, _, d in run.details("log", rank=1)}
@@ -224,7 +223,7 @@ def test_what_ranks_say_is_recorded_by_rank(lab: Lab) -> None:
     assert any(stream == "warning" and "UserWarning: a warning" in text for stream, text in said)
 
 
-def test_an_error_of_all_ranks_comes_home_as_one(lab: Lab) -> None:
+def test_the_same_error_on_all_ranks_raises_one_rank_error(lab: Lab) -> None:
     run = lab.run(Experiment(seed=RAISES_EVERYWHERE))
     with pytest.raises(RankError, match="ranks 0, 1, step 5, forward: ValueError: shapes do not fit") as caught:
         run.wait(60)
@@ -233,20 +232,20 @@ def test_an_error_of_all_ranks_comes_home_as_one(lab: Lab) -> None:
     assert any("shapes do not fit" in note for note in lab.notes)
 
 
-def test_an_error_of_one_rank_is_told_from_its_consequences(lab: Lab) -> None:
+def test_an_error_of_one_rank_is_distinguished_from_its_consequences(lab: Lab) -> None:
     text = r"rank 1, step 5, forward: ValueError: only rank 1.*rank 0 was freed"
     with pytest.raises(RankError, match=text) as caught:
         lab.run(Experiment(seed=RAISES)).wait(60)
     assert (caught.value.rank, caught.value.step, caught.value.op) == (1, 5, "forward")
 
 
-def test_a_loss_that_is_not_a_number_pauses_and_says_where(lab: Lab) -> None:
+def test_a_nan_loss_pauses_the_run_and_names_rank_and_step(lab: Lab) -> None:
     lab.run(Experiment(seed=NAN), on_nan="pause")
     assert until(lambda: lab.state == "paused")
     assert any("rank 1's loss was nan at step 5" in note for note in lab.notes)
 
 
-def test_a_loss_that_is_not_a_number_pauses_where_a_dashboard_is_on_show(lab: Lab) -> None:
+def test_a_nan_loss_pauses_the_run_while_a_dashboard_watches(lab: Lab) -> None:
     lab.watchers.append(lambda: True)
     try:
         lab.run(Experiment(seed=NAN))
@@ -256,20 +255,20 @@ def test_a_loss_that_is_not_a_number_pauses_where_a_dashboard_is_on_show(lab: La
 
 
 @pytest.mark.parametrize("on_nan", [None, "stop"])
-def test_a_loss_that_is_not_a_number_with_nobody_watching_ends_the_run_with_a_sentence(lab: Lab, on_nan: Any) -> None:
+def test_a_nan_loss_without_a_watcher_ends_the_run_with_an_error(lab: Lab, on_nan: Any) -> None:
     run = lab.run(Experiment(seed=NAN), on_nan=on_nan)
     with pytest.raises(RankError, match="rank 1, step 5: FloatingPointError: the loss is nan, and the run was ended"):
         run.wait(60)
     assert (lab.state, run.state, type(run).open(run.path).state) == ("failed", "failed", "failed")
 
 
-def test_what_a_loss_that_is_not_a_number_may_do_is_said(lab: Lab) -> None:
+def test_an_unknown_on_nan_value_raises_knob_error_with_the_choices(lab: Lab) -> None:
     with pytest.raises(KnobError, match="on_nan='explode': must be one of auto, pause, stop, skip"):
         lab.run(Experiment(), on_nan="explode")
     assert not lab.live
 
 
-def test_an_experiment_that_cannot_be_sent_says_so(lab: Lab) -> None:
+def test_an_experiment_that_cannot_be_pickled_raises_an_error(lab: Lab) -> None:
     from workbench.tasks import Task
 
     lock = threading.Lock()
@@ -305,7 +304,7 @@ def test_more_ranks_than_engines_are_refused(lab: Lab) -> None:
     assert not lab.live
 
 
-def test_it_says_what_it_is_in_one_line(lab: Lab) -> None:
+def test_the_repr_of_a_lab_describes_it_in_one_line(lab: Lab) -> None:
     lab.run(replace(Experiment(), steps=0))
     assert until(lambda: lab.state == "running")
     assert repr(lab).startswith("Lab 'shared': 2 ranks on 2 CPU engines, running DDP(accumulate=1) at step ")
@@ -319,7 +318,7 @@ def test_listening_costs_next_to_nothing(lab: Lab) -> None:
     assert 0 < relay.seconds < 1.0
 
 
-def test_nobody_else_hears_or_commands_the_engines(lab: Lab) -> None:
+def test_clients_without_keys_can_neither_read_nor_command_the_engines(lab: Lab) -> None:
     import zmq
 
     from workbench.cluster.transport.keys import Keys
@@ -336,14 +335,14 @@ def test_private_files_are_private(lab: Lab) -> None:
     assert place.path.stat().st_mode & 0o077 == 0 and place.file.stat().st_mode & 0o077 == 0
 
 
-def test_rows_come_from_ranks_whose_disk_is_not_seen_here(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_resend_rows_if_the_kernel_cannot_see_their_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = launch.begin
     unseen = {"run_dir": "/nowhere/at/all"}
     monkeypatch.setattr(launch, "begin", lambda at, job, *rest, **more: begin(at, {**job, **unseen}, *rest, **more))
     take, came, lost = Live.take, [], []
 
     def loses(live: Live, batch: Batch) -> None:
-        """Every second message of spans is lost, so the rank has to be asked for its rows."""
+        """Loses every second message of spans, so the lab has to request the rows."""
         came.append(batch.kind)
         if batch.kind == "spans" and came.count("spans") % 2:
             lost.append(batch)
@@ -357,7 +356,7 @@ def test_rows_come_from_ranks_whose_disk_is_not_seen_here(lab: Lab, monkeypatch:
     assert len(type(run).open(run.path).spans) == len(run.spans) == 200
 
 
-def test_a_second_interrupt_gives_up_a_rank_that_cannot_be_stopped_and_the_next_run_gets_new_ones(lab: Lab) -> None:
+def test_a_second_interrupt_abandons_a_stuck_rank_and_the_next_run_gets_new_engines(lab: Lab) -> None:
     run = lab.run(Experiment(seed=STUCK))
     assert until(lambda: lab.state == "running")
     pids = [row["pid"] for row in lab.status]
@@ -370,7 +369,7 @@ def test_a_second_interrupt_gives_up_a_rank_that_cannot_be_stopped_and_the_next_
     assert not set(pids) & {row["pid"] for row in lab.status}
 
 
-def test_a_dead_engine_fails_the_run_and_the_next_run_gets_new_ones(lab: Lab) -> None:
+def test_a_dead_engine_fails_the_run_and_the_next_run_gets_new_engines(lab: Lab) -> None:
     run = lab.run(Experiment())
     assert until(lambda: lab.state == "running")
     victim = lab.status[1]["pid"]

@@ -1,6 +1,5 @@
-"""Who lives how long: kernels that die, labs that are detached and found again, clusters that others started.
-
-Each test plays the kernel with a process of its own, so that it can be killed.
+"""Tests lifetimes: kernels that die, labs detached and found again, clusters started by other programs.
+Each test plays the kernel with its own process, so that the test can kill it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Kernel:
-    """A process that runs `code` as a notebook kernel would, and answers in lines of JSON."""
+    """A process that runs `code` like a notebook kernel and answers in lines of JSON."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen(
@@ -111,7 +110,7 @@ time.sleep(100)
 
 
 def gone(processes: list[Any], seconds: float = 60.0) -> None:
-    """Waits until all are gone; fails if they are not within `seconds`."""
+    """Waits until the processes have ended; fails if they take more than `seconds`."""
     end = time.monotonic() + seconds
     while living := [p for p in processes if alive(p[:2])]:
         assert time.monotonic() < end, f"still there: {living}"
@@ -175,11 +174,11 @@ def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
     gone(said["processes"], 1)
 
 
-def test_a_detached_run_is_found_though_its_directory_is_gone() -> None:
+def test_a_detached_run_is_found_even_if_its_directory_was_removed() -> None:
     with Kernel(RUNNING.format(name="bare") + "lab.detach()") as kernel:
         path = Path(kernel.hears()["path"])
         kernel.process.wait(60)
-    while path.exists():  # a rank may begin another file meanwhile
+    while path.exists():  # a rank may create another file at the same time
         shutil.rmtree(path, ignore_errors=True)
     lab = Lab.attach("bare")
     try:
@@ -232,7 +231,7 @@ def test_a_lab_of_another_size_takes_the_place_of_an_idle_one_even_while_it_star
         assert len(two.wait(60).status) == 2
 
 
-def test_attaching_where_nothing_lives_says_so() -> None:
+def test_attaching_without_a_live_lab_raises_cluster_error() -> None:
     with pytest.raises(ClusterError, match="there is no live lab called 'nobody'"):
         Lab.attach("nobody")
 
@@ -248,12 +247,12 @@ def test_two_kernels_with_labs_of_one_name_do_not_meet() -> None:
         gone(first["processes"])
 
 
-# -- clusters that somebody else started
+# -- clusters that another program started
 
 
 @pytest.fixture
 def by_hand(tmp_path: Path) -> Iterator[Any]:
-    """ipcontroller and ipengine as a person starts them; yields (client file, start an engine, processes)."""
+    """Starts ipcontroller and ipengine by hand; yields (client file, function that starts an engine, processes)."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(what: str, env: dict[str, str], *arguments: str) -> None:
@@ -266,7 +265,7 @@ def by_hand(tmp_path: Path) -> Iterator[Any]:
     def engine(**env: str) -> None:
         start("engine", dict(env), "--IPEngine.wait_for_url_file=30")
 
-    (tmp_path / "profile_hand").mkdir()  # two processes that both make it get in each other's way
+    (tmp_path / "profile_hand").mkdir()  # two processes that both create it would conflict
     start("controller", {}, "--HeartMonitor.period=500", "--IPController.use_threads=True")
     yield tmp_path / "profile_hand" / "security" / "ipcontroller-client.json", engine, started
     for process in reversed(started):
@@ -308,7 +307,7 @@ def test_a_cluster_started_by_hand_is_used_and_left(
             run.wait(60)
 
 
-def test_engines_started_by_hand_start_anew_after_a_loop_of_its_own(by_hand: Any) -> None:
+def test_engines_started_by_hand_restart_their_process_after_a_users_loop(by_hand: Any) -> None:
     def mark() -> int:
         import os
         import sys
@@ -350,7 +349,7 @@ def test_an_engine_with_other_versions_is_named_before_anything_runs(by_hand: An
         assert lab.state == "failed"
 
 
-# -- bad input, and engines that do not come up
+# -- invalid input, and engines that do not start
 
 
 def test_an_engine_that_fails_to_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,20 +371,20 @@ def test_an_engine_that_is_late_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         lab.wait(60)
 
 
-def test_no_connection_file_there() -> None:
+def test_a_missing_connection_file_raises_cluster_error() -> None:
     with Lab(ranks=1, name="nowhere", cluster="nowhere.json") as lab:
         with pytest.raises(ClusterError, match="no such connection"):
             lab.wait(60)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 1.5, True, 65])
-def test_a_number_of_ranks_that_cannot_be(ranks: Any) -> None:
+def test_an_impossible_number_of_ranks_raises_knob_error(ranks: Any) -> None:
     with pytest.raises(KnobError, match=rf"ranks={ranks}: must be an integer in \[1, 64\]"):
         Lab(ranks=ranks, name="never")
     assert places() == []
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
-def test_gpus_that_are_not_there() -> None:
+def test_a_missing_gpu_raises_knob_error() -> None:
     with Lab(ranks=1, name="gpus", device=3) as lab, pytest.raises(KnobError, match="device=3: there is no GPU"):
         lab.wait(60)

@@ -1,4 +1,4 @@
-"""Labs that open, run and close leave nothing, and a lab closes when its process has no descriptor left."""
+"""Checks that labs that open, run and close leak nothing, and that a lab closes without free descriptors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 
 def run_python(*words: str, folder: Path, seconds: float = 400) -> str:
-    """The output of a Python process of its own, which has its own folders for labs. Fails unless it exits with 0."""
+    """Returns the output of a Python process with its own lab folders. Fails unless the exit code is 0."""
     env = {"WORKBENCH_RUNTIME_DIR": str(folder / "runtime"), "XDG_DATA_HOME": str(folder / "data")}
     env = {**os.environ, **env, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True,

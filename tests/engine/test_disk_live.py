@@ -1,7 +1,6 @@
-"""Disks that fill up, vanish, refuse and hang under two real ranks: training goes on, and no row is lost unsaid.
-
-The faults are real where this user may cause them: a small tmpfs, files made immutable, a file system that is frozen.
-One lab serves all tests of this file, for each start costs seconds.
+"""Tests disks that fill up, vanish, refuse writes or hang under two real ranks.
+Training goes on, and the lab reports every lost row. The faults are real if this user may cause them: a small tmpfs,
+immutable files, a frozen file system. One lab serves all tests of this file, because a start takes seconds.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ def experiment() -> Experiment:
 
 
 def hinder(disk: str) -> None:
-    """From now on a write of this process's spool hangs while the file `disk` is there, and all are slow."""
+    """From now on this process's spool writes slowly, and not at all while the file `disk` exists."""
     from workbench.engine.record import spool
 
     write = os.write
 
     class Slow:
-        """The module os, as the record's writer is to see it."""
+        """The module `os` as the record's writer sees it."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
@@ -75,7 +74,7 @@ def hinder(disk: str) -> None:
 
 
 def freed() -> None:
-    """The disk is as fast as it is."""
+    """Restores the normal speed of the disk."""
     from workbench.engine.record import spool
 
     sys.modules[spool.Writer.__module__].os = os
@@ -107,7 +106,7 @@ def running(lab: Lab, out: Path) -> Run:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory, also if a rank has begun another file there meanwhile."""
+    """Removes a directory, even if a rank creates another file in it at the same time."""
     assert until(lambda: shutil.rmtree(path, ignore_errors=True) or not path.exists())
 
 
@@ -122,14 +121,14 @@ def stopped(lab: Lab, run: Run) -> None:
 
 
 def noted(lab: Lab, text: str) -> str:
-    """The note that has `text`, once there is one; tests/unit/test_recorder.py says how soon that is."""
+    """Waits for a note that contains `text` and returns it; tests/unit/test_recorder.py has the time limits."""
     assert until(lambda: any(text in n for n in lab.notes)), (text, lab.notes)
     return next(n for n in lab.notes if text in n)
 
 
 @contextmanager
 def goes_on(run: Run) -> Iterator[None]:
-    """Meanwhile steps are made and their rows come live, though the disk does not take them."""
+    """Checks that steps and live rows continue in this block, although the disk takes no rows."""
 
     def steps() -> int:
         rows = run.timeline.spans.rows()
@@ -146,14 +145,14 @@ def rows(run: Any) -> tuple[int, int, int]:
 
 
 def rescued(run: Run, path: Path) -> None:
-    """Saved elsewhere, the record is whole."""
+    """Checks that the record is complete after it is saved elsewhere."""
     assert run.save(path) == path == run.path
     again = Run.open(path)
     assert rows(again) == rows(run) and not again.missing and not again.warnings and not run.unwritten
 
 
 def root(*command: str | Path) -> None:
-    """A command that takes rights; the test is skipped where there are none."""
+    """Runs a command that needs root; skips the test if it is not permitted."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=30)
     if done.returncode:
         pytest.skip(f"{command[0]} is not permitted here: {done.stderr.strip()}")
@@ -161,7 +160,7 @@ def root(*command: str | Path) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 kB."""
+    """Mounts a disk of 256 kB."""
     if not ROOT:
         pytest.skip("mounts a small disk, which takes root")
     (tmp_path / "small").mkdir()
@@ -267,7 +266,7 @@ def test_files_that_may_not_be_written_any_more(lab: Lab, tmp_path: Path) -> Non
 
 @pytest.fixture
 def slow(lab: Lab, tmp_path: Path) -> Iterator[Path]:
-    """While this file is there the engines' disks do not answer; and they are slow in any case."""
+    """The engines' disks are slow, and hang while the yielded file exists."""
     hung = tmp_path / "hung"
     lab.view.apply_sync(hinder, str(hung))
     yield hung
@@ -313,7 +312,7 @@ def test_a_run_ends_though_the_disk_hangs(lab: Lab, tmp_path: Path, slow: Path) 
 
 @contextmanager
 def frozen(path: Path) -> Iterator[Callable[[], Any]]:
-    """A file system that takes nothing until the answer is called."""
+    """Freezes a file system until the caller calls the yielded function."""
     root("fsfreeze", "-f", path)
     left = [path]
 

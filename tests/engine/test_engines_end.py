@@ -1,4 +1,4 @@
-"""Engines that end, or whose server does, while their ranks train: they end as told, at once, and nothing aborts."""
+"""Ends engines, or their server, while ranks train: they end at once, and no process aborts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its rank is in torch, as good as always; what it would have tidied up at an exit is."""
+    """The signal almost always meets the rank inside torch. The normal clean-up must still happen."""
     with apart(tmp_path_factory) as patch:
         folder = tmp_path_factory.mktemp("shared")
         patch.setenv("TMPDIR", str(folder))
@@ -27,7 +27,7 @@ def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_f
             reached(lab, 5)
             owned, place = lab.cluster.owned, lab.cluster.place
             assert owned is not None
-            place.write(ends=True)  # else this would be a preemption, after which they leave first
+            place.write(ends=True)  # otherwise the lab treats this as a preemption, and the ranks leave first
             children = [owned.started[f"engine {number}"] for number in range(4)]
             for child in children:
                 child.send_signal(signal.SIGTERM)
@@ -39,7 +39,7 @@ def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_f
 
 @pytest.mark.skipif(not usable(), reason="engines are no forks here")
 def test_a_run_outlives_the_server_that_its_engines_are_forks_of(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nobody says any more how one ends, but that it has; and who comes for it is another server's."""
+    """Without the server, the lab only learns that an engine ended. The replacement is a fork of another server."""
     with apart(tmp_path_factory), Lab(ranks=2, name="unparented") as lab:
         lab.wait(120).run(endless(ranks=2, strategy=DDP(), on_death="replace"))
         reached(lab, 5)

@@ -1,4 +1,4 @@
-"""What a run leaves behind in the processes of a lab: nothing that a later run could meet."""
+"""Checks that a run leaves nothing in the lab's processes that affects a later run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def workers(lab: Lab) -> list[int]:
-    """The children of the engines."""
+    """Returns the process ids of the engines' children."""
     return [child.pid for row in lab.status for child in psutil.Process(row["pid"]).children()]
 
 
@@ -55,7 +55,7 @@ def by_workers(persistent: bool) -> Task:
 
 
 def loop() -> None:
-    """A loop of its own that leaves its workers to whoever comes."""
+    """A user's loop that leaves its data loader's workers running."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(rows(), 4, num_workers=2, persistent_workers=True)
@@ -138,7 +138,7 @@ NOTHING = ("{'dtype': 'torch.float32', 'environment': None, 'module': None, 'gro
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Experiment]:
-    """Makes an experiment of a script that is written below `tmp_path`."""
+    """Returns a function that writes a script below `tmp_path` and makes an experiment of it."""
     (tmp_path / "beside.py").write_text("state = {}\n")
 
     def made(text: str, *args: str) -> Experiment:
@@ -150,7 +150,7 @@ def script(tmp_path: Path) -> Callable[..., Experiment]:
 
 
 def said(run: Run) -> list[str]:
-    """What the ranks printed after SEEN."""
+    """Returns what the ranks printed after SEEN."""
     return [line["text"][5:] for _, _, line in run.details("log") if line["text"].startswith("SEEN")]
 
 
@@ -158,7 +158,7 @@ def pids(lab: Lab) -> list[int]:
     return [row["pid"] for row in lab.status]
 
 
-def test_a_script_meets_nothing_of_the_script_before_it(lab: Lab, script: Callable[..., Experiment]) -> None:
+def test_a_script_sees_no_state_of_the_script_before_it(lab: Lab, script: Callable[..., Experiment]) -> None:
     assert lab.run(script(FIRST + TRAINS)).wait(BOUND).state == "done"
     before = pids(lab)
     run = lab.run(script(LATER + TRAINS)).wait(BOUND)
@@ -184,7 +184,7 @@ def default_types(lab: Lab) -> list[str]:
     return list(lab.view.apply_sync(seen))
 
 
-def test_a_task_meets_nothing_of_a_loop_and_a_script_nothing_of_a_task(
+def test_a_task_sees_no_state_of_a_loop_and_a_script_no_state_of_a_task(
     lab: Lab, script: Callable[..., Experiment]
 ) -> None:
     def train() -> None:

@@ -1,7 +1,7 @@
-"""One rank on a real GPU, or several that share it over gloo: times, events, order. `make test-gpu` writes what it saw.
-
-Ranks are threads of one process. A rank that waits for others inside of autograd, which has one thread for each GPU of
-a process, would hold up all that share it: what has such waits is in test_gpu_ranks.py, where each is a process.
+"""Tests one rank on a real GPU, or several that share it over gloo: times, events, order.
+`make test-gpu` writes the results. Ranks are threads of one process here. Autograd has one thread per GPU and process,
+so a rank that waits inside autograd would block the ranks that share it. test_gpu_ranks.py tests such waits with
+processes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_a_step_never_synchronises_the_whole_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def overlap(rows: list[tuple], step: int) -> float | None:
-    """Of the time in which a collective was under way, the share that lies within this step's backward."""
+    """Returns the share of collectives' time that lies within this step's backward."""
     backward = next((r for r in rows if r[:3] == (step, "compute", "backward")), None)
     comm = [r for r in rows if r[0] == step and r[1] == "comm"]
     if backward is None or not comm:
@@ -80,7 +80,7 @@ def overlap(rows: list[tuple], step: int) -> float | None:
 
 
 def note(what: str, value: float) -> None:
-    """One number for docs/gpu.md."""
+    """Writes one number for docs/gpu.md."""
     if file := os.environ.get("WORKBENCH_GPU_NOTES"):
         with Path(file).open("a") as f:
             f.write(json.dumps({"what": what, "value": value}) + "\n")

@@ -1,6 +1,5 @@
-"""Ranks over NCCL, and over gloo: order, switches, late and lost ranks, every strategy, compressor and partition.
-
-Each rank is a process; on a machine with one GPU they share it (see tests/gpu_ranks.py).
+"""Tests ranks over NCCL and gloo: order, switches, late and lost ranks, and every family.
+Each rank is a process. On a machine with one GPU the ranks share it (see tests/gpu_ranks.py).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def three(kept: dict[int, Ranks]) -> Iterator[Ranks]:
 
 
 def _of(kept: dict[int, Ranks], size: int) -> Iterator[Ranks]:
-    """Processes that tests share, made anew after a test that left them hanging or lost one."""
+    """Yields processes that tests share; makes new ones after a test that lost one or left them hanging."""
     if size not in kept:
         kept[size] = Ranks(size)
     try:
@@ -86,7 +85,7 @@ CANNOT = {"ByteScheduler": "it has priorities", "TorchFSDP": "take ZeRO3", "Hogw
 
 
 @pytest.mark.parametrize("name", sorted(shipped(Strategy)))
-def test_every_strategy_trains_over_nccl_or_says_what_does(name: str, pair: Ranks) -> None:
+def test_every_strategy_trains_over_nccl_or_raises_a_knob_error_with_advice(name: str, pair: Ranks) -> None:
     e = experiment(2, 10, strategy=fitting(shipped(Strategy)[name], 2))
     if name in CANNOT:
         pair.start(e)
@@ -102,7 +101,7 @@ def test_every_compressor_gives_all_ranks_the_same_over_nccl(name: str, pair: Ra
     agree(pair.run(experiment(2, 10, compressor=shipped(Compressor)[name]())))
 
 
-def test_numbers_are_those_of_gloo_on_cpus(pair: Ranks) -> None:
+def test_nccl_gives_the_parameters_of_gloo_on_cpus(pair: Ranks) -> None:
     e = experiment(2, 12, optimizer=AdamW())
     plain = on_cpus(e)[0]
     near_enough(pair.run(e)[0].params, {n: p.detach().numpy() for n, p in plain.model.named_parameters()})
@@ -116,8 +115,8 @@ SHARED_OUT = (
 
 
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
-def test_what_is_shared_out_trains_as_ddp_does(kind: str, pair: Ranks) -> None:
-    """A bucket's memory is given back while the lane's stream may still read it: what it holds must be safe."""
+def test_sharded_strategies_train_as_ddp_does(kind: str, pair: Ranks) -> None:
+    """ZeRO frees a bucket's memory while the lane's stream may still read it. The values must stay intact."""
     e = experiment(2, 19, task=toy(model=Deep), bucket_mb=16.0, optimizer=AdamW())
     ours, plain = pair.run(e, *SHARED_OUT, kind=kind), pair.run(e, kind=kind)
     assert not ours[0].noted("refused")
@@ -129,8 +128,8 @@ WAYS = [Pipeline(micros=2), Pipeline(micros=4, schedule=ZeroBubble()), Tensor(),
 
 @pytest.mark.parametrize("kind", ["gloo", "nccl"])
 @pytest.mark.parametrize("way", WAYS, ids=["1F1B", "ZB-H1", "slices", "positions"])
-def test_a_replica_on_several_ranks_learns_what_it_learns_on_cpus(way: Partition, kind: str, pair: Ranks) -> None:
-    """Switched to live, and back, so that at the end each rank has all of it."""
+def test_a_partitioned_replica_gives_the_parameters_of_a_run_on_cpus(way: Partition, kind: str, pair: Ranks) -> None:
+    """Switches to the partition and back live, so that each rank has the whole model at the end."""
     e = spread(2, 8, task=small(parts=parts))
     turns = (Change(2, "partition", way), Change(6, "partition", "Whole"))
     found, plain = pair.run(e, *turns, kind=kind), on_cpus(e, *turns)[0]
@@ -139,7 +138,7 @@ def test_a_replica_on_several_ranks_learns_what_it_learns_on_cpus(way: Partition
 
 
 class Deep(nn.Module):
-    """Enough matrices that backward outlasts the exchange of one bucket."""
+    """A model with enough matrices that backward takes longer than the exchange of one bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class Deep(nn.Module):
 
 
 class Late:
-    """The toy's loss, for which rank 1 is late once."""
+    """The toy's loss, in which rank 1 is late once."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.calls = seconds, 0
@@ -189,8 +188,8 @@ def test_a_stop_frees_a_rank_whose_peer_does_not_come_over_nccl(pair: Ranks) -> 
 
 
 @pytest.mark.parametrize("strategy", ["DDP", "LocalSGD", "ZeRO3"])
-def test_others_go_on_when_a_rank_dies_over_nccl(strategy: str, three: Ranks) -> None:
-    """Their communicator is aborted, a new one is made of those who are left, and these train to the end."""
+def test_survivors_go_on_when_a_rank_dies_over_nccl(strategy: str, three: Ranks) -> None:
+    """The survivors abort their communicator, make a new one and train to the end."""
     e = experiment(3, 400, on_death="go on", strategy=shipped(Strategy)[strategy](), pace=20.0)
     three.start(e)
     three.at(30)

@@ -1,6 +1,5 @@
-"""Ranks that hang on real engines: found, told apart from slow ones, shown with their stacks, and put out.
-
-The hang is a stopped process, an endless loop, or C code that never gives Python's interpreter back.
+"""Tests ranks that hang on real engines: found, distinguished from slow ones, inspected and evicted.
+The hang is a stopped process, an endless loop, or C code that never releases Python's interpreter.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from workbench.strategies import DDP, LocalSGD, ZeRO3
 from workbench.tasks import Task
 
 pytestmark = pytest.mark.engine
-BOUND = 120.0  # seconds, on a machine that is busy with other things
-AFTER = 3.0  # seconds that a rank may stand still here
+BOUND = 120.0  # seconds, enough for a busy machine
+AFTER = 3.0  # seconds without progress after which the lab reports a hang
 
 
 def model() -> nn.Module:
@@ -42,7 +41,7 @@ def model() -> nn.Module:
 
 
 class Source:
-    """Batches without end."""
+    """An endless source of batches."""
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -55,11 +54,11 @@ def spins_for_ever(word: Path) -> None:
 
 
 def held_in_c(word: Path) -> None:
-    ctypes.PyDLL(None).sleep(600)  # unlike CDLL this keeps the interpreter
+    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter, CDLL releases it
 
 
 def task(word: Path) -> Task:
-    """The loss of the process that the file `word` names does what that says: "spin", "hold", or a sleep in seconds."""
+    """A task whose loss obeys the file `word` if it names this process: "spin", "hold", or seconds to sleep."""
 
     def loss(net: nn.Module, batch: Any) -> torch.Tensor:
         import time
@@ -106,7 +105,7 @@ def running(lab: Lab, word: Path, **more: Any) -> Run:
 
 
 def tells(lab: Lab, word: Path, what: str) -> int:
-    """Rank 2 is to do it; its process."""
+    """Orders rank 2 to do `what`; returns its process id."""
     pid: int = lab.status[2]["pid"]
     draft = word.with_suffix(".draft")
     draft.write_text(f"{what} {pid}")
@@ -115,12 +114,12 @@ def tells(lab: Lab, word: Path, what: str) -> int:
 
 
 def at(lab: Lab) -> int:
-    """The step that the run is at."""
+    """Returns the current step of the run."""
     return lab._live.step if lab._live is not None else 0
 
 
 def gone_on(lab: Lab, run: Run, members: list[int]) -> None:
-    """These ranks, and no others, make new steps."""
+    """Waits until exactly these ranks make new steps."""
     assert until(lambda: [m for *_, m in run.details("members") if m.get("members") == members], BOUND), lab.notes
     step = at(lab)
     assert until(lambda: at(lab) > step + 3 or not lab.live, BOUND) and lab.live, lab.notes
@@ -130,8 +129,8 @@ def gone(lab: Lab, pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_link_that_is_dead_is_named_by_its_two_ranks_of_whom_one_can_be_put_out(lab: Lab, word: Path) -> None:
-    """All ranks wait in the same collective, answer the lab, and have nothing in their stacks that tells."""
+def test_a_dead_link_is_reported_by_its_two_ranks_and_either_can_be_evicted(lab: Lab, word: Path) -> None:
+    """All ranks wait in the same collective and answer the lab. Their stacks do not show the dead link."""
     run = running(lab, word, strategy=DDP())
     assert kill_link(Patient(lab, Random(0)), 1, 2) >= 2
     said = "rank 1 waits for rank 2, and rank 2 for rank 1: nothing has got over the link between them for "
@@ -143,8 +142,10 @@ def test_a_link_that_is_dead_is_named_by_its_two_ranks_of_whom_one_can_be_put_ou
 
 
 @pytest.mark.slow
-def test_an_engine_that_stood_still_for_longer_than_half_a_minute_is_whole_again(lab: Lab, word: Path) -> None:
-    """A machine that slept, a debugger: the controller must not strike off whose process lives."""
+def test_an_engine_that_was_stopped_for_over_half_a_minute_works_again(lab: Lab, word: Path) -> None:
+    """After a machine slept or a debugger stopped it, the controller must not drop an engine whose process still
+    runs.
+    """
     run = running(lab, word, strategy=DDP(), ranks=2)
     os.kill(pid := lab.status[1]["pid"], signal.SIGSTOP)
     try:
@@ -165,7 +166,7 @@ def test_no_cell_waits_for_an_engine_that_died_while_nothing_ran() -> None:
         assert until(lambda: lab.cluster.client.ids == [0])
 
 
-def test_an_endless_loop_is_named_its_stack_shown_and_its_rank_put_out_by_hand(lab: Lab, word: Path) -> None:
+def test_an_endless_loop_is_reported_with_its_stack_and_its_rank_is_evicted_by_hand(lab: Lab, word: Path) -> None:
     run = running(lab, word, strategy=DDP())
     pid = tells(lab, word, "spin")
     assert until(lambda: any("rank 2 has been in forward of step " in n for n in lab.notes), BOUND), lab.status
@@ -186,17 +187,17 @@ def test_an_endless_loop_is_named_its_stack_shown_and_its_rank_put_out_by_hand(l
     gone_on(lab, run, [0, 1, 3])
     assert gone(lab, pid), "what hangs is ended"
     assert [detail["text"] for *_, detail in run.details("evicted")] == ["rank 2 put out: as asked"]
-    put_out = "was put out: as asked"  # the kernel may see the engine's end after the others have gone on
+    put_out = "was put out: as asked"  # the kernel may see the engine's end only after the survivors have gone on
     assert until(lambda: any("rank 2 is lost at step" in n and put_out in n for n in lab.notes), BOUND), lab.notes
     lab.stop()
     run.wait(60)
     assert lab.state == "idle" and lab._live.error is None
 
 
-def test_a_stopped_process_is_told_by_the_system_and_put_out_by_policy(lab: Lab, word: Path) -> None:
+def test_a_stopped_process_is_recognised_and_evicted_by_policy(lab: Lab, word: Path) -> None:
     run = running(lab, word, strategy=LocalSGD(every=4))
     assert lab.set("on_hang", "evict").wait(60).applied_at is not None
-    reached = at(lab) + 3  # a way back is kept from the next boundary on
+    reached = at(lab) + 3  # a rank keeps a state to return to from the next boundary on
     assert until(lambda: at(lab) > reached, BOUND)
     pid = lab.status[0]["pid"]
     lab.freeze(0)
@@ -222,19 +223,19 @@ def test_code_that_keeps_the_interpreter_shows_its_stack_and_an_idle_engine_take
     gone_on(lab, run, [0, 1, 3])
 
 
-def test_a_slow_rank_is_not_put_out(lab: Lab, word: Path) -> None:
+def test_a_slow_rank_is_not_evicted(lab: Lab, word: Path) -> None:
     run = running(lab, word, strategy=DDP(), hang_after=2.0)
     tells(lab, word, "1.0")
     step = at(lab)
     assert until(lambda: at(lab) > step + 3, BOUND)
     assert lab.set("on_hang", "evict").wait(60).applied_at is not None
-    tells(lab, word, "3.0")  # longer than that, but no five times what it took before
+    tells(lab, word, "3.0")  # longer than `hang_after`, but less than five times a normal step
     step = at(lab)
     assert until(lambda: at(lab) > step + 2, BOUND)
     assert not run.details("evicted") and not run.details("hang") and not lab.notes
 
 
-def test_where_the_others_cannot_go_on_it_is_said_and_by_policy_the_run_ends(lab: Lab, word: Path) -> None:
+def test_the_run_ends_by_policy_if_the_other_ranks_cannot_go_on(lab: Lab, word: Path) -> None:
     running(lab, word, strategy=ZeRO3())
     pid = lab.status[1]["pid"]
     os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A live run's inspector: a rank is profiled while both go on, and who has not come to a collective is named."""
+"""Tests the inspector of a live run: it profiles a rank and names a rank missing from a collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def until(so: Callable[[], object], patience: float = 90.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_rank_is_profiled_and_a_frozen_one_is_missed(tmp_path: Path) -> None:
+def test_a_rank_is_profiled_and_a_frozen_one_is_reported_as_missing(tmp_path: Path) -> None:
     with Lab(2, name="inspected") as lab:
         run = lab.run(Experiment(ranks=2, steps=100_000, pace=20.0, eval_every=0), out=tmp_path / "run")
         until(lambda: run.made > 5)

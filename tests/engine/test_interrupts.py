@@ -1,6 +1,5 @@
-"""Interrupts at chosen places of a lab's life, each of which once left half a lab; `tests.interrupts` draws others.
-
-The ranks are light stand-ins, for what is tried here is what the kernel does.
+"""Interrupts a lab at chosen places that once broke it; `tests.interrupts` draws random places.
+The ranks are light stand-ins, because the kernel's side is under test.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def interrupt() -> None:
 
 
 def interrupted(patch: pytest.MonkeyPatch, place: Any, name: str, first: bool) -> None:
-    """The kernel is interrupted once, when `name` of `place` is called: before it has done anything, or after it."""
+    """Interrupts the kernel once in a call of `name` of `place`: before its work if `first`, else after it."""
     does = getattr(place, name)
 
     def once(*given: Any, **more: Any) -> Any:
@@ -89,7 +88,7 @@ def test_a_close_that_is_interrupted_closes_all_the_same(monkeypatch: pytest.Mon
 
 
 @pytest.mark.engine
-def test_a_close_that_is_given_up_by_a_second_interrupt_is_taken_up_by_the_next(
+def test_the_next_close_completes_one_that_a_second_interrupt_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(ranks=1, name="shut").wait(60)
@@ -109,7 +108,7 @@ def test_a_close_that_is_given_up_by_a_second_interrupt_is_taken_up_by_the_next(
 
 
 @pytest.mark.engine
-def test_a_lab_whose_opening_or_whose_run_was_interrupted_in_the_making_is_there_and_trains(
+def test_a_lab_trains_after_an_interrupt_of_its_opening_or_of_a_run_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted(monkeypatch, cluster_module, "start_guard", first=False)
@@ -127,7 +126,7 @@ def test_a_lab_whose_opening_or_whose_run_was_interrupted_in_the_making_is_there
 
 
 @pytest.mark.engine
-def test_a_detach_and_an_attach_that_are_interrupted_lose_neither_lab_nor_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_detach_or_attach_loses_neither_lab_nor_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(ranks=1, name="left").wait(60)
     assert lab.cluster.owned is not None
     children = list(lab.cluster.owned.started.values())
@@ -149,7 +148,7 @@ def test_a_detach_and_an_attach_that_are_interrupted_lose_neither_lab_nor_run(mo
     assert all(child.returncode is not None for child in children), "nor a zombie"
 
 
-def test_an_interrupt_between_two_ranks_wires_leaves_both_free() -> None:
+def test_an_interrupt_between_two_wire_locks_releases_both() -> None:
     line = Line({}, Keys.new())
     first, second = threading.Lock(), threading.Lock()
 
@@ -169,7 +168,7 @@ def test_an_interrupt_between_two_ranks_wires_leaves_both_free() -> None:
     line.close()
 
 
-def test_an_interrupt_waits_until_all_is_done_and_a_second_one_does_not() -> None:
+def test_an_interrupt_waits_for_a_whole_block_but_a_second_one_does_not() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), whole():
         interrupt()
@@ -190,7 +189,7 @@ def test_an_interrupt_waits_until_all_is_done_and_a_second_one_does_not() -> Non
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_a_round_does_depends_on_its_seed_alone() -> None:
+def test_a_round_of_interrupts_depends_only_on_its_seed() -> None:
     drawn = [interrupts.point_of(7, number)[0] for number in range(200)]
     assert drawn == [interrupts.point_of(7, number)[0] for number in range(200)]
     assert set(drawn) == set(interrupts.POINTS), "each is among two hundred"

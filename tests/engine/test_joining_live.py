@@ -1,4 +1,4 @@
-"""Ranks are killed while new ranks join a run of a lab: the survivors train on, and never from untrained values."""
+"""Kills ranks while new ranks join a lab's run: the survivors train on from trained values."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_survivors_of_a_join_train_on_from_trained_values(
         run.wait(60)
         losses = run.samples[run.samples.name == "loss"].sort_values("t").value
         assert losses.tail(6).mean() < losses.iloc[0] / 3, "the survivors train from trained values"
-    else:  # nobody held the state
+    else:  # no survivor has the state
         assert len(ranks) == 2
         with pytest.raises(RankError, match="no rank that is left holds the trained state"):
             run.wait(60)
 
 
 def _made_steps(run: object, count: int) -> bool:
-    """Did ranks make so many steps since the last change of members?"""
+    """Whether ranks have made `count` steps since the last change of members."""
     marks, spans = run.marks, run.spans  # type: ignore[attr-defined]
     since = marks[marks.name == "members"].t.max()
     return bool((spans[(spans.lane == "step") & (spans.t0 > since)].groupby("rank").size() >= count).all())

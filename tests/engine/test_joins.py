@@ -1,4 +1,4 @@
-"""Ten rounds of the join campaign by fixed seed, against the references that the campaign has measured."""
+"""Plays ten seeded rounds of the join campaign against the references that the campaign measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""JupyterLab ends and is started again: nothing is left of a lab, or, where it was detached, it is found with its run.
-
-Kernels are children of JupyterLab's server and end with it, also where it was killed. The ranks are light stand-ins.
+"""Restarts JupyterLab: no process of a lab remains, or a detached lab is found with its run.
+Kernels are children of JupyterLab's server and end with it, even if the server is killed. The ranks are light
+stand-ins.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ lab.close()
 
 
 class Server:
-    """JupyterLab, with one kernel in it that does what it is told."""
+    """A JupyterLab server with one kernel that runs given code."""
 
     def __init__(self, runtime: str, folder: Path) -> None:
         token = secrets.token_hex(16)
@@ -87,14 +87,14 @@ class Server:
         self.file = Path(runtime, f"kernel-{self.kernel}.json")
 
     def does(self, code: str) -> dict[str, Any]:
-        """Has the kernel run it; the line of JSON that it prints."""
+        """Runs `code` in the kernel and returns the line of JSON that it prints."""
         from jupyter_client.blocking import BlockingKernelClient
 
         client, said = BlockingKernelClient(connection_file=str(self.file)), [""]
         client.load_connection_file()
         client.start_channels()
 
-        def answers() -> bool:  # `wait_for_ready` takes a kernel that has not begun yet for a dead one
+        def answers() -> bool:  # `wait_for_ready` mistakes a kernel that is still starting for a dead one
             try:
                 client.kernel_info(reply=True, timeout=3)
             except (TimeoutError, queue.Empty):
@@ -111,7 +111,7 @@ class Server:
         return dict(json.loads("".join(said).strip().splitlines()[-1]))
 
     def ends(self, how: int) -> None:
-        """Ends it, and waits until its kernels have noticed."""
+        """Ends the server and waits until its kernels have noticed."""
         family = psutil.Process(self.process.pid).children()
         self.process.send_signal(how)
         self.process.wait(60)
@@ -153,7 +153,7 @@ def test_a_detached_lab_is_found_in_the_jupyterlab_that_is_started_next(start: A
     server = start()
     said = server.does(RUNS + "lab.detach()")
     server.ends(signal.SIGKILL)
-    time.sleep(2.0)  # training goes on meanwhile
+    time.sleep(2.0)  # training goes on in this time
     assert all(alive(p[:2]) for p in said["processes"])
     found = start().does(AGAIN)
     assert found == {"whole": True, "missing": 0, "path": said["path"], "state": "stopped"}

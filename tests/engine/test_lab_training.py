@@ -1,4 +1,4 @@
-"""The whole way: a lab on real engines that really train a small model defined here, as in a notebook's cells."""
+"""Tests a lab on real engines that train a small model defined here, as in a notebook's cells."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def task(loss: Callable[..., torch.Tensor] = slow_loss) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Lazy(DDP):
-    """A strategy of the notebook: averages like DDP, after a nap."""
+    """A strategy of the notebook that sleeps, then averages like DDP."""
 
     nap: float = knob(0.0, 0.0, 1.0, unit="s", doc="to sleep before each step")
 
@@ -105,7 +105,7 @@ def test_a_model_of_the_notebook_learns_on_two_ranks(lab: Lab, tmp_path: Path) -
 def test_the_example_of_contributing_runs_as_typed_into_a_cell(lab: Lab) -> None:
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     cell = text.partition("<!-- example -->\n```python\n")[2].partition("```")[0]
-    exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))  # where a notebook's cells are executed
+    exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))  # a notebook executes its cells here
     coin = sys.modules["__main__"].CoinSGD
     run = lab.run(Experiment(task=task(loss), strategy=coin(chance=1.0), steps=10)).wait(60)
     met = run.spans[(run.spans["lane"] == "comm") & run.spans["name"].str.startswith("all_reduce bucket")]
@@ -140,7 +140,7 @@ def test_cells_see_the_model_while_it_trains(lab: Lab) -> None:
     running(lab, Experiment(task=task()))
     busy = lab.view.execute("print(sum(p.numel() for p in workbench_session.model.parameters()))", block=False)
     busy.get(60)
-    assert until(lambda: busy.stdout[0].split() == ["1474"])  # what a cell prints comes after its answer
+    assert until(lambda: busy.stdout[0].split() == ["1474"])  # the output of a cell arrives after its answer
     assert until(lambda: lab.run_now.details("log", rank=1))
     assert lab.run_now.details("log", rank=1)[0][2] == {"stream": "stdout", "text": "a step of the user's model"}
 
@@ -158,7 +158,7 @@ def test_pause_and_single_steps(lab: Lab) -> None:
 
 
 def test_stop_reaches_ranks_that_are_blocked_on_a_slow_link(lab: Lab) -> None:
-    slow = Fabric(link=Link(bandwidth=1e-4))  # its step would last for minutes
+    slow = Fabric(link=Link(bandwidth=1e-4))  # a step would take minutes
     run = lab.run(Experiment(task=task(loss), fabric=slow))
     assert until(lambda: lab.state == "running")
     time.sleep(0.5)
@@ -186,7 +186,7 @@ def turns_nan(net: nn.Module, batch: Any) -> torch.Tensor:
     return loss(net, batch) * (float("nan") if threading.current_thread().name.startswith("rank 1") else 1.0)
 
 
-def test_the_same_error_on_all_ranks_comes_home_once(lab: Lab) -> None:
+def test_the_same_error_on_all_ranks_is_raised_once(lab: Lab) -> None:
     with pytest.raises(RankError, match=r"ranks 0, 1, step 0, forward: RuntimeError: mat1 and mat2") as caught:
         lab.run(Experiment(task=task(breaks_everywhere))).wait(60)
     assert "breaks_everywhere" in caught.value.traceback
@@ -234,8 +234,8 @@ def test_what_a_bad_loss_does_is_set_live(lab: Lab) -> None:
     assert (lab.state, lab.run_now.state) == ("failed", "failed")
 
 
-def test_a_killed_engine_ends_the_run_at_the_next_look(lab: Lab) -> None:
-    """Within a second, where the kernel gets a processor when it is due; by itself the other would wait for minutes."""
+def test_a_killed_engine_ends_the_run_at_the_next_check(lab: Lab) -> None:
+    """The lab sees it within a second. The other rank alone would wait for minutes."""
     assert watch.LOOK + ending.REPORT < 1.0
     running(lab, Experiment(task=task()))
     psutil.Process(lab.status[0]["pid"]).kill()
@@ -245,7 +245,7 @@ def test_a_killed_engine_ends_the_run_at_the_next_look(lab: Lab) -> None:
 
 
 def common() -> list[tuple[str, bool]]:
-    """Runs on an engine: the (inode, whether its name is gone) of each mapping of memory in common."""
+    """Runs on an engine: returns (inode, whether the file is unlinked) of each shared memory mapping."""
     import re
 
     found = re.finditer(r"(\d+) +\S+\.shared( \(deleted\))?$", open("/proc/self/maps").read(), re.M)

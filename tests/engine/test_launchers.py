@@ -1,4 +1,4 @@
-"""Engines that Slurm or SSH start, by the profiles of docs/clusters.md; here stand-ins for their commands do."""
+"""Starts engines with the Slurm and SSH profiles of docs/clusters.md, with stand-ins for the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text("utf8")
 COMMANDS = {
-    # A job is a process group that runs the script; its number is the group's.
+    # A job is a process group that runs the script. Its number is the group's.
     "sbatch": """
 import os, re, subprocess, sys
 script = open(sys.argv[-1]).read()
@@ -41,7 +41,7 @@ signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for t
 for task in tasks:
     task.wait()
 """,
-    # As Slurm's own, it has nothing to say against a job that is over: engines without a controller end by themselves.
+    # Like Slurm's own, it accepts a job that has ended: engines without a controller end by themselves.
     "scancel": """
 import contextlib, os, signal, sys
 with contextlib.suppress(ProcessLookupError):
@@ -64,7 +64,7 @@ os.path.realpath(source) == os.path.realpath(to) or shutil.copy(source, to)
 
 @pytest.fixture
 def site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home with profiles as the page has them, and the commands of a site before all others."""
+    """A home directory with the profiles of the page; the site's commands come first in PATH."""
     with apart(tmp_path_factory) as patch:
         commands = tmp_path / "commands"
         commands.mkdir()
@@ -82,7 +82,7 @@ def site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 @contextmanager
 def started(site: Path, name: str, *more: str) -> Iterator[None]:
-    """Engines of a profile, until what has started them is told to stop."""
+    """Runs the engines of a profile while the block runs, then stops their launcher."""
     with (site / "ipcluster.log").open("w") as log:
         command = ["ipcluster", "start", f"--profile={name}", "-n", "2", *more]
         cluster = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=site)
@@ -95,13 +95,13 @@ def started(site: Path, name: str, *more: str) -> Iterator[None]:
         try:
             subprocess.run(["ipcluster", "stop", f"--profile={name}"], timeout=60, check=False, cwd=site)
             cluster.wait(60)
-        finally:  # a process that is left is a warning in whatever test this worker runs next
+        finally:  # a process that remains would be a warning in this worker's next test
             cluster.kill()
             cluster.wait(60)
 
 
 def found(profile: str) -> Lab:
-    """The lab of a profile, once its engines have come up."""
+    """Returns the lab of a profile once its engines have started."""
     end = time.monotonic() + BOUND
     while True:
         lab = Lab(ranks=2, name=profile, profile=profile)

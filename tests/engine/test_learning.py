@@ -1,4 +1,4 @@
-"""Real ranks as processes: the tasks learn in time, own models work, a run repeats to the bit."""
+"""Checks with ranks as processes that tasks learn in time, own models work, and runs repeat bit-identically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.settings import Change
 from workbench.tasks import ByteGPT, Digits, Task
 
 pytestmark = pytest.mark.engine
-MINUTE = 2 * 60  # seconds of the processor in a minute of two cores: others may have more of them than we
+MINUTE = 2 * 60  # processor seconds in a minute of two cores; other programs may take part of them
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,14 @@ def lab() -> Iterator[Lab]:
 
 
 def held_out(run: Run, name: str = "held_out") -> list[tuple[float, float]]:
-    """(processor seconds of all ranks together, told now and then and so rather too many, value)."""
+    """Returns pairs of (processor seconds of all ranks, slightly overestimated by sampling, value)."""
     v = run.samples
     took = v[v.name == "cpu_process"]
     return [(took[took.t < row.t + 2 * cost.EVERY].value.sum(), row.value) for row in v[v.name == name].itertuples()]
 
 
 def watch(lab: Lab, run: Run, reached: Any) -> None:
-    """Waits until a held-out number is good enough, then stops the run."""
+    """Waits until `reached(run)` holds, then stops the run."""
     end = time.monotonic() + 200
     while run.live and time.monotonic() < end and not (len(run.samples) and reached(run)):
         time.sleep(0.5)
@@ -50,13 +50,13 @@ def test_byte_gpt_learns_within_a_minute_of_two_cores(lab: Lab, tmp_path: Path) 
     assert min(v for seconds, v in points if seconds < MINUTE) < 3.0, points
 
 
-def test_digits_are_read_within_a_minute_of_two_cores(lab: Lab, tmp_path: Path) -> None:
+def test_digits_reach_90_percent_accuracy_within_a_minute_of_two_cores(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(Experiment(task=Digits(), eval_every=10), out=tmp_path / "digits")
     watch(lab, run, lambda r: any(v > 0.91 for _, v in held_out(r, "held_out:accuracy")))
     assert max(v for seconds, v in held_out(run, "held_out:accuracy") if seconds < MINUTE) >= 0.90
 
 
-def test_a_run_steered_by_hand_repeats_to_the_bit_from_its_python(lab: Lab, tmp_path: Path) -> None:
+def test_the_python_code_of_a_run_changed_by_hand_repeats_it_bit_identically(lab: Lab, tmp_path: Path) -> None:
     plan = (Change(5, "strategy", "LocalSGD"), Change(11, "bucket_mb", 0.3), Change(14, "compressor", "Cast"))
     e = Experiment(task=Digits(), steps=24)
     runs = []
@@ -68,7 +68,7 @@ def test_a_run_steered_by_hand_repeats_to_the_bit_from_its_python(lab: Lab, tmp_
     assert runs[0] == runs[1]
 
 
-def test_planned_changes_are_those_on_the_record(lab: Lab, tmp_path: Path) -> None:
+def test_planned_changes_are_recorded(lab: Lab, tmp_path: Path) -> None:
     plan = (Change(4, "compressor", "TopK"), Change(7, "density", 0.1))
     run = lab.run(Experiment(task=Digits(), steps=10), changes=plan, out=tmp_path / "planned")
     run.wait(60)
@@ -105,12 +105,12 @@ def test_an_unmodified_transformers_gpt2_trains(lab: Lab, tmp_path: Path, strate
     e = Experiment(task=Task(model=gpt2, data=tokens, loss=causal, optimizer=adamw), steps=8).set("strategy", strategy)
     run = lab.run(e, out=tmp_path / strategy)
     run.wait(90)
-    assert run.state == "done", (run, lab.status())  # it hung once at its end, and nobody knows where
+    assert run.state == "done", (run, lab.status())  # the run once hung at its end for an unknown reason
     loss = run.samples.query("name == 'loss' and rank == 0").sort_values("step").value
     assert loss.iloc[-1] < loss.iloc[0]
 
 
-def test_mismatched_collectives_are_an_error_in_words_when_asked_for(lab: Lab, tmp_path: Path) -> None:
+def test_a_run_with_precise_checks_completes_on_gloo(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(Experiment(task=Digits(), steps=4, precise=True), out=tmp_path / "precise")
     run.wait(60)
     assert run.state == "done"

@@ -1,4 +1,4 @@
-"""A rank that hangs on an engine that nobody here can end: the others go on, and it finds later that they have."""
+"""Tests a hanging rank on an engine that this lab cannot end: the other ranks go on without it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """On engines that another lab has started."""
+    """A lab on engines that another lab started."""
     with apart(tmp_path_factory), Lab(ranks=3, name="theirs") as theirs:
         theirs.wait(120)
         file = theirs.cluster.place.path / "security" / "ipcontroller-client.json"
@@ -30,7 +30,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             yield made.wait(120)
 
 
-def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words_and_comes_back(
+def test_survivors_go_on_and_the_stopped_rank_leaves_with_a_message_and_returns(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = lab.run(endless(ranks=3, strategy=LocalSGD(every=4), on_hang="evict", hang_after=4.0))
@@ -56,7 +56,7 @@ def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words_and_comes
     begin = resizing.begin
 
     def late(*args: Any, **more: Any) -> Any:
-        time.sleep(3.0)  # meanwhile it is asked how it is, and its engine knows of its last session alone
+        time.sleep(3.0)  # the lab asks for its status in this time, and the engine knows only its previous session
         return begin(*args, **more)
 
     monkeypatch.setattr(resizing, "begin", late)
@@ -70,7 +70,7 @@ def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words_and_comes
     assert not run.missing, "what it had recorded as rank 2 is there"
 
 
-def test_where_ranks_find_each_other_on_the_machine_that_hangs_it_is_refused(
+def test_a_rank_that_hosts_the_store_cannot_be_evicted_on_another_machine(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evicting, "spans_hosts", lambda engines: True)

@@ -1,4 +1,4 @@
-"""Lesson 03: the best size of buckets on two links, and the order in which gradients cross."""
+"""Runs lesson 03: the best bucket size on two links, and the order in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTED = """[ddp, scheduled, each, measured, on_near.check({"strategy": "ByteSche
  on_middle.check({"latency": 0}), repr(worksheet("03"))]"""
 
 
-def test_no_size_of_buckets_is_best_on_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bucket_size_is_best_on_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"guess = Prediction": "guess.choose(answers[0])", "order = Prediction": "order.choose(where[0])",
             "worksheet(": NOTED}  # fmt: skip
     shown = texts("03_buckets.ipynb", tmp_path, monkeypatch, **more)

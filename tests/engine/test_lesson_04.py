@@ -1,4 +1,4 @@
-"""Lesson 04: one slow rank is enough; a bound helps against slow steps now and then alone."""
+"""Runs lesson 04: one slow rank delays all; bounded staleness only helps against occasional slow steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.lessons import texts
 
 pytestmark = pytest.mark.notebook
 PHASES = ("forward", "backward")
-# What the real ranks show, on a clock that a busy machine has no part in.
+# The same comparison on a virtual clock, which a busy machine does not disturb.
 VIRTUAL = """{type(s).__name__:
  simulate(start.set("faults", (now_and_then,)).set("strategy", s)).summary()["examples_per_second"]
  for s in (DDP(), BackupWorkers(backup=1), BoundedStaleness(bound=3), AsyncServer(), Hogwild())}"""

@@ -1,4 +1,4 @@
-"""Lesson 05: what eight local steps cost, and that an outer momentum wants a common start."""
+"""Runs lesson 05: the cost of eight local steps, and why an outer momentum needs a common start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.lessons import texts
 pytestmark = pytest.mark.notebook
 FOUND = {"strategy": "StreamingDiLoCo", "strategy.every": 2, "strategy.fragments": 1, "strategy.outer_lr": 1.0,
          "strategy.outer_momentum": 0.0}  # fmt: skip
-# What the real ranks show, on a clock that a busy machine has no part in.
+# The same comparison on a virtual clock, which a busy machine does not disturb.
 VIRTUAL = """[where_time_goes(simulate(start.set("steps", 17).set("strategy", s)), last=16)["exposed"]
  for s in (DDP(), LocalSGD(every=H))]"""
 

@@ -1,4 +1,4 @@
-"""Lesson 06: a shadow's examples per second do not depend on the wire; its loss does."""
+"""Runs lesson 06: a shadow's examples per second do not depend on the link, but its loss does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 07: a ring of four sends a third more, gossip hides latency, and the exponential graph forgets everything."""
+"""Runs lesson 07: traffic of a ring of four, latency hidden by gossip, the exponential graph's exact mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.lessons import texts
 
 pytestmark = pytest.mark.notebook
-# What the real ranks show, on a clock that a busy machine has no part in.
+# The same comparison on a virtual clock, which a busy machine does not disturb.
 VIRTUAL = """[
  where_time_goes(simulate(start.set("steps", 12).set("eval_every", 0).set("strategy", s)), last=8)["exposed"]
  for s in (DDP(), Gossip())]"""

@@ -1,4 +1,4 @@
-"""Lesson 08, executed: late is not lost with plain SGD, is felt through momentum, and a hundredth of the bytes does."""
+"""Runs lesson 08: late gradients are not lost with SGD but hurt momentum; 1 % of the bytes suffices."""
 
 from __future__ import annotations
 

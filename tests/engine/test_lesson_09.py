@@ -1,4 +1,4 @@
-"""Lesson 09, executed: few bits will do, a biased codec runs away without a memory, and noise has a price in bits."""
+"""Runs lesson 09: few bits suffice, a biased codec diverges without error feedback, noise costs bits."""
 
 from __future__ import annotations
 

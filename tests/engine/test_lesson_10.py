@@ -1,4 +1,4 @@
-"""Lesson 10, executed: thin factors pay on a slow wire and not on a quick one, and break-even is a formula."""
+"""Runs lesson 10: low-rank factors pay on a slow link but not on a fast one; a formula gives break-even."""
 
 from __future__ import annotations
 

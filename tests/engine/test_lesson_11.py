@@ -1,4 +1,4 @@
-"""Lesson 11: which all-reduce is first, by size and by how far apart sites are."""
+"""Runs lesson 11: the fastest all-reduce by size and by distance between sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 12: what fills the memory, ZeRO live on four real ranks, and a model that has to fit."""
+"""Runs lesson 12: what fills the memory, ZeRO live on four real ranks, and a model that must fit."""
 
 from __future__ import annotations
 

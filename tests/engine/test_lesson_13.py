@@ -1,4 +1,4 @@
-"""Lesson 13: the bubble of a pipeline is what was drawn on paper, 1F1B saves memory and no time, others trade."""
+"""Runs lesson 13: the bubble matches the formula; 1F1B saves memory, not time; other schedules trade."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 14: one all-reduce for two matrices, what sequence parallelism saves, and no layer across two sites."""
+"""Runs lesson 14: one all-reduce for two matrices, sequence parallelism, and no layer across two sites."""
 
 from __future__ import annotations
 

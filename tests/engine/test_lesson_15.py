@@ -1,4 +1,4 @@
-"""Lesson 15: until which batch twice as many examples save half the steps, and what goes on beyond it."""
+"""Runs lesson 15: up to which batch size twice the batch halves the steps, and what helps beyond it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_large_batches_shows_what_it_promises(tmp_path: Path, monkeypatch: pytes
     assert rescued["warm-up"] is None and rescued["clipping"] < 0.75 * fewest[256], rescued
     least = {name: min(n for n in row.values() if n) for name, row in large.items()}
     assert least["Adam"] < least["LAMB"] < 0.75 * fewest[256] and least["K-FAC"] < fewest[256], least
-    assert least["LARS"] > 0.75 * fewest[256], least  # what the lesson says: no fewer than SGD
+    assert least["LARS"] > 0.75 * fewest[256], least  # as the lesson states: no fewer than SGD
     assert ends["LARS"][64] is None or ends["LARS"][256] < 0.75 * ends["LARS"][64], ends  # but still gaining
     assert 0.75 < ends["K-FAC"][256] / ends["K-FAC"][64] < 1.35, ends
     rates, kB = zip(*((row["learning rate"], row["kB per image"]) for row in live.values()), strict=True)
@@ -52,5 +52,5 @@ def test_large_batches_shows_what_it_promises(tmp_path: Path, monkeypatch: pytes
     assert tries[4][0] == "pace cannot be changed here.", tries
     assert tries[5][0].startswith("It cannot be trained: lr=-1"), tries
     assert tries[6][0].startswith("It cannot be trained: "), tries
-    assert tries[7][0].startswith("45 steps of 32 images: 1."), tries  # accumulated images are read, too
-    assert any(s.startswith("45 steps of 32 images: 1.") for s in shown), shown  # the rule alone does not do
+    assert tries[7][0].startswith("45 steps of 32 images: 1."), tries  # accumulated images count
+    assert any(s.startswith("45 steps of 32 images: 1.") for s in shown), shown  # the rule alone does not suffice

@@ -1,4 +1,4 @@
-"""Lesson 16: three policies decide live; no schedule beats an even one here; a policy pays where a rank is slow."""
+"""Runs lesson 16: three policies decide live; here no schedule beats an even one, except with a slow rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: py
     assert "It may set the strategy alone" in cheat and none.startswith("Give it a policy")
     assert any("5 tries, 0 hints; solved" in text for text in shown)
     first, _, last = (int(share.partition("%")[0]) for share in shares.values())
-    assert first == 100 and last < 60  # what the window asks for, and what gradients do
+    assert first == 100 and last < 60  # the window's demand and the gradients' effect
     periods = [int(why.rpartition("every ")[2].split()[0]) for _, why in by_loss]
     assert len(periods) >= 2 and periods == sorted(periods, reverse=True) and periods[-1] <= 4
     assert by_gain and all("of the gradient's squares" in why for _, why in by_gain)
@@ -59,5 +59,5 @@ def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: py
     assert all(mean > half > 0 for mean, half in gaps.values()), "both intervals lie above zero"
     table = next(text for text in shown if "looks every 10" in text)
     took = {int(line.split()[2]): float(line.split()[3]) for line in table.splitlines()[1:]}
-    assert took[10] < took[2] and took[10] < 0.85 * 24.3  # a look has a price
+    assert took[10] < took[2] and took[10] < 0.85 * 24.3  # a look costs time
     assert any("[3.0, 1.0, 3.0, 3.0]" in text for text in shown)  # batches in a round of DABMD

@@ -1,4 +1,4 @@
-"""Lesson 17: skew costs accuracy where ranks make local steps, and fewer clients at a time come closer."""
+"""Runs lesson 17: skewed data costs accuracy with local steps; fewer clients at a time come closer."""
 
 from __future__ import annotations
 

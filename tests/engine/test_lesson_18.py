@@ -1,4 +1,4 @@
-"""Lesson 18: a killed replica costs no finished step, a killed shard those since the checkpoint; two branches of it."""
+"""Runs lesson 18: a killed replica costs no finished step, a killed shard the steps since the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 19: a strategy written in a cell, on two clocks and under laws; and a paper's box that a judge holds it to."""
+"""Runs lesson 19: a strategy from a cell on two clocks and under the laws, and a paper's algorithm box."""
 
 from __future__ import annotations
 

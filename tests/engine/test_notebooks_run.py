@@ -1,4 +1,4 @@
-"""The lessons, executed from the first cell to the last with real ranks, as a person without a browser would."""
+"""Executes the lessons from the first cell to the last with real ranks and without a browser."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
     first = next(c for c in book.cells if c.cell_type == "code")
     assert len(first.source.splitlines()) == 3
     assert "application/vnd.jupyter.widget-view+json" in first.outputs[-2].data
-    assert 20_000 < len(first.outputs[-1].data["image/png"]) < 400_000  # the picture that stays, in base64
+    assert 20_000 < len(first.outputs[-1].data["image/png"]) < 400_000  # the permanent picture, in base64
     shown = results(book)
     assert "strategy" in shown[1] and "applied at step" in shown[1]
     assert "every" in shown[2] and "applied at step" in shown[2]

@@ -1,4 +1,4 @@
-"""Engines that die in a lab whose run goes on, and ranks that come and go by the notebook's word."""
+"""Kills engines of a lab whose run goes on; adds and removes ranks on the notebook's request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert last[3] < gone.applied_at < last[0] == last[1] == last[2] == last[4]
 
 
-def test_who_was_to_come_and_is_not_wanted_leaves_and_its_engine_is_free_again(lab: Lab) -> None:
+def test_a_refused_newcomer_leaves_and_its_engine_is_free_again(lab: Lab) -> None:
     run = lab.run(endless(strategy=HierarchicalLocalSGD(group=3), ranks=3))
     reached(lab, 10)
     with pytest.raises(KnobError, match="group=3 does not divide 4 ranks"):
@@ -78,7 +78,7 @@ def test_who_was_to_come_and_is_not_wanted_leaves_and_its_engine_is_free_again(l
 
 
 @pytest.mark.parametrize("way", [Whole(), Pipeline(micros=2)], ids=["whole", "in stages"])
-def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab, way: Partition) -> None:
+def test_all_ranks_go_on_after_a_connection_between_two_is_cut(lab: Lab, way: Partition) -> None:
     task = ByteGPT(width=32, context=16) if way.size > 1 else Digits()
     run = lab.run(endless(task=task, strategy=DDP(), ranks=4, on_death="go on", partition=way))
     reached(lab, 10)
@@ -90,7 +90,7 @@ def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab, way: Partition) -> 
     assert run.wait(60).state == "stopped"
 
 
-def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_gets_new_engines(lab: Lab) -> None:
+def test_survivors_go_on_without_rank_0_and_the_next_run_gets_new_engines(lab: Lab) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=4, on_death="go on"))
     reached(lab, 10)
     found = kill(lab, 0)
@@ -131,7 +131,9 @@ def test_a_fault_crashes_an_engine(lab: Lab) -> None:
 
 @contextmanager
 def unheard(lab: Lab, disk: bool) -> Iterator[None]:
-    """Inside, rank 0's messages are lost on their way, and its disk is not seen here; if `disk`, until it is dead."""
+    """In this block rank 0's messages are lost and the lab cannot read its disk; if `disk`, only until rank 0 is
+    dead.
+    """
     live = lab._live
     assert live is not None
     take, missed, remind = lab.cluster.take, live.gaps._missed, live.gaps.remind
@@ -151,7 +153,7 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])
-def test_a_change_is_answered_though_the_rank_that_was_to_say_so_died_with_its_last_rows(lab: Lab, disk: bool) -> None:
+def test_a_change_is_confirmed_even_if_rank_0_died_before_reporting_it(lab: Lab, disk: bool) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
     reached(lab, 10)
     with unheard(lab, disk):
@@ -168,7 +170,7 @@ def test_a_change_is_answered_though_the_rank_that_was_to_say_so_died_with_its_l
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])
-def test_a_resize_is_answered_though_the_rank_that_was_to_say_so_died_with_its_last_rows(lab: Lab, disk: bool) -> None:
+def test_a_resize_is_confirmed_even_if_rank_0_died_before_reporting_it(lab: Lab, disk: bool) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=2, on_death="go on"))
     reached(lab, 10)
     with unheard(lab, disk):
@@ -185,8 +187,8 @@ def test_a_resize_is_answered_though_the_rank_that_was_to_say_so_died_with_its_l
     assert run.wait(60).state == "stopped"
 
 
-def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:
-    """A lab's engine that dies is replaced by a new one, and so many train again, alike."""
+def test_a_lost_rank_is_replaced(lab: Lab) -> None:
+    """A new engine replaces a dead one, and as many ranks as before train with equal values."""
     run = lab.run(endless(strategy=DDP(), ranks=2, on_death="replace"))
     reached(lab, 10)
     engines = len(lab.wait().cluster.engines)
@@ -210,9 +212,9 @@ def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:
     ],
     ids=["stages", "slices", "shards"],
 )
-def test_others_come_where_ranks_held_parts(lab: Lab, way: Partition, strategy: Strategy, ranks: int,
-                                            taken: str) -> None:  # fmt: skip
-    """As many train again as before: for the dead, and for who was not needed without it."""
+def test_lost_ranks_with_shards_or_stages_are_replaced(lab: Lab, way: Partition, strategy: Strategy, ranks: int,
+                                                       taken: str) -> None:  # fmt: skip
+    """As many ranks as before train again: new ranks replace the dead one and the idle ones without work."""
     task = ByteGPT(width=32, context=16) if way.size > 1 else Digits()
     e = endless(task=task, strategy=strategy, ranks=ranks, on_death="replace", partition=way, save_every=5)
     run = lab.run(e)

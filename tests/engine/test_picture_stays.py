@@ -1,4 +1,4 @@
-"""What an executed notebook keeps of a dashboard without any front end: a picture, drawn by the kernel."""
+"""Checks that an executed notebook keeps a dashboard's picture, which the kernel draws without a front end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lab whose run is steered by a policy from a notebook's cell: set live, told by name, overruled, put off."""
+"""Runs a policy from a notebook's cell in a lab: set live, named in changes, overruled, disabled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering(Policy):
-    """Halves the rate at every look until it is below a tenth of a thousandth, and then fails."""
+    """Halves the rate at every look until it is below 1e-4, then fails."""
 
     def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
         if seen.experiment.lr < 1e-4:
@@ -43,10 +43,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     cloudpickle.unregister_pickle_by_value(here)
 
 
-def test_a_policy_from_a_cell_is_set_live_told_by_name_overruled_and_put_off(lab: Lab) -> None:
+def test_a_policy_from_a_cell_is_set_live_named_overruled_and_disabled_after_an_error(lab: Lab) -> None:
     e: Experiment = recipe("digits").set("ranks", 2).set("lr", 0.0016).set("eval_every", 0).set("pace", 20.0)
     run = lab.run(e)
-    lab.set("policy", Lowering(look_every=50)).wait(60)  # slow enough for a person to be there before it fails
+    lab.set("policy", Lowering(look_every=50)).wait(60)  # slow enough for a person to intervene before it fails
     until(lambda: any(c.change.by for c in lab.changes))
     mine = lab.set("lr", 0.001).wait(60)
     until(lambda: any("leaves lr alone" in note for note in lab.notes))

@@ -1,4 +1,4 @@
-"""A controller chooses its ports before it binds them: what others take in between must not leave a lab without one."""
+"""Checks that a lab survives when other programs take ports that its controller chose but has not yet bound."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from workbench.cluster.processes.ports import listened, ports
 from workbench.cluster.processes.processes import CONTROLLERS, Processes, end, wait_for
 
 pytestmark = pytest.mark.engine
-REGISTRATION, HEARTBEAT, SCHEDULER = 0, 6, 8  # which port it is that is taken, in the order in which it chooses them
+REGISTRATION, HEARTBEAT, SCHEDULER = 0, 6, 8  # index of the taken port in a controller's choice
 
 made_here: list[Processes] = []
 
 
 @pytest.fixture
 def free() -> list[int]:
-    """Ports that nobody has."""
+    """Returns ports that no process uses."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(20)]
         for each in sockets:
@@ -33,7 +33,7 @@ def free() -> list[int]:
 
 
 class Robbed(Processes):
-    """The first `times` controllers choose of ports of which one is taken already."""
+    """Processes whose first `times` controllers choose a set of ports with one that is taken."""
 
     def __init__(self, place: Place, choice: list[int], times: int) -> None:
         super().__init__(place)
@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("which", [REGISTRATION, HEARTBEAT, SCHEDULER])
-def test_a_controller_that_lost_a_port_to_somebody_is_replaced(place: Place, free: list[int], which: int) -> None:
+def test_a_controller_that_lost_a_port_is_replaced(place: Place, free: list[int], which: int) -> None:
     with socket.create_server(("127.0.0.1", free[which])):
         owned = Robbed(place, free, times=1)
         owned.start(0)
@@ -70,8 +70,8 @@ def test_a_controller_that_lost_a_port_to_somebody_is_replaced(place: Place, fre
         assert os.stat(owned.introduction).st_mode & 0o77 == 0
 
 
-def test_what_a_controller_has_forked_ends_with_it(place: Place) -> None:
-    """As one that ends by itself for want of a port leaves it behind, and nobody has noted it."""
+def test_forks_of_a_controller_end_with_it(place: Place) -> None:
+    """A controller that ends because it lost a port leaves this fork behind, and no file lists it."""
     owned = Processes(place)
     made_here.append(owned)
     owned.start(0)
@@ -88,7 +88,7 @@ def test_what_a_controller_has_forked_ends_with_it(place: Place) -> None:
                 child.kill()
 
 
-def test_where_it_loses_one_again_and_again_that_is_said(place: Place, free: list[int]) -> None:
+def test_repeatedly_lost_ports_raise_cluster_error(place: Place, free: list[int]) -> None:
     with socket.create_server(("127.0.0.1", free[SCHEDULER])):
         owned = Robbed(place, free, times=CONTROLLERS)
         owned.start(0)

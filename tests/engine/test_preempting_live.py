@@ -1,4 +1,4 @@
-"""Engines that are told SIGTERM: their ranks leave a run that goes on, and whoever trains nothing ends at once."""
+"""Sends SIGTERM to engines: training ranks leave a run that goes on; idle engines end at once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def gone(lab: Lab, rank: int) -> bool:
     return not alive([engine.pid, engine.created])
 
 
-def test_the_others_go_on_and_nobody_has_died_but_where_the_grace_passes(lab: Lab) -> None:
-    victim = 0  # which hears for all
-    run = lab.run(endless(strategy=LocalSGD(every=4), ranks=3))  # which ends where a rank dies
+def test_other_ranks_go_on_after_a_preemption_and_a_rank_dies_only_after_the_grace(lab: Lab) -> None:
+    victim = 0  # rank 0 reports for all ranks
+    run = lab.run(endless(strategy=LocalSGD(every=4), ranks=3))  # this run would end if a rank died
     reached(lab, 10)
     with pytest.raises(KnobError, match=r"grace=-1: must be a number in \[0, 3600\] seconds"):
         lab.preempt(victim, grace=-1)
@@ -66,7 +66,7 @@ def test_the_others_go_on_and_nobody_has_died_but_where_the_grace_passes(lab: La
     assert run.details("preempted")[0][2]["ranks"] == [victim]
 
 
-def test_another_is_started_for_it(lab: Lab) -> None:
+def test_a_preempted_rank_is_replaced(lab: Lab) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=2, on_death="replace"))
     reached(lab, 10)
     os.kill(lab.status[1]["pid"], signal.SIGTERM)
@@ -76,7 +76,7 @@ def test_another_is_started_for_it(lab: Lab) -> None:
     assert run.wait(BOUND).state == "stopped" and not run.details("error")
 
 
-def test_with_the_last_rank_the_run_ends_and_has_a_checkpoint(lab: Lab, tmp_path: Path) -> None:
+def test_preempting_the_last_rank_ends_the_run_with_a_checkpoint(lab: Lab, tmp_path: Path) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=1), out=tmp_path / "run")
     reached(lab, 10)
     lab.preempt(0)
@@ -91,7 +91,7 @@ def test_with_the_last_rank_the_run_ends_and_has_a_checkpoint(lab: Lab, tmp_path
     assert again.wait(BOUND).state == "stopped"
 
 
-def test_who_trains_nothing_ends_at_once_and_so_do_all_when_the_lab_ends(lab: Lab) -> None:
+def test_an_idle_engine_ends_at_once_and_so_do_all_engines_when_the_lab_ends(lab: Lab) -> None:
     lab.run(endless(strategy=DDP(), ranks=2))
     reached(lab, 10)
     os.kill(lab.status[2]["pid"], signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_who_trains_nothing_ends_at_once_and_so_do_all_when_the_lab_ends(lab: La
     assert not any("preempted" in note for note in lab.notes)
 
 
-def test_the_command_line_keeps_a_checkpoint_stops_and_says_how_to_go_on(
+def test_the_command_line_saves_a_checkpoint_stops_and_prints_how_to_resume(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     out, begin = tmp_path / "run", [sys.executable, "-m", "workbench.cli", "run"]
@@ -128,7 +128,7 @@ def test_the_command_line_keeps_a_checkpoint_stops_and_says_how_to_go_on(
 
 
 def trained(out: Path) -> int:
-    """How many steps a recorded run has made."""
+    """Returns the number of steps of a recorded run."""
     try:
         spans = Run.open(out).spans
     except RunError:

@@ -1,4 +1,4 @@
-"""Rates and drift on real ranks of the engine, threads of this process: what the tables say of a link and of rounds."""
+"""Tests rates and drift of real ranks, as threads of this process: tables of a link and of rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 
 def recorded(sessions: list[Session]) -> Run:
-    """What the ranks wrote, as a run."""
+    """Returns a run made of the ranks' rows."""
     out = Run(sessions[0].experiment.plain())
     for s in sessions:
         out.timeline.spans.add([Span(s.rank.index, *row) for row in s.record])
@@ -44,7 +44,7 @@ def test_the_table_gives_the_links_rate_however_long_ranks_wait_for_a_late_one()
     assert (comm.nbytes * 8e-6 / (comm.t1 - comm.t0)).min() < 30, "waiting and all: rank 0 came early"
 
 
-def test_drift_is_told_with_how_far_into_a_round_it_was_taken() -> None:
+def test_drift_is_shown_with_its_position_in_the_round() -> None:
     wanted = paced(2, 21, 1.0, 0.0, task=stack(2, 20), strategy=LocalSGD(every=4), eval_every=6)
     patch = Drift().update(recorded(run(wanted)))
     assert patch.layout["xaxis.title.text"] == "step<br>points: step 0 or 2 of every 4"

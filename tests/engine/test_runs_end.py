@@ -1,6 +1,5 @@
-"""Runs end: forty short ones of every kind, and then each way in which one used to hang or to be called a failure.
-
-One lab of real ranks serves all; the tests that cost it an engine or its controller come last.
+"""Checks that runs end: forty short ones of every kind, then known causes of hangs and false failures.
+One lab of real ranks serves all tests. The tests that cost it an engine or its controller come last.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _idle(lab: Lab) -> Iterator[None]:
 
 
 def naps(seconds: tuple[float, ...], net: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """A loss that takes rank r `seconds[r]`."""
+    """A loss that takes `seconds[r]` on rank r."""
     rank = int(threading.current_thread().name.split()[1])
     time.sleep(seconds[rank % len(seconds)])
     return mse(net, batch)
@@ -101,7 +100,7 @@ def test_steps_of_two_seconds_end_at_a_boundary(lab: Lab) -> None:
     assert steps[0] == steps[1] >= 1, "both ranks made the same steps, and made them whole"
 
 
-def test_stopping_before_anything_began_ends_it_and_costs_no_engine(lab: Lab) -> None:
+def test_stopping_a_run_before_its_first_step_costs_no_engine(lab: Lab) -> None:
     pids = [row["pid"] for row in lab.status]
     for wait in (0.0, 0.02, 0.1):
         run = lab.run(sleepy(0.0, 0.0))
@@ -127,7 +126,7 @@ def test_a_rank_whose_line_is_dead_does_not_keep_a_run_from_ending(lab: Lab) -> 
 
 
 def deafen(rank: int | None) -> None:
-    """Runs on an engine: the line of `rank` takes in what it is asked and answers nothing; None: it answers again."""
+    """Runs on an engine: the connection of `rank` accepts requests and never answers; None: it answers again."""
     from workbench.cluster.engines import worker
 
     bench = worker._bench
@@ -152,7 +151,7 @@ def test_a_rank_that_is_frozen_is_named_and_its_engine_replaced_when_a_run_is_st
     assert again.wait(120).state == "done" and frozen not in [row["pid"] for row in lab.status]
 
 
-def test_a_dead_controller_is_noticed_said_and_replaced_at_the_next_run(lab: Lab) -> None:
+def test_a_dead_controller_is_reported_and_replaced_at_the_next_run(lab: Lab) -> None:
     run = lab.run(sleepy(0.01, 0.01))
     assert at_step(lab, 2)
     (controller,) = [p[0] for p in lab.cluster.place.state["processes"] if p[2] == "controller"]

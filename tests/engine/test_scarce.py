@@ -1,4 +1,4 @@
-"""A lab where something is scarce: a /dev/shm of 64 KB, 1,100 descriptors open in every process, and no memory left."""
+"""Runs a lab with scarce resources: a /dev/shm of 64 KB, 1,100 open descriptors per process, no memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def cgroup() -> Any:
-    """A memory cgroup of 500 MB, or "" where none can be made."""
+    """Yields a memory cgroup of 500 MB, or "" if none can be made."""
     made = Path("/sys/fs/cgroup/memory") / f"workbench-lab-{os.getpid()}"
     try:
         made.mkdir()
@@ -93,7 +93,7 @@ def cgroup() -> Any:
 
 @pytest.fixture(scope="module")
 def said(cgroup: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the lab met."""
+    """Returns the observations of the lab's script."""
     here = tmp_path_factory.mktemp("scarce")
     (here / "kernel.py").write_text(SCRIPT)
     kernel = f"exec {sys.executable} {here / 'kernel.py'} {Path.cwd()} '{cgroup}'"
@@ -114,7 +114,7 @@ def test_a_small_shared_memory_and_more_than_1024_descriptors_do_no_harm(said: d
     assert said["set"] >= 0
 
 
-def test_a_rank_that_the_system_ended_for_lack_of_memory_is_named_as_that(said: dict[str, Any]) -> None:
+def test_a_rank_killed_for_lack_of_memory_is_reported_with_the_cause(said: dict[str, Any]) -> None:
     if "error" not in said:
         pytest.skip("no memory cgroup of version 1 can be made here")
     assert said["rank"] == 1 and said["step"] == 5, said["error"]

@@ -1,4 +1,4 @@
-"""Scripts for torchrun, unchanged, on real engines: what they come to, what is seen of them, and live changes."""
+"""Runs unchanged torchrun scripts on real engines: their results, their records and live changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("name", SIX)
-def test_a_script_comes_to_the_same_seen_from_outside_and_replaced_live(lab: Lab, name: str, tmp_path: Path) -> None:
+def test_a_script_gives_torchruns_results_also_with_a_live_change(lab: Lab, name: str, tmp_path: Path) -> None:
     plain = started_by_torchrun(name, tmp_path / f"{name}.pt", words(name, tmp_path))
     for strategy, turns in ((TorchDDP(), ()), (TorchDDP(), (Change(5, "strategy", "DDP"),)), (DDP(), ())):
         task = Script(file=str(HERE / f"{name}.py"), args=words(name, tmp_path))
@@ -47,14 +47,14 @@ def test_a_script_comes_to_the_same_seen_from_outside_and_replaced_live(lab: Lab
     run.save_model(tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt")
     assert back.keys() == found["model"].keys()
-    mine = {name: x for name, x in back.items() if "running" not in name}  # of statistics it is the mean of ranks
+    mine = {name: x for name, x in back.items() if "running" not in name}  # running statistics are the mean over ranks
     torch.testing.assert_close(mine, {name: found["model"][name] for name in mine}, rtol=0, atol=0)
     rows = run.timeline.samples.rows()
     mine = rows.value[rows.equal("name", "loss") & (rows.rank == 0)]
     assert sum(mine) == pytest.approx(sum(plain["losses"]), rel=1e-5)
 
 
-def test_of_torchs_own_ddp_its_passes_buckets_and_words_are_on_the_record(lab: Lab, tmp_path: Path) -> None:
+def test_passes_buckets_and_output_of_torchs_own_ddp_are_recorded(lab: Lab, tmp_path: Path) -> None:
     task = Script(file="tutorial.py", args=words("tutorial", tmp_path), folder=str(HERE))
     run = lab.run(Experiment(task=task, ranks=2, strategy=TorchDDP(), eval_every=0)).wait(120)
     spans = run.spans
@@ -79,7 +79,7 @@ finally:
 """
 
 
-def test_a_script_is_turned_paused_and_stopped_live_and_cannot_go_back(lab: Lab, tmp_path: Path) -> None:
+def test_a_script_is_changed_paused_and_stopped_live_but_cannot_roll_back(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
     task = Script(file="endless.py", folder=str(tmp_path))
     run = lab.run(Experiment(task=task, ranks=2, strategy=TorchDDP(), eval_every=0, pace=5.0))

@@ -1,4 +1,4 @@
-"""Scripts on three ranks, with SyncBatchNorm and gone on with after a save make the numbers that torchrun makes."""
+"""Checks that scripts on three ranks, with SyncBatchNorm or after a resume, give torchrun's numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tasks import Script
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 RANKS = 3
-FAR = 1e-5  # how far DDP may be from torch's numbers, in relation to them
+FAR = 1e-5  # largest relative difference between DDP and torch
 STRATEGIES = (TorchDDP(), DDP())
 
 lab = shared_lab(RANKS, "three")
@@ -38,7 +38,7 @@ SCRIPTS = [("batchnorm", ()), ("batchnorm", ("--own-statistics",)), ("options", 
 
 
 @pytest.mark.parametrize(("script", "words"), SCRIPTS)
-def test_a_script_on_three_ranks_makes_the_numbers_that_torchrun_makes(
+def test_a_script_on_three_ranks_gives_the_numbers_of_torchrun(
     script: str, words: tuple[str, ...], lab: Lab, tmp_path: Path
 ) -> None:
     plain = started_by_torchrun(script, tmp_path / "plain.pt", (str(tmp_path / "plain.pt"), *words), RANKS)
@@ -48,9 +48,7 @@ def test_a_script_on_three_ranks_makes_the_numbers_that_torchrun_makes(
         require_equal(torch.load(tmp_path / "ours.pt"), plain, strategy)
 
 
-def test_a_script_that_goes_on_from_its_own_save_makes_the_numbers_that_torchrun_makes(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_script_that_resumes_its_own_save_gives_the_numbers_of_torchrun(lab: Lab, tmp_path: Path) -> None:
     for _ in range(2):
         (out := tmp_path / "plain.pt").unlink(missing_ok=True)
         plain = started_by_torchrun("resumed", out, (str(out), "--saved", str(tmp_path / "plain")), RANKS)
@@ -64,7 +62,7 @@ def test_a_script_that_goes_on_from_its_own_save_makes_the_numbers_that_torchrun
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
-def test_sync_batch_norm_is_refused_on_cpus_in_torchs_own_words(strategy: Strategy, lab: Lab, tmp_path: Path) -> None:
+def test_sync_batch_norm_on_cpus_raises_torchs_own_error(strategy: Strategy, lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="SyncBatchNorm layers only work with GPU modules"):
         run_in(lab, "batchnorm", (str(tmp_path / "ours.pt"), "--sync-bn"), strategy)
     assert not (tmp_path / "ours.pt").exists()

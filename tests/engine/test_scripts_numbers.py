@@ -1,4 +1,4 @@
-"""What a script asks of DistributedDataParallel holds on real ranks, or is refused by name before its first step."""
+"""Checks that a script's options of DistributedDataParallel hold on real ranks or are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ lab = shared_lab(2, "numbers")
 
 
 class Case(NamedTuple):
-    """script, its words, the strategies under which it runs, and how far DDP may be from torch's numbers."""
+    """The script, its arguments, the strategies to test, and the allowed distance of DDP from torch's numbers."""
 
     script: str
     words: tuple[str, ...] = ()
@@ -48,14 +48,14 @@ def run_in(lab: Lab, case: Case, strategy: Strategy, out: Path, *changes: Change
     return lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0), changes).wait(300)
 
 
-LIBRARIES = [  # accelerate keeps its state in the process, where a second script finds it
+LIBRARIES = [  # accelerate keeps its state in the process, so a second script finds it
     pytest.param(case, marks=pytest.mark.long)
     for case in (Case("by_accelerate", strategies=(TorchDDP(),)), Case("by_lightning"))
 ]
 
 
 @pytest.mark.parametrize("case", [*CASES, *LIBRARIES], ids=lambda case: "".join((case.script, *case.words)))
-def test_a_script_makes_the_numbers_that_torchrun_makes(lab: Lab, case: Case, tmp_path: Path) -> None:
+def test_a_script_gives_the_numbers_of_torchrun(lab: Lab, case: Case, tmp_path: Path) -> None:
     if case.script.startswith("by_"):
         pytest.importorskip(case.script.removeprefix("by_"))
     plain = started_by_torchrun(case.script, tmp_path / "plain.pt", (str(tmp_path / "plain.pt"), *case.words))
@@ -63,11 +63,11 @@ def test_a_script_makes_the_numbers_that_torchrun_makes(lab: Lab, case: Case, tm
         run = run_in(lab, case, strategy, tmp_path / "ours.pt")
         assert (run.state, run.made) == ("done", 12)
         found, off = torch.load(tmp_path / "ours.pt"), 0.0 if strategy == TorchDDP() else case.far
-        if not isinstance(strategy, LocalSGD):  # which averages what Adam has made of each rank's gradients
+        if not isinstance(strategy, LocalSGD):  # LocalSGD averages Adam's result of each rank's gradients
             torch.testing.assert_close(found, plain, rtol=off, atol=off)
 
 
-def test_the_scripts_size_of_buckets_holds_until_a_person_sets_another(lab: Lab, tmp_path: Path) -> None:
+def test_the_scripts_bucket_size_holds_until_a_person_changes_it(lab: Lab, tmp_path: Path) -> None:
     for strategy in (TorchDDP(), DDP()):
         run = run_in(lab, Case("options"), strategy, tmp_path / "out.pt", Change(6, "bucket_mb", 4.0))
         spans = run.spans
@@ -78,7 +78,7 @@ def test_the_scripts_size_of_buckets_holds_until_a_person_sets_another(lab: Lab,
         assert run.changes[0].value == pytest.approx(0.016384)
 
 
-def test_a_summary_says_that_the_scripts_hook_exchanges_the_gradients(lab: Lab, tmp_path: Path) -> None:
+def test_a_summary_warns_that_the_scripts_hook_exchanges_the_gradients(lab: Lab, tmp_path: Path) -> None:
     run = run_in(lab, Case("hook"), TorchDDP(), tmp_path / "out.pt", Change(6, "strategy", "DDP"))
     assert ["communication hook signs" in text for text in run.summary()["warnings"]] == [True]
     ((_, _, refused),) = run.details("refused")
@@ -156,7 +156,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_script_that_finds_its_training_finished_ends_well(lab: Lab, tmp_path: Path) -> None:
+def test_a_script_without_remaining_steps_ends_as_done(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BEGINNING + NO_STEPS)
     task = Script(file="script.py", folder=str(tmp_path))
     run = lab.run(Experiment(task=task, ranks=2, strategy=DDP(), eval_every=0)).wait(120)
@@ -166,7 +166,7 @@ def test_a_script_that_finds_its_training_finished_ends_well(lab: Lab, tmp_path:
 
 
 def refusal(lab: Lab, task: Script, strategy: Strategy) -> str:
-    """With which sentence a run of this script ends."""
+    """Returns the error with which a run of this script ends."""
     run = lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0))
     with pytest.raises(RankError) as error:
         run.wait(120)
@@ -175,7 +175,7 @@ def refusal(lab: Lab, task: Script, strategy: Strategy) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_no_strategy_can_follow_is_refused_before_the_first_step(lab: Lab, what: str, tmp_path: Path) -> None:
+def test_an_unsupported_script_is_refused_before_the_first_step(lab: Lab, what: str, tmp_path: Path) -> None:
     made, said = REFUSED[what]
     (tmp_path / "script.py").write_text(BEGINNING + made + END)
     assert said in refusal(lab, Script(file="script.py", folder=str(tmp_path)), TorchDDP())
@@ -183,7 +183,7 @@ def test_what_no_strategy_can_follow_is_refused_before_the_first_step(lab: Lab, 
 
 
 @pytest.mark.parametrize(("name", "said"), [("hook", "communication hook signs"), ("sparse_rows", "SparseAdam takes")])
-def test_what_only_torch_can_exchange_is_refused_under_ddp(lab: Lab, name: str, said: str, tmp_path: Path) -> None:
+def test_a_script_for_torchs_ddp_only_is_refused_under_ddp(lab: Lab, name: str, said: str, tmp_path: Path) -> None:
     task: Any = Script(file=str(HERE / f"{name}.py"), args=(str(tmp_path / "out.pt"),))
     text = refusal(lab, task, DDP())
     assert said in text and "strategy=DDP" in text and "TorchDDP" in text

@@ -1,6 +1,5 @@
-"""Ranks that stand still on real engines: who it is gets named, and what it was in, and what became of it.
-
-One lab serves all tests of this file, for each start costs seconds. The kills come last: they cost engines.
+"""Tests ranks that stand still on real engines: reports name the rank, its phase and the outcome.
+One lab serves all tests of this file, because a start takes seconds. The kills come last: they cost engines.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from workbench.strategies import AsyncServer
 from workbench.tasks import Task
 
 pytestmark = pytest.mark.engine
-LEAST = 5.0  # seconds of silence here, half of what a person waits: so these tests take half as long
-BOUND = 120.0  # seconds within which one must have been named, on a machine that is busy with other things
+LEAST = 5.0  # seconds of silence here: half the default, so these tests take half as long
+BOUND = 120.0  # seconds within which the lab must name a rank, on a busy machine
 
 
 def model() -> nn.Module:
@@ -46,7 +45,7 @@ def rank_here() -> int:
 
 
 class Source:
-    """Batches without end; on rank 1 the iterator hangs while the file `stuck` is there."""
+    """An endless source of batches. On rank 1 the iterator hangs while the file `stuck` exists."""
 
     def __init__(self, rank: int, stuck: str) -> None:
         self.rank, self.stuck = rank, stuck
@@ -61,7 +60,9 @@ class Source:
 
 
 def task(stuck: Path, dreams: Path, dies: int = -1) -> Task:
-    """Rank 1's iterator hangs while `stuck` is there, rank 2's loss sleeps while `dreams` is; rank 3 dies in a step."""
+    """A task: rank 1's iterator hangs while `stuck` exists, rank 2's loss sleeps while `dreams` exists.
+    Rank 3 dies in step `dies`.
+    """
     steps = iter(range(10**9))
 
     def loss(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -108,7 +109,7 @@ def running(lab: Lab, experiment: Experiment, out: Path | None = None) -> Run:
 
 
 def named(lab: Lab, rank: int) -> str:
-    """The note that names `rank`, once there is one."""
+    """Waits for a note that names `rank` and returns it."""
 
     def found() -> list[str]:
         return [n for n in lab.notes if n.startswith(f"rank {rank} has ")]
@@ -117,8 +118,8 @@ def named(lab: Lab, rank: int) -> str:
     return found()[0]
 
 
-def test_a_frozen_rank_is_named_and_its_freeze_is_on_the_record(lab: Lab, files: tuple[Path, Path]) -> None:
-    run = running(lab, Experiment(task=task(*files), eval_every=0))  # else some may wait in an evaluation
+def test_a_frozen_rank_is_named_and_its_freeze_is_recorded(lab: Lab, files: tuple[Path, Path]) -> None:
+    run = running(lab, Experiment(task=task(*files), eval_every=0))  # otherwise some ranks may wait in an evaluation
     pid = lab.status[2]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -137,7 +138,7 @@ def test_a_frozen_rank_is_named_and_its_freeze_is_on_the_record(lab: Lab, files:
     assert until(lambda: not lab.run_now.holdup), "the status line takes it back at its next look"
 
 
-def test_a_hanging_iterator_and_a_sleeping_loss_are_named_by_what_they_are_in(lab: Lab, files: Any) -> None:
+def test_a_hanging_iterator_and_a_sleeping_loss_are_reported_with_their_phases(lab: Lab, files: Any) -> None:
     stuck, dreams = files
     running(lab, Experiment(task=task(*files)))
     stuck.touch()
@@ -155,12 +156,12 @@ def test_without_lockstep_a_still_rank_is_named_while_the_others_go_on(lab: Lab,
     files[1].touch()
     assert named(lab, 2).startswith("rank 2 has been in forward of step ")
     assert until(lambda: "; 0, 1, 3 go on" in lab.run_now.holdup, BOUND), (lab.run_now.holdup, lab.status)
-    lab.set("lr", 0.02)  # all are to meet for it: whoever waits at the meeting is a victim
+    lab.set("lr", 0.02)  # all ranks must meet for this change, so each waiting rank is a victim
     waits = "; 0, 1, 3 wait in "
     assert until(lambda: waits in lab.run_now.holdup, BOUND), (lab.run_now.holdup, lab.status)
 
 
-def test_a_pause_is_no_silence(lab: Lab, files: Any) -> None:
+def test_a_pause_is_not_reported_as_a_hang(lab: Lab, files: Any) -> None:
     running(lab, Experiment(task=task(*files)))
     lab.pause()
     assert until(lambda: lab.state == "paused")
@@ -171,7 +172,7 @@ def test_a_pause_is_no_silence(lab: Lab, files: Any) -> None:
     assert lab.notes == [] and lab.state == "running"
 
 
-def test_where_nothing_can_be_written_a_run_is_refused_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_full_disk_raises_a_clear_error(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Run, path: Any = None) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -181,7 +182,7 @@ def test_where_nothing_can_be_written_a_run_is_refused_in_words(lab: Lab, monkey
     assert not lab.live
 
 
-def test_a_rank_that_dies_in_a_step_is_told_with_that_step(lab: Lab, files: Any) -> None:
+def test_a_rank_that_dies_in_a_step_is_reported_with_that_step(lab: Lab, files: Any) -> None:
     with pytest.raises(RankError) as caught:
         lab.run(Experiment(task=task(*files, dies=5))).wait(60)
     assert (caught.value.rank, caught.value.step, caught.value.type) == (3, 5, "EngineDied")
@@ -189,7 +190,7 @@ def test_a_rank_that_dies_in_a_step_is_told_with_that_step(lab: Lab, files: Any)
     assert repr(lab.set("lr", 0.02).wait(0)).endswith("kept for the next run") and lab.state == "failed"
 
 
-def test_a_change_on_a_closed_lab_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_on_a_closed_lab_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = SimpleNamespace(name="gone", ranks=2, closed=True, error=None, ready=False, close=lambda: None)
     engines.start, engines.spares = lambda: engines, SimpleNamespace(used=None)
     monkeypatch.setattr(lab_module, "Cluster", lambda *asked: engines)

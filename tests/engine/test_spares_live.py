@@ -1,4 +1,4 @@
-"""Spare engines of a lab: warm before they are needed, taken first, and followed by others."""
+"""Tests a lab's spare engines: warm before they are needed, used first, and replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.strategies import DDP
 from workbench.tasks import Digits
 
 pytestmark = pytest.mark.engine
-BOUND = 120.0  # seconds, on a machine that is busy with other things
+BOUND = 120.0  # seconds, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,19 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def spare(lab: Lab) -> list[int]:
-    """Those that are warm and idle."""
+    """Returns the ranks of warm, idle spare engines."""
     kept = lab.cluster.spares
     return [rank for rank in kept.there() if rank in kept.warm]
 
 
 def loaded(lab: Lab, rank: int) -> list[str]:
-    """Which of what a rank needs first its engine has loaded."""
+    """Returns the modules needed first by a rank that its engine has already loaded."""
     names = ("torch", "workbench.engine.rank.session")
     found: list[str] = lab.cluster.call(lab.cluster.engines[rank].id, lambda: [n for n in names if n in sys.modules])
     return found
 
 
-def test_a_spare_engine_is_taken_first_and_another_comes_behind_it(lab: Lab) -> None:
+def test_a_spare_engine_is_used_first_and_a_new_one_replaces_it(lab: Lab) -> None:
     assert lab.ranks == 2 and lab.experiment.ranks == 2, "a spare one is no rank"
     assert until(lambda: spare(lab) == [2], BOUND), lab.notes
     assert loaded(lab, 2) == ["torch", "workbench.engine.rank.session"]

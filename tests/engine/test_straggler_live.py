@@ -1,4 +1,4 @@
-"""Who is slow, on real ranks: a fifth of a step injected into each rank's forward, backward and link in turn."""
+"""Finds stragglers on real ranks with a 20 % delay in each rank's forward, backward and link in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tasks import ByteGPT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PACE, WITHIN = 0.16, 20
-SILENT = "silent, on a machine that did not keep the pace"  # no fault, but tried again
+SILENT = "silent, on a machine that did not keep the pace"  # a silent verdict is no fault, but the test tries again
 
 
 def beyond(run: Run, step: int) -> None:
@@ -34,7 +34,7 @@ def beyond(run: Run, step: int) -> None:
 
 
 def judged(lab: Lab, run: Run, fault: Slow) -> str:
-    """Injects the fault anew; what was wrong with the verdict after twenty steps, or nothing."""
+    """Injects the fault again; returns the error in the verdict after twenty steps, or ""."""
     lab.set("faults", []).wait(60)
     change = lab.set("faults", [fault])
     assert change.wait(60) and change.applied_at is not None
@@ -43,10 +43,9 @@ def judged(lab: Lab, run: Run, fault: Slow) -> str:
 
 
 def wrong(run: Run, first: int, fault: Slow | None) -> str:
-    """What is wrong with the verdict on the steps from `first` on, or nothing.
-
-    Where the machine kept the pace it is what was injected. Where it did not it may be silent, or name the rank that
-    the machine itself slowed down most.
+    """Returns the error in the verdict on the steps from `first` on, or "".
+    If the machine kept the pace, the verdict must be the injected fault. If not, the verdict may be silent or name the
+    rank that the machine slowed down most.
     """
     said = straggler(run.timeline)
     w = Window(run.timeline, first, first + WITHIN)
@@ -62,14 +61,14 @@ def wrong(run: Run, first: int, fault: Slow | None) -> str:
 
 
 def kept(w: Window, fault: Slow | None) -> bool:
-    """Did the ranks that nothing was injected into keep their pace in four fifths of their forwards?"""
+    """Whether the ranks without a fault kept their pace in 80 % of their forwards."""
     s = w.lane("compute", name="forward")
     s = s[s.rank != fault.rank] if fault else s
     return bool((s.t1 - s.t0 > 1.2 * Pace.shares["forward"] * PACE).mean() <= 0.2)
 
 
 def test_the_right_rank_and_side_are_named_within_twenty_steps(tmp_path: Path) -> None:
-    wire = 0.6 * PACE  # as long as backward, so that a choked link shows
+    wire = 0.6 * PACE  # as long as backward, so that a limited link shows
     mbit = 2 * 3 / 4 * 2.844e6 * 8e-6 / wire
     e = Experiment(task=ByteGPT(), pace=PACE * 1e3, eval_every=0, fabric=Fabric(link=Link(bandwidth=mbit)))
     with Lab(ranks=4, name="straggler") as lab:

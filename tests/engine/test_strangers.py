@@ -1,4 +1,4 @@
-"""A live lab and another user of the same machine, who may not hear, command, slow down or end it."""
+"""Tests a live lab against another user, who may not read, command, slow down or end it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from workbench.tasks import Digits
 
 pytestmark = pytest.mark.engine
 ROOT = hasattr(os, "getuid") and os.getuid() == 0
-SECONDS = 15.0  # that the stranger tries
+SECONDS = 15.0  # duration of the stranger's attempts
 PRINTED = "what-a-cell-prints-{}"
 
 
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    """A lab whose folders lie where everybody may look, as a home directory often does."""
+    """A lab whose folders every user may list, as in many home directories."""
     with tempfile.TemporaryDirectory(prefix="workbench-open-") as folder:
         Path(folder).chmod(0o755)
         monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", f"{folder}/runtime")
@@ -44,7 +44,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
 
 
 def listeners(lab: Lab) -> list[int]:
-    """The ports on which a process of the lab listens; all on the loopback."""
+    """Returns the ports on which the lab's processes listen; checks that all are on the loopback."""
     processes = [psutil.Process(int(p[0])) for p in lab.cluster.place.read()["processes"] if alive(p[:2])]
     found = [c.laddr for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {a.ip for a in found} == {"127.0.0.1"}
@@ -52,23 +52,23 @@ def listeners(lab: Lab) -> list[int]:
 
 
 def endings(lab: Lab) -> list[psutil.Process]:
-    """The processes of the lab, its guard's and this kernel's."""
+    """Returns the processes of the lab, its guard and this kernel."""
     assert lab.cluster.guard
     noted = [int(p[0]) for p in lab.cluster.place.read()["processes"] if alive(p[:2])]
     return [psutil.Process(pid) for pid in (*noted, lab.cluster.guard.pid, os.getpid())]
 
 
 def held_open(process: psutil.Process) -> set[str]:
-    """What a process has open and mapped, by name."""
+    """Returns the names of files that a process has open or mapped."""
     found = {m.path for m in process.memory_maps()}
     for one in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # another thread closed it
             found.add(os.readlink(one))
     return found
 
 
 def listening_locally(process: psutil.Process) -> set[str]:
-    """The names of unix sockets at which a process listens."""
+    """Returns the names of unix sockets on which a process listens."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     listens = {row[6]: row[7] if len(row) > 7 else "without a name" for row in rows if int(row[3], 16) & 0x10000}
     own = {name[8:-1] for name in held_open(process) if name.startswith("socket:[")}
@@ -76,7 +76,7 @@ def listening_locally(process: psutil.Process) -> set[str]:
 
 
 def test_every_way_into_a_lab_is_known(lab: Lab) -> None:
-    """Sockets on the loopback, and files in folders that are this user's alone; nothing else that can be listed."""
+    """The only ways in are sockets on the loopback, and files in folders of this user alone."""
     before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", tempfile.gettempdir())}
     folder = Path(os.environ["WORKBENCH_RUNTIME_DIR"]).parent
     lab.run(Experiment(task=Digits(), strategy=Gossip()), out=folder / "out")
@@ -105,7 +105,7 @@ def stepped(lab: Lab) -> int:
 
 
 @pytest.mark.skipif(not ROOT, reason="plays another user of the machine, which takes root")
-def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_reads_nothing_and_the_run_trains_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     hidden = secrets.token_hex
     monkeypatch.setattr(launch.secrets, "token_hex", lambda n: made.append(hidden(n)) or made[-1])
@@ -145,7 +145,7 @@ def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab, monkeypatch:
 
 
 def every_step_counts(run: Run) -> None:
-    """No row of the run is missing, no rank left out a step, and the strangers are on the record."""
+    """Checks that no row is missing, no rank skipped a step, and the record mentions the strangers."""
     assert (run.state, run.missing, run.warnings) == ("stopped", 0, ())
     steps = run.spans[run.spans["lane"] == "step"]
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""A hundred random live changes on real ranks; `python -m tests.torture` makes a thousand."""
+"""Makes 100 random live changes on real ranks; `python -m tests.torture` makes 1,000."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from workbench.strategies import DDP, AsyncServer, LocalSGD, Strategy
 SEED, TURNS = 20, 100
 
 
-def test_a_sequence_depends_on_its_seed_alone() -> None:
+def test_a_sequence_depends_only_on_its_seed() -> None:
     assert sequence(SEED, TURNS, 4) == sequence(SEED, TURNS, 4) != sequence(SEED + 1, TURNS, 4)
     assert sum(map(len, sequence(SEED, TURNS, 4))) == TURNS
 
 
 def switched(first: Strategy, *more: Change) -> Run:
-    """A run with a slow rank, in which ranks go over to DDP in rank 0's step 20, after other changes."""
+    """Returns a run with a slow rank whose ranks switch to DDP in rank 0's step 20, after `more` changes."""
     fabric = Fabric(link=Link(bandwidth=200.0), faults=(Slow(rank=2, factor=1.6),))
     e = experiment(4, 40, strategy=first, pace=5.0, fabric=fabric)
     return simulate(e, changes=(*more, Change(20, "strategy", DDP())), real=True)
 
 
 def without(run: Run, place: int, after: float = 0.0) -> Any:
-    """What the check says of the same record without one of rank 1's exchanges in step 20, of those after a time."""
+    """Returns the check's findings without one of rank 1's exchanges in step 20.
+    `place` counts the exchanges from time `after` on.
+    """
     spans = run.spans[(run.spans.lane != "comm") | (run.spans.t0 >= after) | (run.spans.step != 20)]
     rows = spans[(spans.lane == "comm") & (spans["rank"] == 1) & (spans.step == 20)].sort_values("t0").index
     return list(mixed(run, spans.drop(rows[place])))
 
 
-def test_what_ranks_settle_that_keep_no_common_step_is_not_taken_for_the_next_strategys() -> None:
-    """Each settles at every change in the step that it is in; those that fell behind in another than rank 0."""
+def test_settling_without_a_common_step_is_not_counted_as_the_next_strategys_exchange() -> None:
+    """Each rank settles every change in its own step. Ranks that fell behind settle in a different step than rank 0."""
     run = switched(AsyncServer(), Change(20, "pace", 6.0), Change(20, "clip", 0.5))
     spans = run.spans
     settled = spans[(spans.lane == "comm") & (spans.name == "all_reduce versions") & (spans.step < 20)]
@@ -54,14 +56,14 @@ def test_what_ranks_settle_that_keep_no_common_step_is_not_taken_for_the_next_st
 
 @pytest.mark.parametrize("first", [AsyncServer(), LocalSGD(every=8)])
 @pytest.mark.parametrize("place", [0, -1], ids=["while leaving", "in the step"])
-def test_all_that_ranks_exchange_from_the_switch_on_is_compared(first: Strategy, place: int) -> None:
+def test_all_exchanges_from_the_switch_on_are_compared(first: Strategy, place: int) -> None:
     run = switched(first)
     assert list(mixed(run)) == []
     begins = run.spans[(run.spans.lane == "switch") & (run.spans["rank"] == 1)].t0.min()
     assert "step 20" in without(run, place, begins)[0]
 
 
-def test_seeds_are_added_to_a_file_also_one_in_which_something_is_wrong(
+def test_each_played_seed_is_added_to_the_file_even_a_failed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]

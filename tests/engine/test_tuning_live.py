@@ -1,4 +1,4 @@
-"""`tune` on ranks that train: each trial is a live change, and the best stays."""
+"""Runs `tune` on training ranks: each trial is a live change, and the best value stays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             yield lab.wait(120)
 
 
-def test_the_best_of_the_trials_is_what_the_ranks_go_on_with(lab: Lab) -> None:
+def test_ranks_go_on_with_the_best_trial(lab: Lab) -> None:
     with pytest.raises(KnobError, match=r"no run is live on this lab; start one with lab\.run\(\)"):
         lab.tune()
     run = lab.run(SLOW)
@@ -46,7 +46,7 @@ def test_the_best_of_the_trials_is_what_the_ranks_go_on_with(lab: Lab) -> None:
     run.wait(60)
 
 
-def test_who_sets_by_hand_or_has_seen_enough_is_obeyed(lab: Lab) -> None:
+def test_a_search_ends_on_a_change_by_hand_or_on_request(lab: Lab) -> None:
     run = lab.run(SLOW)
     search = lab.tune({"partition_mb": [0.002, 0.01, 0.1]}, steps=400, most=400)
     with pytest.raises(KnobError, match=r"a search goes on; lab\.tuning\.stop\(\) ends it"):
@@ -65,7 +65,7 @@ def test_who_sets_by_hand_or_has_seen_enough_is_obeyed(lab: Lab) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_ends_first_is_said_in_words(lab: Lab) -> None:
+def test_a_run_that_ends_before_the_search_raises_run_error(lab: Lab) -> None:
     lab.run(SLOW.set("steps", 12))
     with pytest.raises(RunError, match=r"the run (ended before step .*|has ended); train longer, or take fewer trials"):
         tune(lab, ["credit_mb"], trials=20, steps=100)
@@ -73,8 +73,8 @@ def test_a_run_that_ends_first_is_said_in_words(lab: Lab) -> None:
 
 @pytest.mark.every
 @pytest.mark.parametrize("wire", tuned.LINKS)
-def test_on_real_ranks_it_comes_within_a_twentieth_of_a_sweep_at_a_quarter_of_its_steps(lab: Lab, wire: str) -> None:
-    """Paced ranks, the loss left out of it: what counts is the step."""
+def test_a_search_comes_within_5_percent_of_a_sweep_in_a_quarter_of_its_steps(lab: Lab, wire: str) -> None:
+    """Ranks are paced and the loss is ignored, because only the step time counts."""
     found = tuned.searched(lab, tuned.LINKS[wire])
     print(f"{wire}: {tuned.ratio(found):.3f} of the sweep's best, {found['steps']} of {found['swept']} steps\n{found}")
     assert tuned.ratio(found) <= tuned.WITHIN and found["steps"] <= tuned.SHARE * found["swept"]

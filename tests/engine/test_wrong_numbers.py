@@ -1,4 +1,4 @@
-"""Faults that gave wrong numbers on two real ranks, each beside what plain torch ends with; by the public API alone."""
+"""Compares past causes of wrong numbers on two real ranks with plain torch, through the public API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def task(model: Callable[[], nn.Module], batches: list[Any], loss: Callable[[Any
 
 
 class Branch(nn.Module):
-    """Each batch uses one of two parameters."""
+    """A model in which each batch uses one of two parameters."""
 
     def __init__(self) -> None:
         super().__init__()

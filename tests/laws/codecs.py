@@ -1,6 +1,7 @@
-"""What laws know of single compressors beyond their claims. One without a line here is held to all the same.
-
-A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply; none is needed.
+"""Facts about single compressors, in addition to their claims, for the laws.
+A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply. A compressor without a
+line
+must still pass every law.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from workbench.compressors import Dense
 from workbench.fabric import traffic
 from workbench.rank import Bucket, Part
 
-# A compressor meets a strategy in `reduce` only: one of each kind of exchange runs with every strategy, the others with
-# DDP and LocalSGD.
+# A compressor and a strategy only meet in `reduce`. So one compressor per kind of exchange runs with every strategy,
+# the other compressors with DDP and LocalSGD.
 KINDS = ("ByteGrad", "Cast", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK", "Zen")
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs; else 1/n
@@ -27,50 +28,54 @@ DELTA: dict[str, Callable[[Any, int], float]] = {
 
 
 def reduced(nbytes: int, p: int) -> int:
-    """One all-reduce."""
+    """Returns the bytes of one all-reduce."""
     return traffic("all_reduce", nbytes, p)[0]
 
 
 def largest(bucket: Bucket, density: float = 0.01) -> int:
-    """How many entries of a bucket are kept."""
+    """Returns how many entries of a bucket are kept."""
     return max(1, round(density * bucket.data.numel()))
 
 
 def two_hops(bucket: Bucket, p: int, bits: int, head: int) -> int:
-    """Codes of `bits` and `head` bytes per chunk, to the rank that adds up and from there to all."""
+    """Returns the bytes of codes of `bits` and `head` bytes per chunk, to the summing rank and from there to all
+    ranks.
+    """
     chunk = -(-bucket.data.numel() // p)
     return 2 * (p - 1) * (head + -(-chunk * bits // 8))
 
 
 def scaled_bytes(bucket: Bucket, p: int, block: int) -> int:
-    """A byte per element and 4 for each block of equal length, in two hops."""
+    """Returns the bytes in two hops: one per element and 4 for each block of equal length."""
     chunk = -(-bucket.data.numel() // p)
     k = -(-chunk // block)
     return 2 * (p - 1) * (4 * k + k * -(-chunk // k))
 
 
 def gathered_codes(bucket: Bucket, p: int, bits: int, block: int) -> int:
-    """Codes of `bits` and 4 bytes per block, from all to all."""
+    """Returns the bytes of an all-to-all of codes of `bits`, with 4 bytes per block."""
     n = bucket.data.numel()
     blocks = -(-n // block)
     return (p - 1) * (4 * blocks + -(-blocks * -(-n // blocks) * bits // 8))
 
 
 def few_bits(k: int, p: int, bits: int, block: int) -> int:
-    """Indices of k elements, and their values as codes of `bits` and 4 bytes per block, from all to all."""
+    """Returns the bytes of an all-to-all of k indices and k values as codes of `bits`, with 4 bytes per block."""
     blocks = -(-k // block)
     return (p - 1) * (4 * k + 4 * blocks + -(-blocks * -(-k // blocks) * bits // 8))
 
 
 def sides(part: Part, worth: Callable[[int, int], bool]) -> tuple[int, int, bool]:
-    """The sides of a parameter as a matrix, and whether it crosses the wire as factors."""
+    """Returns a parameter's sides as a matrix, and whether ranks send it as factors."""
     n = part.shape[0]
     m = (part.stop - part.start) // n
     return n, m, worth(n, m)
 
 
 def factors(bucket: Bucket, p: int, r: int) -> int:
-    """Two thin factors of each matrix, r columns each, and what would not halve whole, beside the first."""
+    """Returns the bytes of two factors with r columns per matrix; parameters that factors would not halve go whole.
+    The whole parameters travel with the first factors.
+    """
     first = second = 0
     for part in bucket.parts:
         n, m, worth = sides(part, lambda n, m: r < min(n, m) and 2 * r * (n + m) < n * m)
@@ -80,12 +85,12 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
 
 
 def pairs(n: int, p: int, density: float) -> int:
-    """The indices and the values of the kept elements, gathered by all."""
+    """Returns the bytes of an all-gather of the kept elements' indices and values."""
     return 2 * traffic("all_gather", 4 * max(1, round(density * n)), p)[0]
 
 
 def by_layers(bucket: Bucket, p: int, smallest: int, density: float) -> int:
-    """Pairs of the large matrices together, and all else whole."""
+    """Returns the bytes of pairs for the large matrices together, with the remaining parameters whole."""
     sizes = [(part.stop - part.start, len(part.shape) > 1) for part in bucket.parts]
     large = sum(n for n, matrix in sizes if matrix and n >= smallest)
     rest = sum(n for n, matrix in sizes if not (matrix and n >= smallest))
@@ -93,7 +98,7 @@ def by_layers(bucket: Bucket, p: int, smallest: int, density: float) -> int:
 
 
 def cheapest(bucket: Bucket, p: int, kept: float) -> int:
-    """Zen: counts, then what the cheapest of its schemes sends if ranks choose at random; p is a power of two."""
+    """Returns Zen's bytes: counts, then its cheapest scheme if ranks choose at random; p is a power of two."""
     n = bucket.data.numel()
     units = sum(part.shape[0] if len(part.shape) > 1 else part.stop - part.start for part in bucket.parts)
     k, v = max(1, round(kept * units)), max(1, round(kept * n))
@@ -113,12 +118,12 @@ def cheapest(bucket: Bucket, p: int, kept: float) -> int:
 
 
 def chosen(bucket: Bucket, p: int, kept: float) -> int:
-    """How many there are, then an index and a value for each, to every other rank."""
+    """Returns the bytes of a count, then an index and a value for each kept entry, to every other rank."""
     return (p - 1) * (8 + 8 * round(kept * bucket.data.numel()))
 
 
 def survivors(bucket: Bucket, p: int, kept: float, whole: float) -> int:
-    """A head of 16 bytes, pairs for those that cross whole, an index and a bit for each of the others."""
+    """Returns the bytes: a head of 16, pairs for entries sent whole, an index and a bit for each other entry."""
     n = bucket.data.numel()
     pair = round(whole * n)
     rest = round(kept * n) - pair
@@ -126,7 +131,7 @@ def survivors(bucket: Bucket, p: int, kept: float, whole: float) -> int:
 
 
 def right_factors(bucket: Bucket, p: int, r: int) -> int:
-    """The right one of the factors of each matrix, and what would not halve whole, in one all-reduce."""
+    """Returns the bytes of one all-reduce of each matrix's right factor and of whole parameters."""
     total = 0
     for part in bucket.parts:
         n, m, worth = sides(part, lambda n, m: r < min(n, m) and 2 * r * (n + m) / 2 < n * m)
@@ -134,11 +139,11 @@ def right_factors(bucket: Bucket, p: int, r: int) -> int:
     return reduced(total, p)
 
 
-# what a compressor that varies notes of each bucket, as Samples, for its formula below; without a line: the density
+# Samples that a varying compressor records per bucket, for its formula below; default: the density
 NOTED: dict[str, tuple[str, ...]] = {"Wangni": ("density", "whole")}
 
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
-# A Codec needs none: its formula is what `encode` returns, which a law of its own checks.
+# A Codec needs no line: its formula is what `encode` returns, and another law checks it.
 SENT: dict[str, Callable[..., int]] = {
     "Accordion": lambda b, p, kept: factors(b, p, 2),
     "ACPSGD": lambda b, p, kept: right_factors(b, p, 4),  # in the fourth step
@@ -172,10 +177,10 @@ SENT: dict[str, Callable[..., int]] = {
 }
 
 FITTED = ("ALQ", "AMQ")
-ONE_HOP = ("E3M0", "EFSignSGD", "NUQSGD", "Projection", "QSGD", "Quantised", "TopK")  # payloads go to all
-FEATURES = ("Projection",)  # to which a tensor's last dimension are features: laid flat it is another one
+ONE_HOP = ("E3M0", "EFSignSGD", "NUQSGD", "Projection", "QSGD", "Quantised", "TopK")  # each payload goes to all ranks
+FEATURES = ("Projection",)  # a tensor's last dimension has features, so a flat tensor is a different one
 
-# (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
+# (compressor, knob): other settings that the knob needs to have an effect, and the value to set
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("BetweenSites", "of"): ({"site": 1}, Dense()),  # two ranks are one site, which compresses nothing
     **{(name, knob): ({knob: 6}, 10**6) for name in FITTED for knob in ("fit_first", "fit_second", "fit_every")},
@@ -183,7 +188,7 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("Accordion", "every"): ({"threshold": 1e6}, 1),
     ("Accordion", "harsh"): ({"every": 1, "threshold": 1e6}, "TopK"),
     ("Accordion", "threshold"): ({"every": 1, "threshold": 0.0}, 1e6),
-    ("ACPSGD", "rank"): ({}, 8),  # the highest is above every matrix of the model, and refused
+    ("ACPSGD", "rank"): ({}, 8),  # the highest value exceeds every matrix of the model and is refused
     ("ACPSGD", "warm_start"): ({}, False),
     ("ByteGrad", "stochastic"): ({}, True),  # a switch has no far end
     ("DGC", "local_clip"): ({}, 1e-3),
@@ -205,28 +210,28 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("Quantised", "scaled"): ({}, True),
     ("RandomK", "scaled"): ({}, True),
     ("ScaleCom", "beta"): ({}, 0.1),
-    ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer
+    ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares clip nothing in a small layer
     ("TernGrad", "one_scale"): ({}, False),
     ("Wangni", "variance"): ({"rule": "variance"}, 4.0),
     ("WarmUp", "of"): ({"steps": 1}, "TopK"),
     ("WarmUp", "schedule"): ({}, "exponential"),
     ("WarmUp", "stages"): ({"schedule": "exponential"}, 1),
     ("WarmUp", "steps"): ({}, 1),
-    ("Zen", "rows"): ({"scheme": "gather"}, "elements"),  # a dense sum has no index that could stand for more or less
+    ("Zen", "rows"): ({"scheme": "gather"}, "elements"),  # a dense sum has no index for one or several elements
 }
 
-# (compressor, knob): why turning it shows nothing yet, and where it is tested that it acts
+# (compressor, knob): why the knob has no effect yet, and the test that shows its effect
 LATER: dict[tuple[str, str], str] = {
     ("ErrorFeedback", "off"): "acts when the compressor is left: tests/unit/test_leaving.py",
     ("ErrorFeedback", "over"): "acts when the compressor is left: tests/unit/test_leaving.py",
 }
 
-# compressors that lose nothing at first, or of a small bucket: settings with which they do
+# compressors that lose nothing at first, or in a small bucket: settings with which they do
 LOSING: dict[str, dict[str, Any]] = {
     "Layers": {"smallest": 0},
     "Threshold": {"threshold": 10.0},
     "WarmUp": {"steps": 1},
 }
 
-# compressors whose own sum rounds, which no rank's residual knows of: what error feedback may lose, relatively
+# compressors with a rounded sum that no residual knows: the relative loss allowed to error feedback
 ROUNDS: dict[str, float] = {"Cast": 5e-3}

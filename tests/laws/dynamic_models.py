@@ -1,8 +1,7 @@
-"""Small models that change what they train while they train, and the parameters that plain torch ends with.
-
+"""Small models that change during training what they train, and plain torch's final parameters.
 `reference` is a plain torch loop. It keeps one replica for each rank and follows DistributedDataParallel with
 `find_unused_parameters=True`: a gradient is the mean over all ranks, and a rank that did not use the parameter counts
-as zero. A parameter that no rank used keeps `grad = None`, so that the optimizer does not move it.
+as zero. A parameter that no rank used keeps `grad = None`, so the optimizer does not move it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.tasks import Task
 
-WIDTH, STEPS, RATE = 40, 6, 0.125  # a matrix is a bucket of its own, vectors share one
+WIDTH, STEPS, RATE = 40, 6, 0.125  # a matrix fills one bucket, vectors share one
 
 
 class Batch(NamedTuple):
@@ -53,14 +52,13 @@ class Model(nn.Module):
 @dataclass(frozen=True)
 class Dynamic:
     """One model of the law.
-
     made:       () -> by name, a tensor that becomes a parameter, or a Module
     rule:       (model, batch) -> the loss
     optimizer:  (params) -> Optimizer
-    prepare:    (model) -> None, before anything is trained
-    accumulate: batches whose gradients are added up before an update
+    prepare:    (model) -> None, before training
+    accumulate: number of batches whose gradients are added before an update
     dtype:      in which results are compared; it sets the tolerance
-    find_unused: whether torch's DDP is made with `find_unused_parameters`, which forbids re-entrant checkpointing
+    find_unused: whether torch's DDP gets `find_unused_parameters`, which forbids re-entrant checkpointing
     """
 
     made: Callable[[], dict[str, Any]]
@@ -85,7 +83,7 @@ class Dynamic:
 
 
 def batches(rank: int, ranks: int, seed: int) -> list[Batch]:
-    """A rank's batches, a function of the arguments only."""
+    """Returns a rank's batches, a function of the arguments only."""
     made = []
     for index in range(4 * STEPS):
         rng = torch.Generator().manual_seed(1000 * index + rank)
@@ -94,7 +92,7 @@ def batches(rank: int, ranks: int, seed: int) -> list[Batch]:
 
 
 def reference(case: Dynamic, ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """By name, the parameters that plain torch ends with. Raises AssertionError if its replicas differ."""
+    """Returns plain torch's final parameters by name. Raises AssertionError if its replicas differ."""
     replicas = [case.model().train() for _ in range(ranks)]
     optimizers = [case.optimizer(model.parameters()) for model in replicas]
     dealt = [iter(batches(rank, ranks, 0)) for rank in range(ranks)]
@@ -124,7 +122,7 @@ def average_gradients(same: tuple[nn.Parameter, ...]) -> None:
         p.grad = mean.clone()
 
 
-# -- what models are made of --
+# -- parts of models --
 
 
 def two() -> dict[str, Any]:
@@ -179,7 +177,7 @@ def through(model: Any, batch: Batch, order: tuple[str, ...] = ("first", "second
 
 
 def dropped_layer(model: Any, batch: Batch) -> Tensor:
-    """Stochastic depth: each rank and step leaves another layer out."""
+    """Stochastic depth: each rank and step skips a different layer."""
     left = (batch.index + batch.rank) % 3
     return through(model, batch, tuple(name for i, name in enumerate(("first", "second", "third")) if i != left))
 
@@ -203,7 +201,7 @@ def tie(model: Any) -> None:
 
 
 def experts(model: Any, batch: Batch) -> Tensor:
-    """A mixture of experts: each rank asks one of two, and nobody asks the third."""
+    """A mixture of experts: each rank uses one of two experts, and no rank uses the third."""
     chosen = ("first", "second")[(batch.rank + batch.index) % 2]
     return getattr(model, chosen)(batch.x).square().mean()
 
@@ -218,7 +216,7 @@ def reads_value(model: Any, batch: Batch) -> Tensor:
 
 
 def forget_by_hand(model: Any, batch: Batch) -> Tensor:
-    """In the second of two accumulated batches the first one's gradient of b is thrown away."""
+    """In the second of two accumulated batches the model drops the first batch's gradient of b."""
     if batch.index % 2:
         model.b.grad = None
     return pull(model.a, batch) + (0 if batch.index % 2 else pull(model.b, batch))

@@ -1,4 +1,4 @@
-"""Other values of a knob, for the law that every knob does something: those that are likely to show come first."""
+"""Other values of a knob, most effective first, for the law that every knob has an effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.settings import Knob, KnobError
 
 
 def others(chosen: Experiment, path: str, k: Knob) -> list[Any]:
-    """Values that `k`, at `path`, may be set to beside what is chosen, and that it has not got by default."""
+    """Returns allowed values of `k` at `path` that differ from the chosen value and from the default."""
     special = ["TopK"] if k.family else [not k.default] if k.kind is bool else []
     ends = (*k.choices, *special, k.low, 3, 2, k.high)
     return [value for value in ends if value is not None and value != k.default and _can_be(chosen, path, value)]

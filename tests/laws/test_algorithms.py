@@ -1,4 +1,4 @@
-"""Laws over all algorithms of an all-reduce: strategies train under each as they do under the backend's own."""
+"""Laws over all all-reduce algorithms: strategies train under each one as under the backend's own."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def trained(strategy: str, algorithm: str, ranks: int = RANKS, change: bool = Fa
 
 @cache
 def native(strategy: str, change: bool) -> tuple[float, ...]:
-    """The losses under the backend's own all-reduce."""
+    """Returns the losses under the backend's own all-reduce."""
     return tuple(samples(trained(strategy, "Native", change=change), "loss", 0))
 
 
 @pytest.mark.parametrize(("strategy", "algorithm"), thinned(product(STRATEGIES, OTHERS), of=6, long=8))
-def test_a_strategy_learns_the_same_under_every_algorithm_also_if_it_is_changed_to(
+def test_a_strategy_learns_the_same_under_every_algorithm_from_the_start_or_by_a_change(
     strategy: str, algorithm: str
 ) -> None:
-    for change in (False, True):  # any change drains what is in flight, the native run's too
+    for change in (False, True):  # any change drains exchanges in flight, also in the native run
         found = samples(trained(strategy, algorithm, change=change), "loss", 0)
         assert len(found) == len(native(strategy, change)) == STEPS
         np.testing.assert_allclose(found, native(strategy, change), rtol=1e-3, atol=1e-4)

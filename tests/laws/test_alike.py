@@ -1,4 +1,4 @@
-"""The ranks of one replica stand for all: what a claim `alike` says, held against a simulation of every rank."""
+"""Compares the simulation of one replica, which the claim `alike` permits, with a simulation of every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLUMNS = ("step", "lane", "name", "asked", "t0", "t1", "nbytes")
 
 
 def spans(run: Any, rank: int) -> list[tuple[Any, ...]]:
-    """All that a rank did, in an order of its own; other ranks are named by their place in their replica."""
+    """Returns all spans of a rank in a fixed order; other ranks are named by their place in their replica."""
     rows, first = run.timeline.spans.rows(), run.experiment.partition.size
     mine = rows[rows.rank == rank]
     columns = [getattr(mine, c).tolist() for c in COLUMNS]
@@ -72,8 +72,8 @@ def test_one_rank_does_what_every_rank_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, cls in ALIKE.items() if cls.offloads])
-def test_where_a_rank_keeps_a_few_bytes_more_it_is_later_by_as_little(name: str) -> None:
-    """A shard has a counter of 4 bytes for each parameter of which it has a piece; the last is shorter, too."""
+def test_a_rank_with_a_few_more_bytes_is_only_slightly_later(name: str) -> None:
+    """A shard has a counter of 4 bytes for each parameter in it, and the last shard is shorter."""
     few, every = (simulate(replace(E, strategy=ALIKE[name]()), alike=alike) for alike in (True, False))
     for rank in range(8):
         mine, others = spans(few, 0), spans(every, rank)
@@ -83,8 +83,8 @@ def test_where_a_rank_keeps_a_few_bytes_more_it_is_later_by_as_little(name: str)
 
 
 @pytest.mark.parametrize("name", [n for n, cls in shipped(Compressor).items() if cls.alike and n != "Accordion"])
-def test_so_it_is_under_every_compressor(name: str) -> None:
-    """But for Accordion, whose first rank alone notes the levels."""
+def test_one_rank_does_what_every_rank_does_under_every_compressor(name: str) -> None:
+    """Accordion is left out, because only its first rank records the levels."""
     optimizer = SGD(momentum=0.9) if name == "DGC" else AdamW()
     stands_for_all(replace(E, compressor=shipped(Compressor)[name](), optimizer=optimizer))
 
@@ -110,18 +110,18 @@ def test_a_replica_on_several_ranks_does_what_every_replica_does(way: Any, fabri
      {"partition": Tensor(ways=4), "batch": 32, "strategy": LocalSGD(every=2)}],
     ids=["DDP", "ZeRO1", "ZeRO2", "ZeRO3", "HSDP", "HpZ", "Pipeline", "Pipeline of Tensor", "Tensor"],
 )  # fmt: skip
-def test_sixty_four_ranks_on_eight_sites_do_to_the_bit_what_the_first_does(change: dict[str, Any]) -> None:
+def test_64_ranks_on_8_sites_do_exactly_what_the_first_rank_does(change: dict[str, Any]) -> None:
     stands_for_all(replace(E, ranks=64, steps=3, fabric=replace(SITES, site=8), task=ByteGPT(layers=4), **change))
 
 
-def test_slices_of_a_stage_look_after_unlike_parameters_and_none_stands_for_another() -> None:
+def test_slices_of_a_stage_have_different_parameters_and_are_all_simulated() -> None:
     few = simulate(replace(E, partition=Pipeline(stages=2, micros=4, of=Tensor()), batch=32), alike=True)
     sent = [sorted(row[6] for row in spans(few, rank) if row[1] == "comm") for rank in range(4)]
     assert sent[0] != sent[1] and sent[2] != sent[3]
 
 
 class Teller(DDP):
-    """Tells its neighbour something, which its claim is silent about."""
+    """Sends its neighbour a message, which its claim does not mention."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         import torch
@@ -144,7 +144,7 @@ class Teller(DDP):
         ({}, {"real": True}, "alike: it is for sizes only, without changes"),
     ],
 )  # fmt: skip
-def test_where_ranks_are_not_alike_it_says_so(change: dict[str, Any], more: dict[str, Any], said: str) -> None:
+def test_alike_is_refused_if_ranks_differ(change: dict[str, Any], more: dict[str, Any], said: str) -> None:
     with pytest.raises(KnobError, match=said):
         simulate(replace(E, **change), alike=True, **more)
 
@@ -155,7 +155,7 @@ def test_a_message_to_a_rank_that_another_stands_for_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 512])
-def test_the_slowest_of_many_is_expected_where_it_is(ranks: int) -> None:
+def test_the_expected_time_of_the_slowest_rank_matches_the_mean_of_random_draws(ranks: int) -> None:
     costs = Costs(forward=(Duration(0.3, 0.1),), backward=(Duration(0.6, 0.05),), update=0.1)
     chance = np.random.default_rng(3)
     drawn = chance.normal(0.3, 0.03, (4000, ranks)) + chance.normal(0.6, 0.03, (4000, ranks)) + 0.1
@@ -165,7 +165,7 @@ def test_the_slowest_of_many_is_expected_where_it_is(ranks: int) -> None:
     assert even.even(ranks) == even
 
 
-def test_of_ranks_that_are_not_equally_fast_the_noisy_one_may_be_the_slowest() -> None:
+def test_a_faster_but_noisy_rank_may_be_the_slowest() -> None:
     costs = Costs(forward=(Duration(0.30, 0.0), Duration(0.29, 0.3)), backward=0.0, update=0.0)
     drawn = 0.29 * (1.0 + 0.3 * np.random.default_rng(5).normal(size=(4000, 256)))
     expected = fmean(np.maximum(drawn.max(1), 0.30))
@@ -173,11 +173,11 @@ def test_of_ranks_that_are_not_equally_fast_the_noisy_one_may_be_the_slowest() -
     assert Costs(forward=(0.1, 0.3), backward=0.0, update=0.0).even(8).forward == (Duration(0.3),)
 
 
-def test_all_on_one_site_are_alike_however_large_it_is() -> None:
+def test_all_ranks_on_one_site_of_any_size_are_alike() -> None:
     stands_for_all(replace(E, fabric=replace(SITES, site=16)))
 
 
-def test_a_plan_of_thousands_of_ranks_says_of_each_pair_what_a_simulation_says() -> None:
+def test_a_plan_of_thousands_of_ranks_equals_the_simulation_of_each_pair() -> None:
     e = replace(E, ranks=4096, fabric=replace(SITES, site=8), task=ByteGPT(layers=4))
     ways = [Whole(), Pipeline(stages=2, micros=8), Tensor(ways=4)]
     rows = plan(e, strategies=[DDP(), ZeRO3(), HSDP(group=8)], partitions=ways)
@@ -187,7 +187,7 @@ def test_a_plan_of_thousands_of_ranks_says_of_each_pair_what_a_simulation_says()
     assert step[HSDP, Whole] < step[ZeRO3, Whole]  # its gathers stay on a site
 
 
-def test_a_plan_where_each_rank_has_its_own_speed_simulates_them_all() -> None:
+def test_a_plan_with_a_speed_per_rank_simulates_all_ranks() -> None:
     ways = {"strategies": [DDP()], "partitions": [Whole()]}
     uneven = Costs(forward=(0.01, 0.05), backward=0.02, update=0.001)
     e = replace(E, pace=0.0, ranks=4, eval_every=0)
@@ -195,7 +195,7 @@ def test_a_plan_where_each_rank_has_its_own_speed_simulates_them_all() -> None:
     assert row.step_s == pytest.approx(simulate(e, costs=uneven).summary()["step_s"], rel=0.05)
 
 
-def test_the_record_says_for_how_many_ranks_one_stands() -> None:
+def test_the_record_states_how_many_ranks_each_simulated_rank_represents() -> None:
     few, every, two = simulate(E, alike=True), simulate(E), simulate(replace(E, partition=Tensor()), alike=True)
     assert [run.summary()["stands_for"] for run in (few, every, two)] == [8, 1, 4]
     assert "8 ranks (of which 1 stands for all)" in repr(few) and "8 ranks (of which 2 stand for all)" in repr(two)
@@ -205,7 +205,7 @@ def test_the_record_says_for_how_many_ranks_one_stands() -> None:
     ]  # fmt: skip
 
 
-def test_what_pairs_of_a_plan_have_in_common_changes_none_of_them() -> None:
+def test_shared_work_between_pairs_of_a_plan_changes_no_result() -> None:
     e, ways = replace(E, eval_every=0), [Tensor(), Tensor(ways=4), Pipeline(stages=2, micros=4, of=Tensor())]
     alone = [row for way in ways for row in plan(e, strategies=[DDP()], partitions=[way])]
     assert sorted(plan(e, strategies=[DDP()], partitions=ways), key=str) == sorted(alone, key=str)

@@ -1,4 +1,4 @@
-"""Every member goes on from a checkpoint as if nothing had been, on the simulator; and hands on as in a live switch."""
+"""Resumes every member from a checkpoint on the simulator, bit-identically and with a live switch's hand-over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.strategies import Strategy
 pytestmark = pytest.mark.ranks
 
 RANKS, AT, STEPS = 3, 5, 10
-STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
+STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # only the engine has opaque strategies
 COMPRESSORS, OPTIMIZERS = shipped(Compressor), shipped(Optimizer)
 
 
@@ -36,22 +36,22 @@ def resumes_to_the_bit(folder: Path, **rest: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, cls in STRATEGIES.items() if cls.lockstep])
-def test_a_strategy_goes_on_to_the_bit_from_the_middle_of_a_round(name: str, tmp_path: Path) -> None:
+def test_a_strategy_resumes_bit_identically_from_the_middle_of_a_round(name: str, tmp_path: Path) -> None:
     resumes_to_the_bit(tmp_path, strategy=fitting(STRATEGIES[name], RANKS))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_compressor_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_a_compressor_resumes_bit_identically(name: str, tmp_path: Path) -> None:
     resumes_to_the_bit(tmp_path, compressor=COMPRESSORS[name].usual())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_to_the_bit_while_the_rate_rises(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_resumes_bit_identically_during_a_learning_rate_warmup(name: str, tmp_path: Path) -> None:
     resumes_to_the_bit(tmp_path, optimizer=OPTIMIZERS[name](), lr=1e-3, lr_warmup=8)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_ranks_bring_together_for_others_is_what_a_switch_hands_on(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_for_other_strategies_equals_the_hand_over_of_a_switch(name: str, tmp_path: Path) -> None:
     strategy = fitting(STRATEGIES[name], RANKS)
     simulated(RANKS, 2 * STEPS, tmp_path, 7, strategy=strategy)
     kept = Checkpoint.open(found(tmp_path)[0])
@@ -62,5 +62,5 @@ def test_what_ranks_bring_together_for_others_is_what_a_switch_hands_on(name: st
     flat = torch.cat([saved.tensor(n).reshape(-1).double() for _, n in sorted(saved.said["parameters"].items())])
     if STRATEGIES[name].lockstep:
         assert torch.equal(flat, switched[0])
-    else:  # a resumed background comes round at other moments
+    else:  # a resumed background exchanges at other moments
         torch.testing.assert_close(flat, switched[0], rtol=1e-5, atol=1e-6)

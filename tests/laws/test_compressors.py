@@ -1,4 +1,4 @@
-"""Laws over all compressors, found by looking in their folder."""
+"""Laws over all compressors that the package folder contains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def claiming(claim: str) -> pytest.MarkDecorator:
 
 
 def alone(compressor: Compressor, x: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
-    """What one rank by itself makes of x: C(x)."""
+    """Returns one rank's result for x: C(x)."""
     bucket = Bucket(0, x.clone(), (Part("p", tuple(x.shape), 0, x.numel()),), 0)
     together([compressor.reduce(Rank(0, 1), bucket, memory or Memory())])
     return bucket.data
@@ -67,13 +67,13 @@ def test_every_live_knob_changes_bytes_or_result(name: str) -> None:
 
 
 def differs(plain: Session, chosen: Experiment, change: Change) -> bool:
-    """Does a change show in the bytes or in the parameters?"""
+    """Whether a change affects the bytes or the parameters."""
     changed = run(chosen, change)[0]
     return plain.record.comm() != changed.record.comm() or state_hash(plain.layout) != state_hash(changed.layout)
 
 
 @every_codec
-def test_payload_bytes_on_the_record_are_those_of_what_encode_returns(name: str) -> None:
+def test_recorded_payload_bytes_equal_those_that_encode_returns(name: str) -> None:
     codec = CODECS[name]()
     session = run(experiment(4, 4, compressor=codec))[0]
     verb = "all_reduce" if codec.linear else "all_gather"
@@ -100,7 +100,7 @@ ANY = {"scalar": torch.tensor(3.0), "none": torch.zeros(0), "matrix": torch.rand
 
 @pytest.mark.parametrize("name", CODERS)
 @pytest.mark.parametrize("x", ANY.values(), ids=ANY)
-def test_a_coder_takes_any_tensor_and_its_payload_depends_on_the_shape_alone(name: str, x: torch.Tensor) -> None:
+def test_a_coder_takes_any_tensor_and_its_payload_size_depends_only_on_the_shape(name: str, x: torch.Tensor) -> None:
     coder, other, before = (ALL[name]().coder(Memory(seed)) for seed in (1, 1, 1))
     kept = x.clone()
     payload = coder.encode(x)
@@ -115,7 +115,7 @@ def test_a_coder_takes_any_tensor_and_its_payload_depends_on_the_shape_alone(nam
 
 
 @pytest.mark.parametrize("name", ONE_HOP)
-def test_an_exchange_in_one_hop_adds_up_what_coders_say(name: str) -> None:
+def test_an_exchange_in_one_hop_sums_the_coders_results(name: str) -> None:
     xs = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))
     coders = [ALL[name]().coder(Memory(r)) for r in range(3)]
     want = sum(coder.decode(coder.encode(x), x) for coder, x in zip(coders, xs, strict=True))
@@ -124,8 +124,8 @@ def test_an_exchange_in_one_hop_adds_up_what_coders_say(name: str) -> None:
 
 
 @claiming("linear")
-def test_what_is_linear_adds_up(name: str) -> None:
-    """The sum of two ranks' compressed is one rank's compressed sum."""
+def test_a_linear_codec_compresses_a_sum_to_the_sum_of_its_parts(name: str) -> None:
+    """The compressed sum of two ranks equals one rank's compressed sum."""
     codec, parts = ALL[name](), placed((16, 30), (20,))
     rng = torch.Generator().manual_seed(1)
     x, y = (torch.randint(-64, 64, (500,), generator=rng).float() for _ in range(2))
@@ -135,7 +135,7 @@ def test_what_is_linear_adds_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name in SENT])
-def test_bytes_on_the_record_are_the_formula(name: str) -> None:
+def test_recorded_bytes_equal_the_formula(name: str) -> None:
     session = run(experiment(4, 5, compressor=ALL[name]()))[0]
     noted = [iter([v for step, what, _, v in session.record.samples if what == each and step == 3])
              for each in NOTED.get(name, ("density",))]
@@ -158,8 +158,8 @@ def test_the_simulator_knows_the_bytes_from_sizes_alone(name: str) -> None:
 
 
 @every
-def test_what_is_lossless_gives_the_sum_and_what_is_not_does_not(name: str) -> None:
-    """Whole numbers, whose sums are exact in any order; what begins gently is given the time to lose something."""
+def test_only_a_lossless_compressor_gives_the_exact_sum(name: str) -> None:
+    """Whole numbers have exact sums in any order. Compressors with a slow start get time to lose something."""
     parts = placed((16, 30), (20,))
     rng = torch.Generator().manual_seed(1)
     xs = torch.randint(-1000, 1000, (3, 500), generator=rng).float()
@@ -170,7 +170,7 @@ def test_what_is_lossless_gives_the_sum_and_what_is_not_does_not(name: str) -> N
 
 
 @pytest.mark.parametrize("name", [n for n, cls in ALL.items() if "of" in {k.name for k in knobs(cls)}])
-def test_a_wrapper_loses_what_it_wraps_does(name: str) -> None:
+def test_a_wrapper_is_lossless_only_if_its_inner_compressor_is(name: str) -> None:
     held = {k.name: k.family for k in knobs(ALL[name]) if k.family}
     for of in (TopK(), Dense()):
         try:
@@ -182,7 +182,7 @@ def test_a_wrapper_loses_what_it_wraps_does(name: str) -> None:
 
 
 @claiming("immediate")
-def test_what_is_immediate_is_one_sum_of_the_bucket_as_it_is(name: str) -> None:
+def test_an_immediate_compressor_makes_one_all_reduce_of_the_bucket(name: str) -> None:
     bucket = Bucket(0, torch.arange(500.0), placed((16, 30), (20,)), 0)
     child = ALL[name]().reduce(Rank(0, 2), bucket, Memory())
     op = child.send(None)
@@ -193,7 +193,7 @@ def test_what_is_immediate_is_one_sum_of_the_bucket_as_it_is(name: str) -> None:
     assert end.value.value is None
 
 
-def test_an_analysis_which_has_names_only_knows_those_that_do_nothing() -> None:
+def test_the_analysis_list_of_idle_compressors_is_complete() -> None:
     idle = {n for n, cls in ALL.items() if cls.immediate or (cls().lossless and cls.residual)}
     assert set(SILENT) == idle
 
@@ -210,7 +210,7 @@ def test_a_contraction_contracts(name: str) -> None:
 
 @claiming("unbiased")
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_unbiased_means_its_input(name: str, seed: int) -> None:
+def test_the_mean_of_an_unbiased_compressor_is_its_input(name: str, seed: int) -> None:
     codec, draws, memory = ALL[name](), 2000, Memory(seed)
     x = torch.randn(256, generator=torch.Generator().manual_seed(seed)) ** 3
     assert_unbiased(torch.stack([alone(codec, x, memory) - x for _ in range(draws)]))
@@ -232,8 +232,8 @@ def test_odd_inputs_give_finite_sums_of_their_shape_and_dtype(name: str, x: torc
 
 @every
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_step_is_over_with_the_next(name: str, bad: float) -> None:
-    """A number that is not finite is passed on as such, or left out, but never remembered."""
+def test_a_value_that_is_not_finite_affects_only_its_step(name: str, bad: float) -> None:
+    """A value that is not finite may pass on or be dropped, but must never enter the memory."""
     parts, memories = placed((6, 8), (8,)), [Memory(0), Memory(1)]
     compressor = ALL[name].usual()
     good = torch.randn(2, 56, generator=torch.Generator().manual_seed(3))
@@ -248,13 +248,13 @@ def test_one_bad_step_is_over_with_the_next(name: str, bad: float) -> None:
 
 
 def fed_back(cls: type[Compressor]) -> bool:
-    """Is what it leaves unsent to be found in error feedback's residual?"""
+    """Whether error feedback's residual holds what this compressor leaves unsent."""
     return cls.residual in ("", ErrorFeedback.residual) and ErrorFeedback(of=cls()).refuses() is None
 
 
 @pytest.mark.parametrize(("name",), thinned(((n,) for n, cls in ALL.items() if fed_back(cls)), of=0, long=6))
 def test_nothing_is_lost_under_error_feedback_over_random_live_changes(name: str) -> None:
-    """Everything sent plus what is left equals the sum of all gradients, through 500 changes of everything."""
+    """The bytes sent plus the residual equal the sum of all gradients, through 500 changes of all settings."""
     rng = random.Random(name)
     ranks, parts = 3, placed(*[(12, 16), (8,)] * 6)
     n = parts[-1].stop
@@ -283,6 +283,6 @@ def test_turning_compression_off_sends_the_residual_once_and_forgets_it() -> Non
 
 
 @pytest.mark.parametrize("value", [0, 1.5, -1, "many"])
-def test_a_ratio_that_cannot_be_is_refused_with_the_range(value: object) -> None:
+def test_an_impossible_density_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(KnobError, match=r"compressor.of.density=.*\[0.0001, 1\]"):
         experiment(compressor=TopK.usual()).set("density", value)

@@ -1,4 +1,4 @@
-"""The law of dynamic models: plain torch, real ranks and the simulator end with the same parameters."""
+"""Checks that plain torch, real ranks and the simulator end with the same parameters of dynamic models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from workbench.strategies import DDP, Strategy, TorchDDP
 
 EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
 RANKS = 2
-# torch's own `fully_shard` has rules of its own: ranks must compute the same units, a copy of the model has none of its
-# hooks on gradients, and scalars, several element types and sparse gradients are refused. To unfreeze a parameter is
-# refused by name (tests/unit/test_usage.py).
+# Torch's own `fully_shard` has more rules. Ranks must compute the same units, and a copy of the model has no hooks on
+# gradients. It refuses scalars, mixed element types and sparse gradients. The lab refuses to unfreeze a parameter under
+# it
+# (tests/unit/test_usage.py).
 BY_TORCH = {
     "TorchFSDP": {
         "unfrozen", "layers dropped", "experts", "complex", "several element types",
@@ -31,13 +32,13 @@ BY_TORCH = {
 
 
 def suits(case: Dynamic, name: str) -> bool:
-    """DDP alone accumulates."""
+    """Whether the strategy can train the model: only DDP accumulates."""
     return case.accumulate == 1 or name == "DDP"
 
 
 PAIRS = [(case, name) for case, name in product(CASES, EXACT)
          if suits(CASES[case], name) and case not in BY_TORCH.get(name, ())]  # fmt: skip
-# torch's own exchange is not simulated.
+# The simulator does not have torch's own exchange.
 SIMULATED = [(case, name) for case, name in PAIRS if not EXACT[name].opaque]
 
 

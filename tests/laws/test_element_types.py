@@ -1,4 +1,4 @@
-"""Every strategy and every compressor trains each element type, or hosts refuse the type by name."""
+"""Checks that strategies and compressors train each element type, or hosts refuse the type by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cases(names: Any, types: tuple[str, ...], of: int = 12, long: int = 4) -> py
 
 
 class Pairs(nn.Module):
-    """A complex layer whose real and imaginary parts are one real parameter: weight (n, m, 2)."""
+    """A complex layer stored as one real parameter of (real, imaginary) pairs: weight (n, m, 2)."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -64,19 +64,19 @@ class Model(nn.Module):
 
 
 def squares(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of a batch, float32 at least."""
+    """Returns the loss of a batch in at least float32."""
     made = model(pair[0])
     off = as_real(made - pair[1].to(made.dtype))
     return off.to(torch.promote_types(off.dtype, torch.float32)).square().mean()
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters as real numbers: (n,) float64."""
+    """Returns all parameters as real numbers: (n,) float64."""
     return torch.cat([as_real(p.detach()).reshape(-1).double() for _, p in sorted(model.named_parameters())])
 
 
 class Ended(NamedTuple):
-    """What a run ended with: its losses, its held-out losses, and by rank the model."""
+    """The end of a run: its losses, its held-out losses, and the model of each rank."""
 
     losses: list[float]
     held_out: list[float]
@@ -92,7 +92,7 @@ def chosen(kind: str, as_pairs: bool = False, loss: Any = squares, **rest: Any) 
     )  # fmt: skip
     return experiment(RANKS, STEPS, **{"task": task, "pace": 2.0, "eval_every": 3, **rest})
 
-TIMED = {"DABMD"}  # its batches depend on the real time that a rank has taken
+TIMED = {"DABMD"}  # its batches depend on the real time that a rank took
 
 
 def simulated(kind: str, *changes: Change, **rest: Any) -> Ended:
@@ -100,12 +100,12 @@ def simulated(kind: str, *changes: Change, **rest: Any) -> Ended:
 
     def loss(model: nn.Module, pair: Any) -> Tensor:
         first = next(model.parameters())
-        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # those show sizes only
+        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these have sizes only
             models[id(model)] = model
         return squares(model, pair)
 
     done = simulate(chosen(kind, loss=loss, **rest), changes=changes, real=True)
-    train = done.samples[done.samples["name"] == "loss"]["rank"].nunique()  # servers do not
+    train = done.samples[done.samples["name"] == "loss"]["rank"].nunique()  # servers do not train
     assert len(models) == train
     return Ended(samples(done, "loss").tolist(), samples(done, "held_out").tolist(), list(models.values()))
 
@@ -117,7 +117,7 @@ def on_ranks(kind: str, *changes: Change, **rest: Any) -> Ended:
 
 
 def joined(kind: str) -> Tensor:
-    """What plain torch ends with, on the batches of all ranks together."""
+    """Returns plain torch's final parameters, trained on the joined batches of all ranks."""
     model = Model(TYPES[kind], as_pairs=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for step in range(STEPS):
@@ -142,7 +142,7 @@ def eps(kind: str) -> float:
 
 
 @pytest.mark.parametrize(("name", "kind"), list(product(COMPRESSORS, ("float16", "bfloat16", "float64"))))
-def test_a_compressor_errs_no_more_with_other_floats(name: str, kind: str) -> None:
+def test_a_compressors_error_is_no_larger_with_other_float_types(name: str, kind: str) -> None:
     parts, rng = placed((16, 30), (20,)), torch.Generator().manual_seed(1)
     given = (torch.randn(3, 500, generator=rng, dtype=torch.float64) * 0.1).to(TYPES[kind])
 
@@ -164,7 +164,7 @@ def test_a_compressor_trains_each_element_type_that_it_declares(name: str, kind:
 
 
 def test_dense_alone_takes_complex_gradients() -> None:
-    """They cross as they are; a compressor that declares complex gradients has to be held to more laws here."""
+    """Dense sends them unchanged. A compressor that declares complex gradients needs more laws here."""
     assert [name for name, cls in COMPRESSORS.items() if set(COMPLEX) & set(cls.dtypes)] == ["Dense"]
 
 
@@ -176,14 +176,14 @@ def test_a_compressor_refuses_complex_gradients_by_name(name: str, kind: str) ->
 
 
 def refused(e: Experiment, *changes: Change) -> list[str]:
-    """Why real ranks refused each change."""
+    """Returns the reasons why real ranks refused each change."""
     sessions = run(e, *changes, within=60.0)
     return [str(mark[3]) for mark in sessions[0].record.noted("refused")]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", ["compressor", "strategy"])
-def test_both_hosts_refuse_a_type_in_the_same_words(path: str) -> None:
+def test_both_hosts_refuse_a_type_with_the_same_error(path: str) -> None:
     member = {"compressor": "Cast", "strategy": "KFAC"}[path]
     at_start = chosen("complex64").set(path, member)
     with pytest.raises(KnobError) as error:
@@ -200,7 +200,7 @@ def test_both_hosts_refuse_a_type_in_the_same_words(path: str) -> None:
     assert said in mark
 
 
-def test_a_member_says_of_an_unknown_type_to_convert_the_parameter() -> None:
+def test_the_error_for_an_unknown_type_suggests_converting_the_parameter() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -226,7 +226,7 @@ def test_a_strategy_trains_floats_on_real_ranks_or_refuses_them_by_name(name: st
 
 
 def holds(host: Any, name: str, kind: str) -> None:
-    """One that claims to be exact ends with plain torch's parameters, within rounding."""
+    """Checks a strategy; an exact one must end with plain torch's parameters, within rounding."""
     strategy = fitting(STRATEGIES[name], RANKS)
     if kind not in strategy.dtypes:
         with pytest.raises((KnobError, AssertionError), match=rf"strategy={name}: takes .* has {kind}"):
@@ -256,7 +256,7 @@ def test_a_complex_parameter_trains_as_its_parts_on_real_ranks(name: str, kind: 
 
 
 def as_its_parts(host: Any, name: str, kind: str) -> None:
-    """Also through a switch at the end, which hands the optimizer's complex momentum on."""
+    """Checks a strategy, including a switch at the end, which hands over the optimizer's complex momentum."""
     strategy = fitting(STRATEGIES[name], RANKS)
     if kind not in strategy.dtypes:
         with pytest.raises((KnobError, AssertionError), match=rf"strategy={name}: takes .* has {kind}"):
@@ -271,7 +271,7 @@ def as_its_parts(host: Any, name: str, kind: str) -> None:
 
 
 def test_every_exact_strategy_but_torchs_own_fsdp_takes_complex_parameters() -> None:
-    """torch's reduce-scatter of complex numbers fails on gloo, and NCCL has none."""
+    """Torch's reduce-scatter of complex numbers fails on gloo, and NCCL has none."""
     without = [name for name, cls in STRATEGIES.items() if cls.exact and not set(COMPLEX) <= set(cls.dtypes)]
     assert without == ["TorchFSDP"]
 

@@ -1,4 +1,4 @@
-"""The checkpoint of a run's last step resumes; `make last-steps` tries all pairs of strategy and partition."""
+"""Resumes the checkpoint of a run's last step; `make last-steps` tries all pairs of strategy and partition."""
 
 from __future__ import annotations
 

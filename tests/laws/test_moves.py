@@ -1,7 +1,6 @@
-"""The law of `move`: whatever state went through, it is the same to the bit, and no byte too many was sent.
-
-A walk of 200 moves among random placements on one to six ranks, with ranks that join, leave and are lost, in the
-simulator with real tensors and with sizes; and twenty of them on real ranks as threads.
+"""Checks that `move` keeps all state bit-identical and sends the fewest bytes.
+A walk makes 200 moves among random placements on one to six ranks, in the simulator with real tensors and with sizes.
+Ranks join, leave and are lost. 20 of the moves also run on real ranks as threads.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ MOVES, LIVE = 200, 20
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the bit, NaNs too, and of one dtype?"""
+    """Whether two tensors are bit-identical, including NaNs, and have one dtype."""
     return one.dtype == other.dtype and one.view(torch.uint8).equal(other.view(torch.uint8))
 
 
 def check(step: Step, rank: int, state: State, true: dict[str, torch.Tensor]) -> None:
-    """What a rank holds after a move is its part of the whole, and nothing else; of sizes, that there are as many."""
+    """Checks that a rank has exactly its part of the whole after a move; with sizes only, the right count."""
     assert set(state) == set(step.to.at(rank))
     for name, mine in state.items():
         want = order(step.to, rank, name)
@@ -38,7 +37,7 @@ def check(step: Step, rank: int, state: State, true: dict[str, torch.Tensor]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Walking(Strategy):
-    """In each step the next move of a walk is made, or refused where elements are lost; a loss, and no training."""
+    """Makes the next move of a walk in each step, or refuses it if elements are lost. It does not train."""
 
     seed: int = 0
     moves: int = MOVES
@@ -91,7 +90,7 @@ def test_the_walk_has_ranks_that_join_leave_and_are_lost_and_placements_on_one_t
 
 
 @pytest.mark.ranks
-def test_twenty_of_them_on_real_ranks_send_the_same_and_keep_every_bit() -> None:
+def test_twenty_moves_on_real_ranks_send_the_same_and_keep_every_bit() -> None:
     steps, e = walking(11, LIVE)
     sessions = run(e.set("pace", 0))
     for i, step in enumerate(steps):

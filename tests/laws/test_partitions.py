@@ -1,10 +1,9 @@
-"""The law of switching: from any strategy and partition to any other, and back, while ranks train.
-
-Each switch leaves replicas alike, or the run fails, and moves state of which the hash must stay, or it fails. Here runs
-walk from pair to pair: what all ranks hold together of parameters and moments must be to the bit what they held before,
-and what a rank is left with what every other rank with the same piece has. In the simulator
-with real tensors every ordered pair of partitions, every strategy into and out of every partition and 300 seeded random
-pairs; 40 pairs on real ranks.
+"""Switches from any strategy and partition to any other and back, while ranks train.
+A switch fails if replicas differ afterwards or if the hash of the moved state changes. Runs here walk from pair to
+pair.
+All parameters and moments must be bit-identical before and after, and equal on all ranks with the same piece.
+The simulator with real tensors tries every ordered pair of partitions, every strategy into and out of every partition,
+and 300 seeded random pairs. Real ranks try 40 pairs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from workbench.tasks import ByteGPT
 pytestmark = pytest.mark.ranks
 
 RANKS, WIDTH, EVERY = 4, 8, 3  # steps between two switches
-MANY = 500  # elements that are compared before and after the switches of a walk; the model has as many
+MANY = 500  # elements to compare before and after the switches of a walk; the whole model
 WAYS: list[Partition] = [
     Whole(), Pipeline(micros=2), Pipeline(stages=4, micros=8), Pipeline(micros=4, schedule=GPipe()),
     Pipeline(micros=4, schedule=Interleaved(chunks=2)), Pipeline(micros=2, schedule=Interleaved(chunks=3)),
@@ -50,7 +49,7 @@ Pair = tuple[Strategy, Partition]
 
 
 def deep() -> nn.Module:
-    """Eight layers, one of them normalised by what it has seen, so that there are buffers."""
+    """Returns eight layers, one of them a batch norm, which has buffers."""
     rng = torch.Generator().manual_seed(7)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
     model = nn.Sequential(*layers[:3], nn.BatchNorm1d(WIDTH), *layers[3:], nn.Linear(WIDTH, 4))
@@ -83,14 +82,14 @@ def possible(pair: Pair) -> bool:
 
 
 def every() -> list[Pair]:
-    """All strategies that the simulator runs with real tensors too, with every partition that they go with."""
+    """Returns all strategies that the simulator runs with real tensors, with every partition they support."""
     names = [name for name, cls in shipped(Strategy).items() if not cls.opaque and cls.workers == 1]
     fits = {way.size: [fitting(shipped(Strategy)[name], RANKS // way.size) for name in names] for way in WAYS}
     return [(strategy, way) for way in WAYS for strategy in fits[way.size] if possible((strategy, way))]
 
 
 def switches(pairs: Sequence[Pair]) -> list[Change]:
-    """From each pair to the next, knob by knob, or at once where what is in between is none."""
+    """Returns the changes from each pair to the next: knob by knob, or at once if the pair in between is invalid."""
     changes, at = [], 0
     for (was, _), (strategy, way) in pairwise(pairs):
         at += EVERY
@@ -102,7 +101,7 @@ def switches(pairs: Sequence[Pair]) -> list[Change]:
 
 
 def lies_alike(sessions: list[Any], pairs: Sequence[Pair]) -> None:
-    """At the end every rank has of its piece, moments too, to the bit what all others have that hold the same."""
+    """Checks that ranks with the same piece have bit-identical parameters and moments at the end."""
     stages = pairs[-1][1].size
     for s in sessions:
         first = sessions[s.rank.id % stages]
@@ -118,7 +117,7 @@ def lies_alike(sessions: list[Any], pairs: Sequence[Pair]) -> None:
 
 
 def refused(pairs: Sequence[Pair], **rest: Any) -> list[Any]:
-    """A simulated run with real tensors through all of these pairs, and DDP at last; what it has refused."""
+    """Simulates a run with real tensors through all of these pairs and finally DDP; returns its refusals."""
     path = [*pairs, (DDP(), pairs[-1][1])]
     changes = switches(path)
     e = started(path[0], changes[-1].at_step + 1, **rest)
@@ -139,12 +138,12 @@ def test_there_are_many_pairs() -> None:
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
 def test_every_ordered_pair_of_partitions(optimizer: Any) -> None:
-    """One walk over all edges between them."""
+    """One walk visits all edges between them."""
     assert refused([(DDP(), WAYS[k]) for k in walk(len(WAYS))], optimizer=optimizer) == []
 
 
 def walk(n: int) -> list[int]:
-    """From 0 through all ordered pairs of `n`."""
+    """Returns a walk from 0 through all ordered pairs of `n`."""
     found, left = [0], {(a, b) for a in range(n) for b in range(n) if a != b}
     while left:
         ahead = [b for a, b in sorted(left) if a == found[-1]]
@@ -154,8 +153,8 @@ def walk(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("strategy",), thinned([(DDP(),), (SlowMo(every=2),)], of=0), ids=str)
-def test_every_ordered_pair_with_positions_shared_out(strategy: Strategy) -> None:
-    """Sequence parallelism wants positions, which the model of the other walks has not."""
+def test_every_ordered_pair_with_sequence_parallelism(strategy: Strategy) -> None:
+    """Sequence parallelism needs positions, which the model of the other walks lacks."""
     ways = [Whole(), Tensor(), Tensor(sequence=True), Tensor(ways=4, sequence=True), Pipeline(micros=2),
             Pipeline(micros=2, of=Tensor(sequence=True)), Tensor(sequence=True, checkpoint="units")]  # fmt: skip
     task = ByteGPT(layers=2, width=16, heads=4, context=8)
@@ -196,8 +195,8 @@ def test_forty_pairs_on_real_ranks(seed: int) -> None:
     lies_alike(sessions, path)
 
 
-def test_state_that_was_spoiled_on_its_way_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit of one element of one moment, on one rank."""
+def test_state_corrupted_in_transit_ends_the_run_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flips one bit of one element of one moment on one rank."""
     plain = repartition.move
 
     async def spoiled(rank: Any, own: Any, *rest: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The laws that `make quick` holds every member to: on the simulator with a small model, without processes or wires.
-
-A member is found by looking, and held to what it claims; nothing here knows one by name. What needs real ranks, or
-many steps, is in test_strategies.py and test_compressors.py (`pytest -m ranks tests/laws -k NAME`).
+"""The laws of `make quick`, for every member: a small model on the simulator, without processes.
+The tests find the members in their folders and check what they claim, without any name. Laws that need real ranks or
+many
+steps are in test_strategies.py and test_compressors.py (`pytest -m ranks tests/laws -k NAME`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workbench.settings import knobs
 from workbench.sim.teach import laws
 from workbench.strategies import DDP, Strategy
 
-STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
+STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # only the engine has opaque strategies
 COMPRESSORS = shipped(Compressor)
 FAMILIES = {"strategy": STRATEGIES, "compressor": COMPRESSORS, "optimizer": shipped(Optimizer)}
 RANKS = 3
@@ -35,12 +35,12 @@ def claiming(claim: str, value: bool = True) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_trains_is_left_and_the_ranks_agree(name: str) -> None:
+def test_a_strategy_trains_and_the_ranks_agree_after_a_switch(name: str) -> None:
     assert laws.trains_and_is_left(STRATEGIES[name]) is None
 
 
 @claiming("lockstep")
-def test_ranks_in_lockstep_ask_the_same_in_the_same_order_of_sizes_alone_too(name: str) -> None:
+def test_lockstep_ranks_request_the_same_in_the_same_order_even_with_sizes_only(name: str) -> None:
     assert laws.asks_alike(STRATEGIES[name]) is None
 
 
@@ -50,18 +50,18 @@ def test_ranks_that_are_never_apart_are_equal_after_every_step(name: str) -> Non
 
 
 @claiming("exact")
-def test_an_exact_one_is_one_process_on_the_joined_batch(name: str) -> None:
+def test_an_exact_strategy_equals_one_process_on_the_joined_batch(name: str) -> None:
     assert laws.one_process(STRATEGIES[name]) is None
 
 
 @claiming("plain")
-def test_a_plain_one_is_the_optimizer_where_there_is_one_rank(name: str) -> None:
+def test_a_plain_strategy_on_one_rank_equals_the_optimizer(name: str) -> None:
     assert laws.plain_alone(STRATEGIES[name]) is None
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("compressor", ["Dense", "TopK"])
-def test_a_strategy_takes_a_compressor_or_refuses_it_in_words(name: str, compressor: str) -> None:
+def test_a_strategy_takes_a_compressor_or_refuses_it_with_a_reason(name: str, compressor: str) -> None:
     refused = laws.compresses_or_says_why_not(STRATEGIES[name], COMPRESSORS[compressor].usual())
     assert compressor != "Dense" or not refused
 
@@ -71,7 +71,7 @@ def test_a_compressors_result_is_the_same_on_all_ranks(name: str) -> None:
     kept: set[str] = set()
 
     class Noting(DDP):
-        """What compressors remember."""
+        """A DDP that records what compressors keep in memory."""
 
         async def step(self, rank: Rank, state: Any) -> None:
             await super().step(rank, state)
@@ -84,7 +84,7 @@ def test_a_compressors_result_is_the_same_on_all_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_compressors_bytes_are_known_from_sizes_joined(name: str) -> None:
+def test_a_compressors_bytes_with_sizes_only_equal_those_with_tensors(name: str) -> None:
     e = experiment(RANKS, 4, compressor=COMPRESSORS[name](), pace=5.0)
     sent = {}
     for real in (True, False):
@@ -96,7 +96,7 @@ def test_a_compressors_bytes_are_known_from_sizes_joined(name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "name"), [(f, name) for f, every in FAMILIES.items() for name in every])
-def test_every_knob_says_what_it_is_and_can_be_something_else(family: str, name: str) -> None:
+def test_every_knob_has_a_doc_and_another_allowed_value(family: str, name: str) -> None:
     chosen = experiment(4, 4, **{family: FAMILIES[family][name]()})
     for k in knobs(FAMILIES[family][name]):
         assert k.doc and k.doc == k.doc.strip(), k.name

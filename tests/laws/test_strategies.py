@@ -1,4 +1,4 @@
-"""Laws over all strategies, found by looking in their folder."""
+"""Laws over all strategies that the package folder contains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def claiming(claim: str) -> pytest.MarkDecorator:
 
 @every
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_it_ends_and_the_ranks_agree_after_it_is_left(name: str, ranks: int) -> None:
+def test_a_strategy_ends_and_the_ranks_agree_after_a_switch(name: str, ranks: int) -> None:
     steps = 4 if ranks == 8 else 9
     sessions = run(experiment(ranks, steps + 1, strategy=fitting(ALL[name], ranks)), Change(steps, "strategy", "DDP"))
     assert {s.phase for s in sessions} == {"done"}
@@ -42,7 +42,7 @@ def test_it_ends_and_the_ranks_agree_after_it_is_left(name: str, ranks: int) -> 
 
 
 @claiming("lockstep")
-def test_lockstep_ranks_ask_the_same_operations_in_the_same_order(name: str) -> None:
+def test_lockstep_ranks_request_the_same_operations_in_the_same_order(name: str) -> None:
     sessions = run(experiment(3, 9, strategy=fitting(ALL[name], 3)))
     orders = [[(step, re.sub(r" to \d+$", "", what), n) for step, what, n in s.record.comm()] for s in sessions]
     if ALL[name].opaque:
@@ -51,14 +51,14 @@ def test_lockstep_ranks_ask_the_same_operations_in_the_same_order(name: str) -> 
 
 
 @claiming("plain")
-def test_one_rank_is_its_single_process_reference(name: str) -> None:
+def test_one_rank_equals_a_single_process(name: str) -> None:
     (session,) = run(experiment(1, 10, strategy=fitting(ALL[name], 1)))
     torch.testing.assert_close(weights(session), joined(1, 10), rtol=1e-6, atol=1e-7)
 
 
 @claiming("exact")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_exact_ones_equal_the_joined_batch(name: str, ranks: int) -> None:
+def test_exact_strategies_equal_one_process_on_the_joined_batch(name: str, ranks: int) -> None:
     for session in run(experiment(ranks, 10, strategy=ALL[name]())):
         torch.testing.assert_close(weights(session), joined(ranks, 10), rtol=1e-5, atol=1e-6)
 
@@ -81,13 +81,13 @@ def test_every_live_knob_changes_operations_or_parameters(name: str) -> None:
 
 
 def differs(plain: Session, chosen: Experiment, change: Change) -> bool:
-    """Does a change show in the operations or in the parameters?"""
+    """Whether a change affects the operations or the parameters."""
     changed = run(chosen, change)[0]
     return plain.record.comm() != changed.record.comm() or not torch.equal(weights(plain), weights(changed))
 
 
 @pytest.mark.parametrize("name", [n for n, cls in ALL.items() if cls.lockstep and not cls.opaque])
-def test_bytes_on_the_record_are_the_formula(name: str) -> None:
+def test_recorded_bytes_equal_the_formula(name: str) -> None:
     e = experiment(4, 8, strategy=ALL[name]())
     session = run(e)[0]
     sizes = [b.nbytes for b in session.layout.buckets]
@@ -99,14 +99,14 @@ def test_bytes_on_the_record_are_the_formula(name: str) -> None:
 
 
 def from_sizes(e: Experiment, step: int) -> int:
-    """The bytes that rank 0 sends in a step, as the simulator has them that knows sizes only."""
+    """Returns the bytes that rank 0 sends in a step, from a simulation with sizes only."""
     spans = simulate(e.set("pace", 5.0), real=False).spans
     return int(spans[(spans["rank"] == 0) & (spans.step == step) & (spans.lane == "comm")].nbytes.sum())
 
 
 @pytest.mark.parametrize("name", [n for n, cls in ALL.items() if not cls.lockstep])
-def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str) -> None:
-    for session in run(experiment(4, 8, strategy=ALL[name](), pace=5.0)):  # so that backgrounds come to their turn
+def test_bytes_of_asynchronous_strategies_equal_the_formula_for_each_message(name: str) -> None:
+    for session in run(experiment(4, 8, strategy=ALL[name](), pace=5.0)):  # so that backgrounds get their turn
         sizes = {b.name: b.nbytes for b in session.layout.buckets}
         carried = Counter()
         for _, what, sent in session.record.comm():
@@ -118,7 +118,7 @@ def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str
                 carried[what] += 1
             else:
                 assert sent <= 64, f"{what} is more than a heading"
-        if session.rank.role == "trainer":  # a server may answer in rows of tables alone
+        if session.rank.role == "trainer":  # a server may answer only with rows of tables
             assert bool(carried) != (name in SILENT), "nothing was exchanged, or more than nothing by a silent one"
         of_one = [carried]
         if name in AT_NEED:
@@ -129,7 +129,7 @@ def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str
 
 
 @pytest.mark.parametrize(("compressor", "name"), thinned(product(shipped(Compressor), ALL), of=4, long=16))
-def test_every_pair_with_a_compressor_runs_or_is_refused_in_words(name: str, compressor: str) -> None:
+def test_every_pair_with_a_compressor_runs_or_is_refused_with_a_reason(name: str, compressor: str) -> None:
     wanted = shipped(Compressor)[compressor].usual()
     try:
         chosen = experiment(2, 9, strategy=ALL[name](), compressor=wanted)

@@ -1,9 +1,7 @@
-"""A lab whose third engine is on a machine of its own, which is cut off for a while. Run in the first namespace.
-
+"""Cuts off a lab's third engine, which runs on another machine, for a while. Runs in the first namespace.
     python -m tests.netns.partition NAMESPACE SWITCH FOLDER SECONDS
-
-It is cut off for so many SECONDS, once the others have noticed or gone on.
-Prints what became of it as JSON; the test beside this file reads it.
+The cut lasts SECONDS after the other ranks have noticed it or gone on. The script prints the results as JSON, and
+test_partition.py reads them.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from workbench.cluster.processes.place import host
 from workbench.lab import Lab
 from workbench.strategies import DDP
 
-BOUND = 90.0  # seconds, on a machine that is busy with other things
-ELSEWHERE = "elsewhere"  # what the other machine calls itself
+BOUND = 90.0  # seconds, enough for a busy machine
+ELSEWHERE = "elsewhere"  # the other machine's host name
 
 
 @contextlib.contextmanager
 def engines(namespace: str, folder: Path) -> Iterator[Path]:
-    """A controller and two engines here, and one over there; yields the file that kernels go by."""
+    """Starts a controller and two engines here, one engine elsewhere; yields the connection file for kernels."""
     profile, started = folder / "profile", list[subprocess.Popen[bytes]]()
     security = profile / "security"
 
@@ -61,7 +59,7 @@ def engines(namespace: str, folder: Path) -> Iterator[Path]:
         yield file
     finally:
         for process in started:
-            os.killpg(process.pid, signal.SIGKILL)  # a controller has processes of its own
+            os.killpg(process.pid, signal.SIGKILL)  # a controller has child processes
             process.wait()
 
 
@@ -70,7 +68,7 @@ def at(lab: Lab, step: int) -> None:
 
 
 def all_wait(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict[str, object]:
-    """Nobody goes on while the other machine is cut off, and all do when it is not."""
+    """Checks that all ranks wait while the other machine is cut off, and go on afterwards."""
     run = lab.run(endless(strategy=DDP(), ranks=3, on_hang="wait", hang_after=3.0, pace=20.0))
     at(lab, 20)
     cable("down")
@@ -90,7 +88,7 @@ def all_wait(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict[str
 
 
 def others_go_on(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict[str, object]:
-    """It trains, loses the other machine, goes on, and has it back."""
+    """Checks that the run goes on without the other machine and gets it back."""
     run = lab.run(endless(strategy=DDP(), ranks=3, on_hang="evict", hang_after=3.0, pace=20.0))
     at(lab, 20)
     hosts = [row["host"] for row in lab.status]
@@ -105,7 +103,7 @@ def others_go_on(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict
     healed = time.monotonic()
 
     def back() -> bool:
-        with contextlib.suppress(Exception):  # refused until its engine has found that the others went on
+        with contextlib.suppress(Exception):  # refused until its engine has found that the run went on
             lab.resize(3).wait(BOUND)
         return lab.members == (0, 1, 3)
 
@@ -127,7 +125,7 @@ def main() -> None:
     with engines(namespace, folder) as file, Lab(ranks=3, cluster=str(file)) as lab:
         lab.wait(BOUND)
         print(json.dumps([all_wait(lab, cable, seconds), others_go_on(lab, cable, seconds)]), flush=True)
-    os._exit(0)  # threads of a client that waits for a controller that is gone keep nobody
+    os._exit(0)  # client threads that wait for an ended controller must not delay the exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A machine is cut off from the others while they train, and comes back. Needs root; about a minute."""
+"""Cuts off a machine while ranks train, then reconnects it. Needs root and about a minute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.network import Network, why_not
 pytestmark = pytest.mark.netns
 
 
-@pytest.mark.parametrize("seconds", [2, 45], ids="{} s".format)  # and longer than the 30 s after which much gives up
-def test_a_machine_that_is_cut_off_is_waited_for_or_left_behind_and_is_back_without_a_restart(
+@pytest.mark.parametrize("seconds", [2, 45], ids="{} s".format)  # 45 s: longer than common timeouts
+def test_a_run_waits_for_a_cut_off_machine_or_goes_on_and_takes_it_back_without_a_restart(
     seconds: int, tmp_path: Path
 ) -> None:
     if reason := why_not():

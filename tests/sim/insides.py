@@ -1,4 +1,4 @@
-"""A simulated run together with its ranks, for tests that look at parameters and at what a strategy remembers."""
+"""Runs simulations and keeps their ranks, so that tests can read parameters and strategy state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.sim.rank.session import Session
 
 
 def simulated(e: Experiment, *changes: Change, real: bool = True) -> tuple[Run, list[Session]]:
-    """The run, and its ranks as they were at its end."""
+    """Returns the run and its ranks in their final state."""
     made: list[Session] = []
     init = Session.__init__
 
@@ -29,5 +29,5 @@ def simulated(e: Experiment, *changes: Change, real: bool = True) -> tuple[Run, 
 
 
 def parameters(sessions: list[Any]) -> torch.Tensor:
-    """(ranks, n) float64: every rank's parameters in the order of the model, of either host's sessions."""
+    """Returns (ranks, n) float64: each rank's parameters in model order, for sessions of either host."""
     return torch.stack([torch.cat([b.data.double() for b in s.layout.params()]) for s in sessions])

@@ -1,4 +1,4 @@
-"""What costs a step most, and what to try: an injected fault comes first, none is invented, advice holds."""
+"""Tests the largest causes in a step and the advice: injected faults rank first, no cause is invented."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_rank_slow_in_one_phase_comes_first_with_what_it_costs(strategy: Any, 
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
-def test_a_tenth_of_a_step_in_one_phase_is_named_through_noise_and_hiccups(phase: str) -> None:
+def test_a_delay_of_10_percent_in_one_phase_is_named_despite_noise_and_hiccups(phase: str) -> None:
     cause = "optimizer" if phase == "update" else phase
     for seed in range(5):
         slow = (2, phase, synthetic.factor(phase, 0.1))
@@ -54,13 +54,13 @@ def test_a_tenth_of_a_step_in_one_phase_is_named_through_noise_and_hiccups(phase
 
 @pytest.mark.parametrize("noise", [0.02, 0.08])
 @pytest.mark.parametrize("strategy", ["DDP", "LocalSGD"])
-def test_nothing_is_invented_where_nothing_was_injected(strategy: str, noise: float) -> None:
+def test_no_rank_is_blamed_without_an_injected_fault(strategy: str, noise: float) -> None:
     for seed in range(6):
         tl = synthetic.timeline(strategy, steps=100, link=False, noise=noise, hiccups=0.02, seed=seed)
         assert not [c for c in causes(tl) if c.ranks and c.cause != "frozen"]
 
 
-def test_a_run_without_a_fault_has_no_row() -> None:
+def test_a_run_without_a_fault_gets_no_advice() -> None:
     advised = run().advice()
     assert advised == [] and repr(advised).startswith("Nothing costs") and "Nothing" in advised._repr_html_()
     assert causes(Timeline()) == [] and run(ranks=1).advice() == []
@@ -75,23 +75,23 @@ def test_two_stragglers_at_once_are_two_rows_or_one_row_of_two() -> None:
     assert found.seconds == pytest.approx(0.5 * 0.3 * PACE, rel=0.1), "one alone would gain nothing"
 
 
-def test_a_slow_link_is_the_networks_and_names_its_rank() -> None:
+def test_a_slow_link_of_one_rank_is_blamed_on_the_network_and_that_rank() -> None:
     found = causes(run(Slow(rank=2, factor=10.0, phase="link"), mbit=1000.0, task=LARGE).timeline)
     assert [(c.cause, c.ranks) for c in found] == [("network", (2,))]
 
 
-def test_a_slow_wire_is_everybodys() -> None:
+def test_a_slow_network_is_blamed_without_naming_a_rank() -> None:
     found = first(run(mbit=100.0, task=LARGE))
     assert (found.cause, found.ranks) == ("network", ()) and found.share > 0.5
 
 
-def test_a_slow_phase_that_the_wire_hides_costs_nothing() -> None:
-    """Compute of 3 ms more before a wire that takes 160: with gossip nobody is asked to wait for it either."""
+def test_a_slow_phase_hidden_by_communication_is_not_blamed() -> None:
+    """A delay of 3 ms hides behind 160 ms of transfer. With gossip no rank waits for the transfer either."""
     rows = causes(run(Slow(rank=1, factor=1.5, phase="forward"), strategy=Gossip(), mbit=100.0, task=LARGE).timeline)
     assert not [c for c in rows if c.ranks]
 
 
-def test_a_pause_and_a_rank_that_stumbles_have_stood_still() -> None:
+def test_a_freeze_and_a_rank_with_hiccups_are_reported_as_frozen() -> None:
     paused = [Change(40, "fabric.faults", [NOISE, Freeze(rank=2, seconds=0.5)])]
     found = first(run(changes=tuple(paused)))
     assert (found.cause, found.ranks) == ("frozen", (2,)) and "once in 20 steps, for 500 ms at step 40" in found.text
@@ -100,8 +100,8 @@ def test_a_pause_and_a_rank_that_stumbles_have_stood_still() -> None:
     assert (stumbles.cause, stumbles.ranks) == ("frozen", (1,))
 
 
-def test_what_the_first_step_takes_longer_is_no_cause() -> None:
-    """Where ranks do not meet in every step, the mean counts, and every step in it."""
+def test_the_longer_first_step_is_not_a_cause() -> None:
+    """Ranks that do not meet in every step are judged by the mean over all steps."""
     made, tl = run(strategy=LocalSGD(every=8)).spans.query("step < 30"), Timeline()
     for row in made.itertuples():
         began = 0.8 * (row.step > 0)
@@ -112,7 +112,7 @@ def test_what_the_first_step_takes_longer_is_no_cause() -> None:
 
 
 def handmade(ranks: tuple[int, ...], **longer: float) -> Timeline:
-    """Twenty steps of three ranks; what is `longer` by so many seconds is so on `ranks`."""
+    """Returns 20 steps of 3 ranks. On `ranks`, each phase in `longer` takes so many seconds more."""
     tl, at = Timeline(), 0.0
     took = {"input": 0.001, "forward": 0.03, "backward": 0.06, "codec": 0.001, "update": 0.01, "outside": 0.0005}
     for step in range(20):
@@ -144,26 +144,26 @@ def handmade(ranks: tuple[int, ...], **longer: float) -> Timeline:
 
 
 @pytest.mark.parametrize("cause", ["input", "codec", "outside", "forward", "backward"])
-def test_each_cause_of_one_rank_is_told_by_its_name(cause: str) -> None:
+def test_each_cause_on_one_rank_is_reported_by_its_name(cause: str) -> None:
     (found,) = causes(handmade((1,), **{cause: 0.02}))
     assert (found.cause, found.ranks) == (cause, (1,)) and found.seconds == pytest.approx(0.02, rel=0.01)
     assert "Rank 1" in found.text and "20 ms longer" in found.text
 
 
 @pytest.mark.parametrize("cause", ["input", "codec", "outside"])
-def test_what_all_ranks_lose_is_told_without_one_to_blame(cause: str) -> None:
+def test_a_cause_on_all_ranks_is_reported_without_a_rank(cause: str) -> None:
     (found,) = causes(handmade((0, 1, 2), **{cause: 0.02}))
     assert (found.cause, found.ranks) == (cause, ()) and found.seconds == pytest.approx(0.021, abs=0.001)
 
 
-def test_forward_and_backward_of_all_are_the_work_and_no_row() -> None:
+def test_slow_forward_and_backward_of_all_ranks_are_not_a_cause() -> None:
     assert causes(handmade((0, 1, 2), forward=0.05, backward=0.1)) == []
 
 
 # -- advice
 
 
-def test_what_is_suggested_for_a_slow_wire_holds_when_it_is_followed() -> None:
+def test_suggestions_for_a_slow_network_hold_when_followed() -> None:
     made = run(mbit=1000.0, task=stack(12, 60), bucket_mb=0.015, latency=1.0)
     (row,) = made.advice()
     assert row.cause == "network" and row.suggestions

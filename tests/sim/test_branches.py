@@ -1,4 +1,4 @@
-"""Simulated ranks that use different parameters in one step train as plain torch does."""
+"""Checks that simulated ranks that use different parameters in one step train as plain torch does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RIGHT = [[0, 0], [-1, -100], [-2, -200], [-3, -300]]
 
 
 class ByRank(nn.Module):
-    """Rank 0 uses one parameter, rank 1 the other."""
+    """A model in which rank 0 uses one parameter and rank 1 the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def reentrant() -> Experiment:
 
 
 @pytest.mark.ranks
-def test_both_hosts_refuse_a_gradient_that_comes_twice_in_the_same_words() -> None:
+def test_both_hosts_refuse_a_gradient_that_arrives_twice_with_the_same_error() -> None:
     with pytest.raises(StrategyError, match=r"parameter layer\.\w+ received a gradient twice") as refusal:
         simulate(reentrant(), real=True)
     for session in live(reentrant()):

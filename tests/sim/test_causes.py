@@ -1,4 +1,4 @@
-"""How small a delay is named with its rank and phase; and ranks of a pipeline against those of their stage."""
+"""Tests how small a delay can be attributed to a rank and phase, and comparisons within a pipeline stage."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from workbench.partitions import Pipeline
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_tenth_of_a_step_is_named_within_twenty_steps_though_all_of_eight_ranks_vary(phase: str) -> None:
-    """Every phase of every rank varies by 5 %: the others feel but a part of the delay, and none other is named."""
+def test_a_delay_of_10_percent_is_named_within_20_steps_although_all_8_ranks_vary(phase: str) -> None:
+    """Every phase of every rank varies by 5 %. Other ranks feel part of the delay, but none is blamed."""
     named = 0
     for seed in range(10):
         tl = synthetic.timeline(steps=20, ranks=8, slow=(seed % 8, phase, synthetic.factor(phase, 0.1)), link=False,
@@ -26,9 +26,10 @@ def test_a_tenth_of_a_step_is_named_within_twenty_steps_though_all_of_eight_rank
     assert named >= 9
 
 
-def test_who_packs_late_behind_its_backward_is_named_for_all_of_it() -> None:
-    """Three of four buckets are packed while the rank still computes, each before the wire takes the next; each of
-    the four has a tenth of a millisecond more."""
+def test_a_rank_with_slow_packing_is_blamed_for_the_whole_delay() -> None:
+    """Three of four buckets are packed while the rank still computes, each before the transfer of the next begins.
+    Each of the four takes 0.1 ms longer.
+    """
     slow = (2, "codec", synthetic.factor("codec", 0.1))
     tl = synthetic.timeline(steps=20, ranks=4, slow=slow, link=True, changes=())
     blamed = [c for c in causes(tl) if c.ranks]
@@ -36,7 +37,7 @@ def test_who_packs_late_behind_its_backward_is_named_for_all_of_it() -> None:
     assert "its packing takes 10.4 ms longer" in blamed[0].text
 
 
-def test_what_began_sixteen_steps_ago_is_named_though_no_change_says_when() -> None:
+def test_a_delay_that_began_16_steps_ago_is_named_without_a_recorded_change() -> None:
     before, after = (synthetic.Host(4, 0.1, link=False, seed=1, noise=0.02, hiccups=0.0) for _ in range(2))
     for step in range(60):
         before.slow = (1, "backward", 1.4) if step >= 44 else None
@@ -47,7 +48,7 @@ def test_what_began_sixteen_steps_ago_is_named_though_no_change_says_when() -> N
 
 
 @pytest.mark.parametrize(("phase", "rank"), [("backward", 3), ("forward", 1)])
-def test_a_slow_rank_of_a_pipeline_is_named_beside_the_bubble_and_none_is_without_one(phase: str, rank: int) -> None:
+def test_a_pipeline_names_its_slow_rank_and_no_rank_without_a_fault(phase: str, rank: int) -> None:
     def found(*faults: Slow) -> list[tuple[str, tuple[int, ...]]]:
         fabric = Fabric(link=Link(bandwidth=20_000.0), faults=(*faults, Noisy(spread=0.03)))
         wanted = Experiment(ranks=4, steps=30, pace=40.0, partition=Pipeline(stages=2), fabric=fabric)
@@ -57,7 +58,7 @@ def test_a_slow_rank_of_a_pipeline_is_named_beside_the_bubble_and_none_is_withou
     assert found() == [("bubble", ())]
 
 
-def test_the_median_of_the_others_is_what_leaving_each_out_gives() -> None:
+def test_of_others_equals_the_median_without_each_rank() -> None:
     rng = np.random.default_rng(0)
     for p in range(2, 10):
         values = np.round(rng.normal(size=(5, 3, p)), 1)  # with ties

@@ -1,4 +1,4 @@
-"""A deadlock at a meeting next to the network: the error names what the ranks wait for, and which ranks do not come."""
+"""Checks that a deadlock at a meeting names the waiting ranks and the ranks that do not come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 @dataclass(frozen=True, kw_only=True)
 class RankZeroMeetsNobody(Strategy):
-    """Rank 0 waits to agree with the ranks of `group`; no other rank comes."""
+    """Rank 0 waits to agree with the ranks of `group`, but no other rank comes."""
 
     group: Group | None = None
 

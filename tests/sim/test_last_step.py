@@ -1,4 +1,4 @@
-"""Checkpoints of a run's last step, under every strategy that the simulator has."""
+"""Tests checkpoints of a run's last step, under every strategy of the simulator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_checkpoint_of_the_last_step_is_made_and_can_be_read(name: str, every:
 
 
 @pytest.mark.parametrize("name", [name for name, cls in STRATEGIES.items() if cls.lockstep])
-def test_the_last_checkpoint_holds_what_one_of_a_longer_run_holds(name: str, tmp_path: Path) -> None:
+def test_the_last_checkpoint_equals_that_of_a_longer_run(name: str, tmp_path: Path) -> None:
     for steps in (STEPS, 2 * STEPS):
         simulated(RANKS, steps, tmp_path / str(steps), STEPS, strategy=fitting(STRATEGIES[name], RANKS))
     ended, passed = (Checkpoint.open(found(tmp_path / str(steps))[0]) for steps in (STEPS, 2 * STEPS))
@@ -47,7 +47,7 @@ def test_the_last_checkpoint_holds_what_one_of_a_longer_run_holds(name: str, tmp
 
 
 @pytest.mark.parametrize("name", [name for name, cls in STRATEGIES.items() if not cls.lockstep])
-def test_a_task_that_keeps_its_model_keeps_it_where_ranks_have_no_common_step(name: str, tmp_path: Path) -> None:
+def test_a_task_keeps_its_model_even_if_ranks_have_no_common_step(name: str, tmp_path: Path) -> None:
     strategy = fitting(STRATEGIES[name], RANKS)
     e = experiment(RANKS, STEPS, task=toy(keeps=True), strategy=strategy, pace=5.0)
     simulate(e, real=True, checkpoints=tmp_path)

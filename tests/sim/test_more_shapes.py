@@ -1,4 +1,4 @@
-"""A deadline, and workers without locks: what each is about, in the simulator."""
+"""Tests two shapes in the simulator: a deadline per step, and workers without locks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lasted(run: Any, lane: str, rank: int) -> list[float]:
     return (spans["t1"] - spans["t0"]).to_list()
 
 
-# -- DABMD: at pace 10 ms a batch takes 9 ms and the update 1 ms
+# -- DABMD: at pace 10 ms, a batch takes 9 ms and the update 1 ms
 
 
 def test_everyone_computes_until_the_deadline_as_many_batches_as_it_can() -> None:
@@ -43,7 +43,7 @@ def test_everyone_computes_until_the_deadline_as_many_batches_as_it_can() -> Non
     assert max(lasted(run, "step", 0)) < 1.05 * max(lasted(healthy, "step", 0)), "a round is as long as without"
 
 
-def test_it_learns_and_is_left_by_all_at_one_step() -> None:
+def test_dabmd_learns_and_all_ranks_leave_it_at_one_step() -> None:
     wanted = experiment(4, 24, strategy=DABMD(window=30.0), pace=10.0, fabric=Fabric(link=LINK), eval_every=20)
     run = simulate(wanted, changes=(Change(8, "strategy", "DDP"),), real=True)
     held_out = sampled(run, "held_out", 0)
@@ -57,7 +57,7 @@ def test_it_learns_and_is_left_by_all_at_one_step() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoAtOnce(Strategy):
-    """Hogwild between two workers of each rank; all ranks have one vector in common."""
+    """Hogwild between two workers of each rank. All ranks share one vector."""
 
     lockstep: ClassVar[bool] = False
     shared: ClassVar[bool] = True
@@ -78,7 +78,7 @@ def test_workers_add_to_one_vector_without_waiting_for_each_other(ranks: int) ->
     assert lasted(run, "step", 0) == pytest.approx([20e-3]), "as long as one worker alone"
     model = net()
     grads: list[list[torch.Tensor]] = []
-    for rank, step in product(range(ranks), range(2)):  # all read what was there before any wrote
+    for rank, step in product(range(ranks), range(2)):  # all workers read before any worker writes
         model.zero_grad()
         mse(model, batch(rank, step, 0)).backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])

@@ -1,4 +1,4 @@
-"""Virtual ranks crash as real ones do: what the others settle, where they go on, and what they have in the end."""
+"""Tests crashes of virtual ranks against real ones: what survivors agree on, where they resume, the result."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from workbench.sim.teach.laws import flat
 from workbench.strategies import DDP, HSDP, AsyncServer, DiLoCo, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import Digits
 
-CLOCKED = ("DABMD", "LowPrecisionDecentralized")  # how far who is left has come is the clock's to say
-WITH_SOME = ("Gossip", "HierarchicalLocalSGD", "StochasticGradientPush")  # in each step a rank needs some others only
+CLOCKED = ("DABMD", "LowPrecisionDecentralized")  # the clock decides how far the survivors have come
+WITH_SOME = ("Gossip", "HierarchicalLocalSGD", "StochasticGradientPush")  # each step needs some other ranks
 LOCKSTEP = [
     name for name, cls in sorted(shipped(Strategy).items())
     if cls.lockstep and not (cls.opaque or name in CLOCKED or in_parts(experiment(4, strategy=cls())))
@@ -40,18 +40,18 @@ def setting(strategy: Strategy, ranks: int = 4, steps: int = 14, **more: Any) ->
 
 
 def members(run: Run) -> list[dict[str, Any]]:
-    """What the record says of who is there."""
+    """Returns the record's marks about members."""
     return [{k: v for k, v in said.items() if k != "settings"} for _, _, said in run.details("members")]
 
 
 def ends(run: Run) -> dict[int, str]:
-    """By rank, the state in which it ended; and of the run, by -1."""
+    """Returns the final state by rank; key -1 has the run's state."""
     found = {said["rank"]: said["state"] for _, _, said in run.details("end")}
     return {**found, -1: run.details("state")[-1][2]["state"]}
 
 
 def stepped(run: Run) -> dict[int, set[int]]:
-    """By rank, the steps that it made."""
+    """Returns the steps that each rank made."""
     rows = run.timeline.spans.rows()
     rows = rows[rows.equal("lane", "step")]
     return {int(rank): {int(step) for step in rows.step[rows.rank == rank]} for rank in set(rows.rank)}
@@ -59,9 +59,9 @@ def stepped(run: Run) -> dict[int, set[int]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "victim"), thinned(list(product(LOCKSTEP, (0, 2))), of=4, long=4))
-def test_those_who_are_left_have_what_real_ranks_have(name: str, victim: int) -> None:
-    """Whoever does not need the lost rank may end that step before it notices, or not: there the clock decides how far
-    each is, and so which of them go on where not all can.
+def test_virtual_survivors_end_with_the_state_of_real_survivors(name: str, victim: int) -> None:
+    """A rank that does not need the lost one may or may not end that step before it notices the loss.
+    There the clock decides how far each rank is, and so which ranks can go on.
     """
     e = setting(shipped(Strategy)[name]())
     sessions, real = crashed(e, crash(6, victim))
@@ -75,7 +75,7 @@ def test_those_who_are_left_have_what_real_ranks_have(name: str, victim: int) ->
     assert members(run) == told
     state = ends(run)
     assert [state[s.member] for s in sessions] == [s.phase for s in sessions] and state[-1] == "done"
-    there = {s.member: s for s in virtual}  # the last that had each number
+    there = {s.member: s for s in virtual}  # the last session with each number
     for s in sessions:
         if s.phase == "done":
             torch.testing.assert_close(weights(s), flat(there[s.member].model), rtol=1e-5, atol=2e-6)
@@ -84,8 +84,8 @@ def test_those_who_are_left_have_what_real_ranks_have(name: str, victim: int) ->
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
 @pytest.mark.parametrize("way", [Pipeline(), Pipeline(schedule=GPipe()), Tensor()], ids=str)
-def test_a_model_in_parts_is_put_together_to_the_bit(way: Any, strategy: Strategy) -> None:
-    """Two replicas of two ranks, of which one is gone: what is computed before and after is the same on both hosts."""
+def test_a_partitioned_model_is_reassembled_bit_identically(way: Any, strategy: Strategy) -> None:
+    """One of two replicas with two ranks is lost. Both hosts compute the same values before and after."""
     e = setting(strategy, task=toy(model=layers) if way.depth > 1 else toy(), partition=way)
     sessions, (real,) = crashed(e, crash(6, 1))
     run, virtual = simulated(e, crash(6, 1))
@@ -99,21 +99,21 @@ def test_a_model_in_parts_is_put_together_to_the_bit(way: Any, strategy: Strateg
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4), DiLoCo(), AsyncServer(), HSDP()], ids=str)
-def test_sizes_only_go_the_same_way(strategy: Strategy) -> None:
+def test_a_crash_without_values_gives_the_same_members_and_steps(strategy: Strategy) -> None:
     e = setting(strategy, steps=100, pace=300.0, on_death="replace", task=Digits(), eval_every=20)
     real, sizes = (simulate(e, changes=[crash(5, 1)], real=real) for real in (True, False))
     assert members(real) == members(sizes) and ends(real) == ends(sizes) and stepped(real) == stepped(sizes)
 
 
 @pytest.mark.parametrize("way", [Pipeline(), Tensor(), Pipeline(of=Tensor())], ids=str)
-def test_sizes_of_parts_do(way: Any) -> None:
+def test_a_crash_in_a_partition_without_values_gives_the_same_members_and_steps(way: Any) -> None:
     task = toy(model=layers) if way.depth > 1 else toy()
     e = setting(DDP(), ranks=2 * way.size, task=task, partition=way)
     real, sizes = (simulate(e, changes=[crash(5, 1)], real=real) for real in (True, False))
     assert members(real) == members(sizes) and stepped(real) == stepped(sizes) and ends(sizes)[-1] == "done"
 
 
-def test_how_long_it_takes() -> None:
+def test_survivors_go_on_after_the_time_to_notice_and_to_vote() -> None:
     run = simulate(setting(DDP(), ranks=3), changes=[crash(5, 2)])
     rows = run.timeline.spans.rows()
     rows = rows[rows.equal("lane", "step")]
@@ -121,20 +121,20 @@ def test_how_long_it_takes() -> None:
     assert stepped(run) == {0: set(range(14)), 1: set(range(14)), 2: set(range(5))}
 
 
-def test_where_ranks_meet_later_it_is_missed_later() -> None:
+def test_survivors_of_local_sgd_notice_a_crash_at_the_next_sum() -> None:
     run = simulate(setting(LocalSGD(every=8), pace=1000.0, steps=12, eval_every=0), changes=[crash(2, 1)])
     ((step, t, _),) = run.details("members")
     assert step == 7 and t == pytest.approx(8.0 + VOTED), "they go on alone until step 7 has ended in a sum"
 
 
-def test_by_default_the_run_ends_with_it() -> None:
+def test_with_on_death_end_a_crash_fails_the_run() -> None:
     run = simulate(setting(DDP(), on_death="end"), changes=[crash(5, 1)], real=True)
     assert ends(run) == dict.fromkeys((-1, 0, 1, 2, 3), "failed") and not members(run)
     ((step, _, said),) = run.details("error")
     assert step == 5 and said["rank"] == 1 and said["text"] == "rank 1 crashed before step 5"
 
 
-def test_another_comes_for_it_with_a_number_of_its_own() -> None:
+def test_a_replacement_gets_a_new_rank_number() -> None:
     e = setting(DDP(), steps=100, pace=300.0, on_death="replace", task=Digits(), eval_every=0)
     run = simulate(e, changes=[crash(5, 1)], real=True)
     lost, came = run.details("members")
@@ -147,7 +147,7 @@ def test_another_comes_for_it_with_a_number_of_its_own() -> None:
     assert late.mean() < early.mean(), "it has what the others have"
 
 
-def test_they_go_back_to_a_checkpoint_where_nobody_has_what_was_lost(tmp_path: Path) -> None:
+def test_survivors_go_back_to_a_checkpoint_if_a_shard_is_lost(tmp_path: Path) -> None:
     e = setting(ZeRO1(), save_every=4)
     run = simulate(e, changes=[crash(6, 1)], real=True, checkpoints=tmp_path / "kept")
     (mark,) = members(run)
@@ -157,14 +157,14 @@ def test_they_go_back_to_a_checkpoint_where_nobody_has_what_was_lost(tmp_path: P
 
 
 @pytest.mark.parametrize("real", [True, False], ids=["values", "sizes"])
-def test_without_one_the_run_ends_in_words(real: bool) -> None:
+def test_a_lost_shard_without_a_checkpoint_fails_the_run_with_the_reason(real: bool) -> None:
     run = simulate(setting(ZeRO3()), changes=[crash(6, 1)], real=real)
     (mark,) = members(run)
     assert "cannot go on without it: strategy=ZeRO3: nobody else has its shard" in mark["text"]
     assert ends(run) == dict.fromkeys((-1, 0, 1, 2, 3), "failed")
 
 
-def test_one_after_the_other_and_all_at_once() -> None:
+def test_several_crashes_in_turn_and_at_once() -> None:
     changes = [crash(at, 0) for at in (3, 6, 9)]
     run = simulate(setting(DDP()), changes=changes, real=True)
     assert [mark["members"] for mark in members(run)] == [[1, 2, 3], [2, 3], [3]], "places are counted anew"
@@ -174,7 +174,7 @@ def test_one_after_the_other_and_all_at_once() -> None:
     assert ends(run) == dict.fromkeys((-1, 0, 1, 2), "failed") and stepped(run) == {}
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_crash_settings_raise_knob_error() -> None:
     with pytest.raises(KnobError, match=r"fabric.faults: ranks that have them are not like others"):
         simulate(setting(DDP(), fabric=Fabric(faults=(Crash(rank=1),))), alike=True)
     e = setting(DDP(), ranks=2)
@@ -185,10 +185,10 @@ def test_what_cannot_be() -> None:
 @pytest.mark.parametrize(("second", "pace", "went_on"), [
     (7, (), (1.5, 2.4)), (14, (), (1.5, 3.8)), (7, (Change(10, "pace", 6_000),), (1.5, 2.4)),
 ])  # fmt: skip
-def test_a_second_loss_before_others_have_come_for_the_first(
+def test_a_second_crash_before_the_first_replacement_joins(
     second: int, pace: Any, went_on: tuple[float, float]
 ) -> None:
-    """The clock does not run ahead to those who come, and two who come at one boundary come together."""
+    """The clock does not jump ahead to newcomers, and two newcomers at one boundary join together."""
     e = Experiment(ranks=4, steps=60, pace=200, strategy=DDP(), on_death="replace", eval_every=0)
     changes = [Change(5, "fabric.faults", [Crash(rank=1)]), Change(second, "fabric.faults", [Crash(rank=0)]), *pace]
     run = simulate(e, changes=changes)
@@ -197,8 +197,8 @@ def test_a_second_loss_before_others_have_come_for_the_first(
     assert run.state == "done" and len(said[-1][1]["members"]) == 4
 
 
-def test_a_rank_crashes_also_at_the_boundary_at_which_others_come() -> None:
-    """The generation ends there, and what was to happen in it would be forgotten with it."""
+def test_a_rank_can_crash_at_the_boundary_at_which_new_ranks_join() -> None:
+    """The generation ends at that boundary. A crash planned in it must not be lost."""
     e = Experiment(ranks=4, steps=30, pace=1000, strategy=DDP(), on_death="replace", eval_every=0)
     first = Change(5, "fabric.faults", [Crash(rank=1)])
     comes = next(s for s, _, m in simulate(e, changes=[first]).details("members") if m.get("new"))

@@ -1,7 +1,7 @@
-"""The law of the two hosts: the same strategies ask the same operations, in the same order, with the same bytes.
-
-Where a strategy lets the most urgent exchange go first, which ones are there to choose from is the clock's to say: what
-it asks in each step, and the bytes of each, are the same then, and every rank's order is rank 0's.
+"""Checks that both hosts receive the same operations from a strategy: same order, same bytes.
+If a strategy sends the most urgent exchange first, the clock decides which exchanges it can choose from. The operations
+of
+each step and their bytes are then still the same, and every rank has rank 0's order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PAIRS = [(n, c) for n in LOCKSTEP for c in COMPRESSORS if c in KINDS or n in ("D
 
 
 @pytest.mark.parametrize(("name", "compressor"), thinned(PAIRS, of=10, long=8))
-def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) -> None:
+def test_both_hosts_receive_the_same_operations(name: str, compressor: str) -> None:
     try:
         e = experiment(3, 9, strategy=LOCKSTEP[name](), compressor=COMPRESSORS[compressor].usual(), eval_every=4)
     except KnobError as refusal:
         assert "use " in str(refusal)
         return
     sessions = run(e)
-    guessed = any(c.varies for c in inside(e.compressor))  # how much is sent depends on numbers that sizes only lack
+    guessed = any(c.varies for c in inside(e.compressor))  # the bytes depend on values
     for real in (True,) if guessed else (False, True):
         simulated = simulate(e.set("pace", 5.0), real=real)
         for s in sessions:
@@ -46,7 +46,7 @@ def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) ->
 
 
 @pytest.mark.parametrize(("strategy", "other"), [(DDP(), LocalSGD(every=3)), (LocalSGD(every=3), DDP(accumulate=2))])
-def test_and_across_every_kind_of_change(strategy: Strategy, other: Strategy) -> None:
+def test_both_hosts_receive_the_same_operations_across_changes(strategy: Strategy, other: Strategy) -> None:
     changes = (
         Change(3, "bucket_mb", 0.02), Change(4, "strategy", to_plain(other)),
         Change(6, "compressor", {"TopK": {"density": 0.1}}), Change(8, "compressor", "Dense"),
@@ -64,7 +64,7 @@ def test_and_across_every_kind_of_change(strategy: Strategy, other: Strategy) ->
 
 
 @pytest.mark.parametrize("strategy", [DDP(), DDP(accumulate=2), LocalSGD(every=3)], ids=str)
-def test_with_real_tensors_losses_are_the_engines(strategy: Strategy) -> None:
+def test_with_real_tensors_the_simulators_losses_equal_the_engines(strategy: Strategy) -> None:
     e = experiment(4, 12, strategy=strategy, eval_every=4)
     sessions = run(e)
     simulated = simulate(e.set("pace", 5.0), real=True)
@@ -88,7 +88,7 @@ def test_both_hosts_write_the_same_kinds_of_rows() -> None:
 
 
 def test_paced_on_a_link_both_hosts_take_about_the_same_time() -> None:
-    """Asked of the step that was disturbed least: what else the machine does makes steps longer, and never shorter."""
+    """Compares the least disturbed step, because other load only makes steps longer."""
     e = experiment(3, 10, strategy=DDP(), pace=60.0).set("fabric.link.bandwidth", 5.0)
     steps = rows(simulate(e), "step", 0)
     least = np.inf

@@ -1,4 +1,4 @@
-"""The planner lists what fits, the fastest first, each as the simulator has it by itself."""
+"""Checks that the planner lists the choices that fit, fastest first, with the simulator's values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ E = Experiment(task=ByteGPT(layers=4), ranks=4, optimizer=AdamW(), batch=2, pace
 FEW = {"strategies": [DDP(), ZeRO3(), ZeROInfinity()], "partitions": [Whole(), Pipeline(stages=2, micros=4), Tensor()]}
 
 
-def test_rows_are_what_each_is_by_itself_on_the_same_global_batch() -> None:
+def test_each_row_equals_its_own_simulation_with_the_same_global_batch() -> None:
     rows = plan(E, **FEW)
     assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
     pairs = {(type(row.strategy), type(row.partition)) for row in rows}
@@ -38,8 +38,8 @@ def test_rows_are_what_each_is_by_itself_on_the_same_global_batch() -> None:
         assert row.peak == found["memory_peak"]
 
 
-def test_no_row_is_refused_where_a_lab_is_asked_for_it() -> None:
-    """Also for what an evaluation takes, and for buckets whose exchange is late."""
+def test_a_lab_accepts_every_row_of_the_plan() -> None:
+    """This includes memory for an evaluation and for buckets with a late exchange."""
     e = Experiment(task=ByteGPT(layers=6), ranks=2, memory_mb=16, batch=2, pace=60.0)
     strategies = [ZeRO3(), ZeROOffload(), ZeROInfinity()]
     rows = plan(e, strategies=strategies, partitions=[Whole(), Whole(checkpoint="units")])
@@ -48,7 +48,7 @@ def test_no_row_is_refused_where_a_lab_is_asked_for_it() -> None:
         require_memory(e.set({"strategy": row.strategy, "partition": row.partition}))
 
 
-def test_what_does_not_fit_is_left_out_and_what_is_left_fits() -> None:
+def test_the_plan_has_only_the_rows_that_fit_into_memory() -> None:
     every = plan(E, **FEW)
     limit = sorted(row.peak for row in every)[1] / 1e6 + 0.5
     fitting = plan(replace(E, memory_mb=limit), **FEW)
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_left_out_and_what_is_left_fits() -> None:
     assert {repr(row) for row in fitting} < {repr(row) for row in every}
 
 
-def test_by_itself_it_looks_at_all_exact_strategies_and_the_one_that_is_there() -> None:
+def test_by_default_the_plan_has_all_exact_strategies_and_the_current_one() -> None:
     rows = plan(replace(E, ranks=2, strategy=LocalSGD(every=4)), partitions=[Whole()])
     names = {type(row.strategy).__name__ for row in rows}
     assert {"DDP", "ZeRO1", "ZeRO2", "ZeRO3", "ZeROOffload", "ZeROInfinity", "LocalSGD"} <= names
@@ -65,19 +65,19 @@ def test_by_itself_it_looks_at_all_exact_strategies_and_the_one_that_is_there() 
 
 
 def test_a_slow_wire_between_ranks_wants_fewer_bytes() -> None:
-    """Tensor parallelism sends each layer's activations, which grow with the batch, and gradients do not."""
+    """Tensor parallelism sends each layer's activations, which grow with the batch; gradients do not."""
     ways = {"strategies": [DDP()], "partitions": [Whole(), Tensor(ways=4)]}
     slow, fast = (plan(replace(E, batch=16).set("fabric.link.bandwidth", rate), **ways) for rate in (200.0, 1e5))
     assert slow[-1].partition == Tensor(ways=4) and slow[-1].step_s > 2 * slow[0].step_s
     assert fast[-1].step_s < 1.3 * fast[0].step_s
 
 
-def test_without_a_pace_or_costs_it_says_so() -> None:
+def test_a_plan_without_pace_or_costs_raises_knob_error() -> None:
     with pytest.raises(KnobError, match="pace=0: nothing says how long compute lasts"):
         plan(replace(E, pace=0.0))
 
 
-def test_costs_are_what_a_simulation_takes_them_for_and_a_beginning_is_waited_for() -> None:
+def test_a_plan_applies_costs_as_a_simulation_does_and_excludes_the_first_steps() -> None:
     e = replace(E, pace=0.0, ranks=2, fabric=Fabric(host=0.5))
     costs = Costs(forward=0.001, backward=0.002, update=0.007)
     whole = {"strategies": [DDP()], "partitions": [Whole()]}
@@ -88,13 +88,13 @@ def test_costs_are_what_a_simulation_takes_them_for_and_a_beginning_is_waited_fo
     assert plan(e, costs=costs, strategies=[LocalSGD(every=10)], partitions=[Whole()])[0].sent > 0
 
 
-def test_one_pair_that_cannot_be_does_not_keep_others_from_being_planned() -> None:
+def test_an_impossible_pair_does_not_prevent_a_plan_of_the_other_pairs() -> None:
     slow = replace(E, pace=40_000.0, batch=30_000)
     ways = [type(row.partition) for row in plan(slow, strategies=[DDP()], partitions=[Whole(), Tensor(ways=4)])]
     assert ways == [Whole]
 
 
-def test_a_task_that_says_it_is_pure_has_the_same_plan_and_is_built_less_often() -> None:
+def test_a_pure_task_has_the_same_plan_and_is_built_less_often() -> None:
     made: list[int] = []
 
     def model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Asynchronous strategies: with the engine's recorded order of arrivals, both hosts are asked the same."""
+"""Checks that both hosts receive the same operations if the simulator replays the recorded order of arrivals."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ SLOW = [Slow(rank=1, factor=3.0)]
 
 
 class Asked:
-    """Every operation that a strategy asks for, by rank and by coroutine, in order.
-
-    values: whole numbers that it hands in are told, too, and not only how many they are
+    """Records every operation that a strategy requests, in order, by rank and by coroutine.
+    values: whether to record the whole numbers in arguments, in addition to their count
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, cls: type[Strategy], values: bool = False) -> None:
@@ -52,7 +51,7 @@ class Asked:
                 op = coro.send(answer) if error is None else coro.throw(error)
             except StopIteration as stop:
                 return stop.value
-            values = self.values and op.verb != "recv"  # into what a message comes nobody has written yet
+            values = self.values and op.verb != "recv"  # no rank has written the buffer that receives the message
             log.append(f"{op.verb} {', '.join(_told(x, values) for x in op.args)}")
             answer, error = None, None
             try:
@@ -61,7 +60,7 @@ class Asked:
                 error = thrown
 
     def taken(self) -> dict[tuple[int, str], list[str]]:
-        """What was asked so far; begins anew."""
+        """Returns the operations recorded so far and clears the record."""
         out = dict(self.of)
         self.of.clear()
         return out
@@ -77,7 +76,7 @@ def _told(x: Any, values: bool) -> str:
 
 
 def engines(sessions: list[Any]) -> Run:
-    """The engine's record as a Run."""
+    """Returns the engine's record as a Run."""
     tl = Timeline()
     for s in sessions:
         for table, found in ((tl.spans, s.record), (tl.samples, s.record.samples), (tl.marks, s.record.marks)):
@@ -87,7 +86,7 @@ def engines(sessions: list[Any]) -> Run:
 
 @pytest.mark.parametrize("tensors", ["sizes", "real"])
 @pytest.mark.parametrize("name", APART)
-def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
+def test_a_replay_of_the_engines_arrivals_gives_the_same_operations(
     name: str, tensors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(monkeypatch, APART[name], values=tensors == "real")
@@ -100,14 +99,14 @@ def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
     assert simulator.keys() == engine.keys()
     for who in engine:
         assert simulator[who] == engine[who], who
-    if tensors == "real" and APART[name] is AsyncServer:  # who sees what follows from the order of arrivals alone
+    if tensors == "real" and APART[name] is AsyncServer:  # AsyncServer's losses follow from the order of arrivals alone
         for s in sessions:
             losses = samples(simulated, "loss", s.rank.index)
             np.testing.assert_allclose(losses, s.record.losses(), rtol=1e-4, atol=1e-6)
 
 
 def test_without_the_record_the_virtual_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the law above can fail: the same ranks with another one slow are asked for something else."""
+    """Shows that the test above can fail: with another slow rank, the operations differ."""
     asked = Asked(monkeypatch, AsyncServer)
     e = experiment(4, 16, strategy=AsyncServer(), pace=4.0).set("faults", SLOW)
     recorded = simulate(e)
@@ -119,8 +118,8 @@ def test_without_the_record_the_virtual_clock_decides(monkeypatch: pytest.Monkey
     assert asked.taken() == first
 
 
-def test_a_server_that_is_told_that_nothing_more_comes_takes_the_next_message_of_the_record_afterwards() -> None:
-    """At a change it waits for one that comes after it; without that one, who asks twice in a round never ends it."""
+def test_a_server_takes_the_next_recorded_message_after_its_senders_have_paused() -> None:
+    """At a change the server waits for the next message. Without it, a strategy with two requests a round hangs."""
     e = experiment(3, 24, strategy=SyncServer(servers=1), pace=4.0).set("faults", SLOW)
     changes = [Change(5, "lr", 0.01), Change(9, "fabric.faults", [Slow(rank=0, factor=3.0)]), Change(15, "lr", 0.02)]
     recorded = simulate(e, changes=changes)

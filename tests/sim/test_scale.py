@@ -1,4 +1,4 @@
-"""How many ranks, steps and buckets fit into memory, and what one costs."""
+"""Tests how many ranks, steps and buckets fit into memory, and the cost of each."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ print(json.dumps({**each, "seconds": took, "peak": peak, "comm": comm, "state": 
 
 @pytest.mark.every
 def test_a_thousand_ranks_a_hundred_steps_forty_buckets() -> None:
-    """Every rank with its own jitter, every span recorded: within 4 GB.
-
-    Seconds depend on what else the machine does (46 to 55 on a quiet core, 72 beside five processes), so what a bucket
-    of a rank costs is held against what it cost in a small simulation a moment before.
+    """Every rank has its own jitter and every span is recorded, within 4 GB.
+    Seconds depend on the machine's other load (46 to 55 on a quiet core, 72 with five other processes). So the test
+    compares
+    the cost of a rank's bucket with the cost in a small simulation just before.
     """
     done = subprocess.run([sys.executable, "-c", LARGE], cwd=ROOT, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout)

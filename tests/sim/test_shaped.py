@@ -1,4 +1,4 @@
-"""What stands for tensors where there are sizes only: the same to the bit as torch's own meta device says."""
+"""Checks that the stand-ins for tensors in a simulation without values match torch's meta device exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def vector(n: int) -> Any:
 
 
 def both(e: Experiment, monkeypatch: pytest.MonkeyPatch, *changes: Change) -> None:
-    """Simulates twice; the second time nothing stands for torch's own tensors."""
+    """Simulates twice, the second time with torch's own tensors, and compares."""
     quick = simulate(e, changes=changes)
     with monkeypatch.context() as patch:
         patch.setattr(shaped, "kind_of", lambda x: None)
@@ -41,38 +41,38 @@ def both(e: Experiment, monkeypatch: pytest.MonkeyPatch, *changes: Change) -> No
 
 
 def simulated(cls: type[Strategy]) -> bool:
-    """Neither torch's own, nor one whose tables ByteGPT has none of."""
+    """Whether the simulator has the strategy: not torch's own, and no tables, which ByteGPT lacks."""
     return not cls.opaque and not cls().tables
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name for name, cls in shipped(Strategy).items() if simulated(cls)])
-def test_a_strategy_does_the_same_with_what_stands_for_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_does_the_same_with_stand_ins_for_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both(replace(E, strategy=fitting(shipped(Strategy)[name], E.ranks)), monkeypatch)
 
 
 @pytest.mark.ranks
-def test_so_do_two_strategies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_strategies_in_turn_do_the_same_with_stand_ins_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     both(E, monkeypatch, Change(2, "strategy", LocalSGD(every=2)), Change(4, "strategy", DDP()))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", shipped(Compressor))
-def test_so_does_a_compressor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compressor_does_the_same_with_stand_ins_for_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     e = replace(E, compressor=shipped(Compressor)[name].usual(), measure_every=2)
     e = replace(e, optimizer=SGD(momentum=0.9)) if name == "DGC" else e
     both(e, monkeypatch, Change(2, "bucket_mb", 0.5))
 
 
-def test_what_works_in_place_answers_with_the_very_tensor() -> None:
+def test_in_place_operations_return_the_same_tensor_object() -> None:
     x, y = vector(6), vector(6)
     assert x.add_(y) is x and x.mul_(2) is x and torch.maximum(x, y, out=x) is x
     torchs = torch.empty(6, device="meta")
     assert torchs.copy_(x) is torchs
 
 
-def test_a_view_lies_where_its_tensor_lies_and_what_is_made_does_not() -> None:
-    for _ in range(2):  # asked of torch, then known
+def test_a_view_shares_its_tensors_storage_and_a_result_does_not() -> None:
+    for _ in range(2):  # first torch answers, then the cache
         x = vector(6)
         lies = x.untyped_storage()._cdata
         views = x[2:], x.view(2, 3)[1], *x.chunk(2), x.detach(), x.data, x.reshape(3, 2).T
@@ -81,7 +81,7 @@ def test_a_view_lies_where_its_tensor_lies_and_what_is_made_does_not() -> None:
         assert (x + 1).untyped_storage().nbytes() == 24 and x[2:].actual.storage_offset() == 2
 
 
-def test_its_memory_goes_with_it() -> None:
+def test_the_storage_of_a_stand_in_is_freed_with_it() -> None:
     x = vector(6) + 1
     where = weakref.ref(x.untyped_storage())
     view = x[2:]
@@ -98,7 +98,7 @@ def test_its_memory_goes_with_it() -> None:
      lambda x: torch.stack([x, x], 1), lambda x: x.to(torch.int8), lambda x: x.max(1).values, lambda x: x.split([1, 2]),
      lambda x: torch.where(x > 0, x, 0), lambda x: x.expand(4, 3, 5), lambda x: torch.empty_like(x)],
 )  # fmt: skip
-def test_it_says_what_torch_says(asked: Any) -> None:
+def test_a_stand_in_answers_like_torchs_meta_tensor(asked: Any) -> None:
     torchs = torch.empty(3, 5, device="meta")
     for _ in range(2):
         mine, its = asked(shaped.shaped(torchs)), asked(torchs)
@@ -110,7 +110,7 @@ def test_it_says_what_torch_says(asked: Any) -> None:
 
 @pytest.mark.parametrize("asked", [lambda x: x.item(), lambda x: bool(x.sum() > 0), lambda x: x.view(4),
                                    lambda x: x[7:] + x, lambda x: x.index_select(2, x)])  # fmt: skip
-def test_it_refuses_what_torch_refuses_in_its_words(asked: Any) -> None:
+def test_a_stand_in_raises_torchs_own_errors(asked: Any) -> None:
     said = []
     for x in (vector(6), torch.empty(6, device="meta")):
         with pytest.raises((RuntimeError, IndexError)) as caught:
@@ -120,7 +120,7 @@ def test_it_refuses_what_torch_refuses_in_its_words(asked: Any) -> None:
 
 
 class Unbound(DDP):
-    """Asks torch's class, and torch's functions in C, of which some read what they take for a tensor."""
+    """A strategy that calls torch's class and its C functions, some of which read tensor memory."""
 
     async def step(self, rank: Rank, state: Any) -> Any:
         data = [bucket.data for bucket in await rank.params()]
@@ -128,6 +128,6 @@ class Unbound(DDP):
         return await super().step(rank, state)
 
 
-def test_it_stands_for_a_tensor_in_torchs_c_code_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stand_in_works_in_torchs_c_code(monkeypatch: pytest.MonkeyPatch) -> None:
     both(replace(E, strategy=Unbound()), monkeypatch)
     assert issubclass(type(vector(3)), Tensor), "not by what it says of itself: C reads a tensor's memory then"

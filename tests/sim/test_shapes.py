@@ -1,4 +1,4 @@
-"""The four hard shapes in the simulator, sizes only: that each does what its paper is about, with its numbers."""
+"""Tests the four hard shapes in the simulator, with sizes only: each shows its paper's effect and numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from workbench.strategies import DDP, ByteScheduler, ZeRO3
 pytestmark = pytest.mark.ranks
 
 LAYERS, WIDTH = 8, 64
-LAYER = 4 * WIDTH * WIDTH  # bytes of a layer, which is a bucket of its own
-BYTES = ByteScheduler(partition_mb=1.0, credit_mb=0.001)  # a layer is a piece, and they go one by one
+LAYER = 4 * WIDTH * WIDTH  # bytes of a layer, which fills one bucket
+BYTES = ByteScheduler(partition_mb=1.0, credit_mb=0.001)  # each layer is one piece, and pieces are sent one by one
 PACE = 100.0  # ms: 30 forward, 60 backward, 10 update
 
 
 def deep() -> nn.Module:
-    """Equal layers, a bucket each."""
+    """Equal layers with a bucket each."""
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
 
 
@@ -36,18 +36,18 @@ def data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Ten
 
 
 def exchange(ms: float, ranks: int = 2) -> Fabric:
-    """A Link on which the all-reduce of one bucket takes so long."""
+    """Returns a Fabric on which the all-reduce of one bucket takes `ms`."""
     return Fabric(link=Link(bandwidth=2 * (ranks - 1) / ranks * LAYER * 8e-6 / (ms * 1e-3)))
 
 
 def simulated(strategy: Any, ranks: int = 2, steps: int = 6, changes: tuple[Change, ...] = (), **rest: Any) -> Any:
-    """A simulated run, sizes only."""
+    """Returns a simulated run with sizes only."""
     rest = {"pace": PACE, "bucket_mb": LAYER / 1e6, "task": toy(model=deep, data=data), **rest}
     return simulate(experiment(ranks, steps, strategy=strategy, **rest), changes=changes)
 
 
 def compute(run: Any, name: str, rank: int = 0) -> Any:
-    """The spans of one phase of compute on a rank, in order of time."""
+    """Returns the spans of one phase of compute on a rank, in order of time."""
     spans = run.spans
     return spans[(spans["rank"] == rank) & (spans["lane"] == "compute") & (spans["name"] == name)].sort_values("t0")
 
@@ -58,7 +58,7 @@ def comm(run: Any, rank: int = 0) -> Any:
 
 
 def period(run: Any) -> float:
-    """Seconds between the begins of the last two steps' forwards on rank 0."""
+    """Returns the seconds between the starts of the last two steps' forwards on rank 0."""
     begins = compute(run, "forward").groupby("step")["t0"].min().to_numpy()
     return float(begins[-1] - begins[-2])
 
@@ -68,27 +68,27 @@ def period(run: Any) -> float:
 
 def test_the_next_forward_begins_before_the_last_gradient_has_been_sent() -> None:
     run = simulated(BYTES, fabric=exchange(20.0))
-    for step in range(2, 6):  # after the first, exchanges are settled once, for the order of gradients is learned
+    for step in range(2, 6):  # ranks first settle their exchanges once, because they learn the order of gradients
         begins = float(compute(run, "forward").query(f"step == {step}")["t0"].min())
         sent = float(comm(run)["t1"].to_numpy()[LAYERS * step - 1])
         assert begins < sent
 
 
-def test_what_the_next_forward_needs_first_overtakes_what_has_not_begun() -> None:
+def test_buckets_that_the_next_forward_needs_first_overtake_waiting_ones() -> None:
     order = comm(simulated(BYTES, fabric=exchange(20.0)))["name"].to_list()[:LAYERS]
-    # at 20 ms each: of those that are ready whenever the wire is free, the one whose layers come first
+    # 20 ms each: whenever the link is free, the ready bucket whose layers come first goes next
     assert order == [f"all_reduce bucket {i}" for i in (0, 2, 5, 7, 6, 4, 3, 1)]
 
 
 @pytest.mark.parametrize("ms", [10.0, 20.0, 40.0])
-def test_it_is_faster_than_ddp_where_the_tail_is_exposed_and_never_below_the_bound(ms: float) -> None:
+def test_byte_scheduler_beats_ddp_if_the_tail_is_exposed_but_not_the_lower_bound(ms: float) -> None:
     scheduled, plain = (period(simulated(s, fabric=exchange(ms))) for s in (BYTES, DDP()))
     assert plain == pytest.approx((30 + 60 / LAYERS + LAYERS * ms + 10) * 1e-3, rel=1e-3)
     assert scheduled < 0.97 * plain
     assert scheduled >= max(PACE, LAYERS * ms) * 1e-3 - 1e-9
 
 
-def test_it_gains_nothing_where_the_exchange_is_hidden() -> None:
+def test_byte_scheduler_gains_nothing_if_the_exchange_is_hidden() -> None:
     hidden = exchange(1.0)
     assert period(simulated(BYTES, fabric=hidden)) == pytest.approx(PACE * 1e-3, rel=0.02)
 
@@ -100,7 +100,7 @@ def test_it_gains_nothing_where_the_exchange_is_hidden() -> None:
 def test_zero_sends_three_halves_of_ddp_and_holds_one_share(ranks: int) -> None:
     zero, plain = (simulated(s, ranks, 4) for s in (ZeRO3(), DDP()))
     sent, usual = (comm(r).query("step == 2")["nbytes"].sum() for r in (zero, plain))
-    kept = 2 * LAYER * (ranks - 1) / ranks  # the last layer stays for the backward, which does not read the first
+    kept = 2 * LAYER * (ranks - 1) / ranks  # the last layer stays for backward, which does not read the first
     assert sent + kept == 1.5 * usual
     held = zero.samples[zero.samples["name"] == "memory parameters"]
     for rank in range(ranks):
@@ -113,7 +113,7 @@ def test_zero_gathers_ahead_so_that_a_fast_link_costs_it_little() -> None:
         (ZeRO3(), Fabric()), (ZeRO3(), exchange(1.0)), (ZeRO3(prefetch=0), exchange(1.0))))  # fmt: skip
     assert free == pytest.approx((30 + 60 + 10 / 2) * 1e-3), "each of two ranks updates its half"
     assert linked < free + 5e-3  # the first gathers of each pass and the last reduction cannot hide
-    assert late > linked + 5e-3  # nor does any gather where none is begun ahead
+    assert late > linked + 5e-3  # without prefetch no gather hides
 
 
 def test_uneven_buckets_are_gathered_whole() -> None:
@@ -126,7 +126,7 @@ def test_uneven_buckets_are_gathered_whole() -> None:
 
 
 def piped(stages: int, micros: int, steps: int, schedule: Schedule, ranks: int = 0) -> Any:
-    """Micro-batches of one example each."""
+    """Simulates a pipeline with micro-batches of one example."""
     task = toy(model=deep, data=lambda rank, ranks, seed: [(torch.ones(micros, WIDTH), torch.zeros(micros, WIDTH))])
     partition = Pipeline(stages=stages, micros=micros, schedule=schedule)
     return simulated(DDP(), ranks or stages, steps, partition=partition, task=task)
@@ -134,7 +134,7 @@ def piped(stages: int, micros: int, steps: int, schedule: Schedule, ranks: int =
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 2), (8, 8), (2, 1)])
-def test_the_bubble_is_the_formula_and_as_many_are_in_flight(schedule: Schedule, stages: int, micros: int) -> None:
+def test_bubble_and_micro_batches_in_flight_match_the_formulas(schedule: Schedule, stages: int, micros: int) -> None:
     run = piped(stages, micros, 3, schedule)
     step = run.spans[(run.spans["step"] == 1) & (run.spans["lane"] == "compute") & (run.spans["name"] != "update")]
     makespan = float(step["t1"].max() - step["t0"].min())
@@ -146,7 +146,7 @@ def test_the_bubble_is_the_formula_and_as_many_are_in_flight(schedule: Schedule,
 
 
 def in_flight(spans: Any) -> int:
-    """The most micro-batches whose forward had begun and whose backward had not ended."""
+    """Returns the largest number of micro-batches between the start of forward and the end of backward."""
     events = [(t, 1) for t in spans[spans["name"].str.startswith("forward")]["t0"]]
     events += [(t, -1) for t in spans[spans["name"].str.startswith("backward")]["t1"]]
     return int(np.cumsum([change for _, change in sorted(events)]).max())
@@ -178,7 +178,7 @@ def test_a_pipeline_needs_as_many_parts_as_stages() -> None:
         piped(LAYERS + 1, 4, 1, GPipe())
 
 
-def test_stages_are_refused_where_they_cannot_be() -> None:
+def test_impossible_stages_raise_knob_error() -> None:
     wanted = experiment(2, 1, partition=Pipeline(), pace=PACE)
     with pytest.raises(KnobError, match="make the model a Sequential"):
         simulate(wanted)
@@ -187,7 +187,7 @@ def test_stages_are_refused_where_they_cannot_be() -> None:
         simulate(experiment(2, 1, partition=Pipeline(), pace=PACE, task=narrow))
 
 
-def test_a_run_becomes_a_pipeline_midway_or_says_why_not() -> None:
+def test_a_run_becomes_a_pipeline_midway_or_raises_knob_error() -> None:
     cut = Change(1, "partition", "Pipeline")
     assert [c.path for c in simulated(DDP(), 4, 3, changes=(cut,)).changes] == ["partition"]
     with pytest.raises(KnobError, match="4 cannot be dealt out"):

@@ -1,4 +1,4 @@
-"""docs/shapes.md shows the very code that the tests run."""
+"""Checks that docs/shapes.md shows exactly the code that the tests run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = [
     cls
     for _, cls in inspect.getmembers(more_shapes, inspect.isclass)
     if cls.__module__ == more_shapes.__name__ and issubclass(cls, Family)
-] + [DABMD, ByteScheduler, Hogwild, OneFOneB, ShadowSync, Wavelet, ZeRO3]  # written there first
+] + [DABMD, ByteScheduler, Hogwild, OneFOneB, ShadowSync, Wavelet, ZeRO3]  # these come first on the page
 
 
 @pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)
@@ -29,7 +29,7 @@ def test_the_page_shows_the_shape_as_it_is(shape: type) -> None:
     assert source in PAGE
 
 
-def test_all_eight_are_there() -> None:
+def test_the_page_shows_all_eight_shapes() -> None:
     assert {c.__name__ for c in SHOWN} == {
         "ByteScheduler", "Wavelet", "ZeRO3", "OneFOneB", "ShadowSync", "DABMD", "Hogwild", "TwoHop",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The shapes whose arithmetic is that of data parallelism, with real tensors: their numbers are DDP's."""
+"""Checks with real tensors that the shapes with data parallelism's arithmetic give DDP's numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW = Fabric(link=Link(bandwidth=5.0))  # a bucket of 10 kB takes 16 ms
 
 
 def numbers(run: Any, name: str) -> list[float]:
-    """A sample on rank 0, in order of time."""
+    """Returns a sample's values on rank 0, in order of time."""
     samples = run.samples
     return samples[(samples["name"] == name) & (samples["rank"] == 0)].sort_values("t")["value"].to_list()
 
@@ -36,21 +36,21 @@ def test_byte_scheduler_trains_as_ddp_does() -> None:
 
 
 @pytest.mark.parametrize("path", ["bucket_mb", "compressor", "lr"])
-def test_a_change_finds_nothing_under_way(path: str) -> None:
+def test_no_exchange_is_in_flight_at_a_change(path: str) -> None:
     change = Change(4, path, {"bucket_mb": 1.0, "compressor": "Cast", "lr": 0.01}[path])
     scheduled, plain = (numbers(trained(s, change), "loss") for s in (ByteScheduler(), DDP()))
     assert scheduled == pytest.approx(plain, rel=1e-6)
     assert scheduled != pytest.approx(numbers(trained(ByteScheduler()), "loss"), rel=1e-9) or path == "bucket_mb"
 
 
-def test_what_it_leaves_is_what_ddp_would_have() -> None:
+def test_switching_from_byte_scheduler_to_ddp_gives_ddps_losses() -> None:
     scheduled, plain = (trained(s, Change(7, "strategy", "DDP")) for s in (ByteScheduler(), DDP(accumulate=1)))
     assert numbers(scheduled, "loss") == pytest.approx(numbers(plain, "loss"), rel=1e-6)
     assert len(scheduled.details("change")) == 1
 
 
 class LateByOne(DDP):
-    """DDP that waits for a step's exchange when the next step begins: what crosses a step's end, on the engine."""
+    """A DDP that waits for a step's exchange when the next step begins, so that it crosses a step's end."""
 
     in_flight: ClassVar[bool] = True
     ended: ClassVar[list[int]] = []
@@ -77,7 +77,7 @@ class LateByOne(DDP):
             state.clear()
 
 
-def test_the_engine_settles_what_crosses_before_anything_changes() -> None:
+def test_the_engine_completes_exchanges_in_flight_before_a_change() -> None:
     LateByOne.ended.clear()
     changes = (Change(3, "bucket_mb", 1.0), Change(5, "lr", 0.1), Change(8, "strategy", "DDP"))
     late, plain = (run(experiment(2, 9, strategy=s), *changes) for s in (LateByOne(), DDP()))
@@ -87,7 +87,7 @@ def test_the_engine_settles_what_crosses_before_anything_changes() -> None:
 
 
 class WaitsAtOnce(DDP):
-    """DDP that hides nothing: it waits for each bucket inside backward."""
+    """A DDP without overlap: it waits for each bucket inside backward."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -96,7 +96,7 @@ class WaitsAtOnce(DDP):
         await rank.update()
 
 
-def test_who_waits_inside_backward_puts_the_rest_of_it_off_on_both_hosts() -> None:
+def test_waiting_inside_backward_delays_the_rest_of_it_on_both_hosts() -> None:
     layers = {"task": toy(model=deep, data=data, evaluate=None), "bucket_mb": LAYER / 1e6}
     wanted = experiment(2, 4, strategy=WaitsAtOnce(), pace=30.0, fabric=exchange(10.0), **layers)
     simulated = simulate(wanted).spans.query("lane == 'step' and rank == 0")

@@ -1,4 +1,4 @@
-"""The simulator by itself: what time it says passes, what it records, what it refuses."""
+"""Tests the simulator alone: the time that passes, its records and its refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("real", [False, True], ids=["sizes", "tensors"])
 def test_rank_0_waits_for_nobody_when_ranks_agree_on_the_order_of_gradients(real: bool) -> None:
-    """Rank 0 adds up and answers, so it is ready first; the last rank has its answer three messages later."""
+    """Rank 0 sums and answers, so it is ready first. The last rank has its answer three messages later."""
     e = experiment(4, 6, pace=10.0, bucket_mb=1.0, fabric=Fabric(algorithm=ParameterServer(), link=Link(latency=50)))
     steps = simulate(e, real=real).spans.query("lane == 'step'")
     ends, begins = (steps.pivot(index="rank", columns="step", values=at) for at in ("t1", "t0"))
@@ -44,7 +44,7 @@ def test_rank_0_waits_for_nobody_when_ranks_agree_on_the_order_of_gradients(real
 
 @pytest.mark.parametrize(("mbit", "bound"), [(10_000.0, "compute"), (20.0, "wire")])
 def test_ddp_takes_the_time_of_its_bound(mbit: float, bound: str) -> None:
-    """Equal buckets: the last one is exposed where compute is the bound, all but the first wait where the wire is."""
+    """With equal buckets, the last one is exposed if compute is the bound; if the link is, all but the first wait."""
     p, layers, width, pace = 4, 8, 100, 20.0
     run = simulate(paced(p, 4, pace, mbit, task=stack(layers, width)))
     sizes = run.details("buckets")[-1][2]["nbytes"]
@@ -69,7 +69,7 @@ def test_gradients_are_ready_in_proportion_to_parameters() -> None:
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_two_simulations_are_the_same_to_the_bit(real: bool) -> None:
+def test_two_simulations_are_bit_identical(real: bool) -> None:
     e = paced(4, 10, faults=(Noisy(spread=0.5),), jitter=0.3, eval_every=4)
     runs = [simulate(e, changes=CHANGES, real=real) for _ in range(2)]
     assert same(*runs)
@@ -105,14 +105,14 @@ def test_a_change_that_cannot_be_simulated_is_refused_in_the_record_and_the_run_
     (Change(1, "seed", 2), "seed=2: cannot change while a run is live; give it to the experiment"),
     (Change(1, "every", 2), "no such knob here"),
 ])  # fmt: skip
-def test_a_change_that_no_run_could_make_is_refused_before_the_start_as_by_a_lab(change: Change, words: str) -> None:
+def test_an_invalid_planned_change_is_refused_before_the_start_as_by_a_lab(change: Change, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         simulate(paced(2, 4), changes=[change])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingDDP(DDP):
-    """Ends the process in its second step."""
+    """A DDP that ends the process in its second step."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         if rank.step == 1:
@@ -122,20 +122,20 @@ class LeavingDDP(DDP):
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingCast(Cast):
-    """Ends the process when it is to compress."""
+    """A Cast that ends the process when it compresses."""
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Any:
         raise SystemExit("enough")
 
 
 def leaving(*_: Any) -> Any:
-    """Ends the process instead of giving an optimizer."""
+    """Ends the process instead of returning an optimizer."""
     raise SystemExit("enough")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingTask(ByteGPT):
-    """Ends the process instead of being built."""
+    """A task that ends the process instead of being built."""
 
     def build(self) -> Any:
         raise SystemExit("enough")
@@ -160,14 +160,14 @@ def test_a_slow_rank_stretches_every_step_of_ddp() -> None:
     np.testing.assert_allclose(compute.t1 - compute.t0, 9e-3)
 
 
-def test_a_slow_port_makes_its_collectives_longer_and_the_record_says_whose_port_it_is() -> None:
+def test_a_slow_port_makes_its_collectives_longer_and_is_recorded_with_its_rank() -> None:
     run = simulate(paced(3, 3, faults=(Slow(rank=1, factor=4.0, phase="link"),)))
     port = [rows(run, "port", r) for r in range(3)]
     busy = [float((p.t1 - p.t0)[0]) for p in port]
     assert busy[1] == pytest.approx(4 * busy[0]) and busy[0] == busy[2]
 
 
-def test_a_frozen_rank_holds_the_others_up_once() -> None:
+def test_a_frozen_rank_delays_the_other_ranks_once() -> None:
     run = simulate(paced(3, 5), changes=[Change(2, "faults", (Freeze(rank=1, seconds=1.5),))])
     assert seconds(run, 0).argmax() == 2
     assert seconds(run, 0)[2] == pytest.approx(seconds(run, 0)[3] + 1.5)
@@ -211,23 +211,23 @@ def test_the_callers_random_numbers_threads_and_collector_stay() -> None:
     assert gc.get_threshold() == often and torch.is_grad_enabled()
 
 
-def test_refused_what_the_wall_clock_alone_can_tell() -> None:
+def test_torch_ddp_is_refused_because_it_needs_the_wall_clock() -> None:
     with pytest.raises(KnobError, match=r"TorchDDP: its exchange is torch's own.*simulate DDP"):
         simulate(paced(strategy=TorchDDP()))
 
 
-def test_refused_without_knowing_what_compute_costs() -> None:
+def test_a_simulation_without_pace_or_costs_is_refused() -> None:
     with pytest.raises(KnobError, match=r"pace=0: nothing says how long.*Costs.measured"):
         simulate(experiment(2, 4))
     assert simulate(experiment(2, 4), costs=Costs(forward=0.01)).state == "done"
 
 
-def test_refused_without_an_end() -> None:
+def test_a_simulation_without_an_end_is_refused() -> None:
     with pytest.raises(KnobError, match="steps=0"):
         simulate(paced(2, 0))
 
 
-def test_refused_where_real_tensors_would_not_fit_with_the_number_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_ranks_for_real_tensors_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     room = type("room", (), {"available": 50_000_000})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
     e = Experiment(task=ByteGPT(), ranks=64, steps=1, pace=1)
@@ -238,7 +238,7 @@ def test_refused_where_real_tensors_would_not_fit_with_the_number_that_would(mon
     assert simulate(Experiment(task=ByteGPT(), ranks=fit, steps=1, pace=1, eval_every=0), real=True).state == "done"
 
 
-def test_costs_measured_of_a_simulated_run_are_its_costs() -> None:
+def test_costs_measured_from_a_simulated_run_equal_its_costs() -> None:
     given = Costs(
         forward=(0.010, 0.012, 0.011), backward=0.02, update=0.002, wire=AlphaBeta(1e-4, 1e-8),
         between=0.001, evaluate=0.05,
@@ -255,7 +255,7 @@ def test_costs_measured_of_a_simulated_run_are_its_costs() -> None:
         assert found.codec == ({k: pytest.approx(v) for k, v in given.codec.items()} if compressor else {})
 
 
-def test_costs_measured_on_a_link_say_how_late_collectives_end_and_how_far_a_phase_spreads() -> None:
+def test_costs_measured_on_a_link_include_late_collectives_and_the_spread_of_a_phase() -> None:
     given = Costs(forward=Duration(0.01, 0.1), backward=0.02, update=0.002, late=3e-4)
     e = experiment(2, 200, fabric=Fabric(link=Link(bandwidth=500.0, latency=0.1)))
     found = Costs.measured(simulate(e, costs=given))
@@ -263,13 +263,13 @@ def test_costs_measured_on_a_link_say_how_late_collectives_end_and_how_far_a_pha
     assert found.forward[1].spread == pytest.approx(0.1, rel=0.25)
 
 
-def test_costs_measured_leave_out_what_faults_stretched() -> None:
+def test_measured_costs_exclude_the_effect_of_faults() -> None:
     e = paced(3, 20, faults=(Slow(rank=1, factor=2.0), Noisy(spread=0.4)))
     found = Costs.measured(simulate(e))
     assert [d.seconds for d in found.backward] == pytest.approx([6e-3] * 3)
 
 
-def test_costs_that_cannot_be_are_refused() -> None:
+def test_negative_costs_raise_value_error() -> None:
     with pytest.raises(ValueError, match="forward=-1"):
         Costs(forward=-1.0)
 

@@ -1,4 +1,4 @@
-"""Every strategy on the virtual clock, alone and into every other: cheap enough to try all ordered pairs."""
+"""Runs every strategy on the virtual clock, alone and in every ordered pair with another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
-    """The ranks of every simulation of a test."""
+    """Returns a list that collects the ranks of every simulation of a test."""
     made: list[Session] = []
     init = Session.__init__
 
@@ -58,7 +58,7 @@ def test_each_strategy_runs_with_sizes_and_with_tensors_in_the_same_time(name: s
 def test_all_ordered_pairs_leave_equal_parameters_and_no_held_out_loss_behind(
     before: str, after: str, sessions: list[Session]
 ) -> None:
-    """With no learning to speak of around it, a switch leaves the canonical state's held-out loss as it was."""
+    """With hardly any learning, a switch keeps the held-out loss of the canonical state."""
     e = paced(4, 14, strategy=ALL[before](), faults=(Noisy(spread=0.5),), eval_every=1)
     still = [Change(0 if before in ADOPTS | ROUNDS else 5, "lr", 1e-9), Change(8, "strategy", after)]
     run = simulate(e, changes=still, real=True)
@@ -71,7 +71,7 @@ def test_all_ordered_pairs_leave_equal_parameters_and_no_held_out_loss_behind(
     assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[after].periodic
 
 
-def test_a_change_of_strategy_says_the_bytes_of_its_hand_over_and_the_time_that_they_take_on_the_link() -> None:
+def test_a_change_of_strategy_records_the_bytes_and_the_link_time_of_its_hand_over() -> None:
     e = paced(4, 14, strategy=LocalSGD(every=5), eval_every=0)
     run = simulate(e, changes=[Change(7, "strategy", "DDP"), Change(9, "bucket_mb", 2.0)])
     (step, _, handed), (_, _, set_) = run.details("change")
@@ -90,8 +90,8 @@ def _held_out(run: object) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize("strategy", [AsyncModelAverage(every_ms=500.0, warmup=0), AsyncServer()], ids=str)
-def test_ranks_that_come_together_late_make_all_changes_that_they_have_passed(strategy: Strategy) -> None:
-    """Rank 0 calls in its step 5, when the others have made their last already."""
+def test_ranks_that_meet_late_apply_all_changes_that_they_have_passed(strategy: Strategy) -> None:
+    """Rank 0 calls the meeting in its step 5, when the other ranks have already made their last step."""
     slow = Fabric(faults=(Slow(rank=0, factor=20.0),))
     e = Experiment(task=Digits(), strategy=strategy, ranks=3, steps=25, pace=2.0, eval_every=0, fabric=slow)
     changes = [Change(5, "strategy", DDP()), Change(21, "bucket_mb", 0.05), Change(24, "strategy", LocalSGD())]
@@ -99,8 +99,8 @@ def test_ranks_that_come_together_late_make_all_changes_that_they_have_passed(st
     assert made == ["strategy", "bucket_mb", "strategy"]
 
 
-def test_data_whose_batches_are_as_they_are_keeps_the_same_in_stages_with_and_without_values() -> None:
-    """A micro-batch is a part of the batch that there is, not a smaller one that data is asked for."""
+def test_data_of_fixed_batch_size_keeps_equal_activations_with_and_without_values() -> None:
+    """A micro-batch is a part of the given batch; the data is not asked for a smaller one."""
 
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
@@ -113,5 +113,5 @@ def test_data_whose_batches_are_as_they_are_keeps_the_same_in_stages_with_and_wi
         e = Experiment(task=task, ranks=2, steps=6, pace=2.0, eval_every=0, partition=first)
         real, sizes = (simulate(e, changes=changes, real=real).timeline for real in (True, False))
         found = [[(m.most, m.peak) for m in memory(tl, 4)] for tl in (real, sizes)]
-        kept = 2 * 2 * 4 * 32 * 4  # of two layers what went in and what came out: 4 rows of 32 numbers each
+        kept = 2 * 2 * 4 * 32 * 4  # inputs and outputs of two layers: 4 rows of 32 numbers each
         assert found[0] == found[1] and found[0][0][0]["activations"] == kept

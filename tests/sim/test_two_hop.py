@@ -1,4 +1,4 @@
-"""The two-hop quantised reduce of more_shapes.py, on the engine: ranks as threads."""
+"""Tests the two-hop quantised reduce of more_shapes.py on the engine, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.rank import Bucket, Memory, Rank
 
 pytestmark = pytest.mark.ranks
 
-STEP = 1 / 254  # half a code, as a share of a row's largest magnitude
+STEP = 1 / 254  # half a code, relative to a row's largest magnitude
 
 
 def test_two_hops_stay_within_half_a_code_per_quantisation() -> None:
@@ -37,7 +37,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_it_trains_like_dense_on_the_engine_with_a_quarter_of_the_bytes(ranks: int) -> None:
+def test_two_hop_trains_like_dense_with_a_quarter_of_the_bytes(ranks: int) -> None:
     coarse = run(experiment(ranks, 10, compressor=TwoHop()))
     dense = run(experiment(ranks, 10))
     torch.testing.assert_close(weights(coarse[0]), weights(dense[0]), rtol=0.05, atol=0.01)
@@ -52,7 +52,7 @@ def bucket_of(x: torch.Tensor) -> Bucket:
 
 
 def in_turns(buckets: list[Bucket]) -> list[torch.Tensor]:
-    """Every rank's `reduce`, one collective after the other, by the collectives' definitions."""
+    """Runs every rank's `reduce`, one collective after the other, by the definitions of the collectives."""
     size = len(buckets)
     children = [TwoHop().reduce(Rank(i, size), b, Memory()) for i, b in enumerate(buckets)]
     answers: list[Any] = [None] * size

@@ -1,4 +1,4 @@
-"""Every verb on the virtual clock, and what is said when ranks wait for each other or ask for different things."""
+"""Tests every verb on the virtual clock, and the errors of deadlocks and mismatched operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM = 10_000  # elements of a message: 40 kB, 3.2 ms at 100 Mbit/s
 
 @dataclass(frozen=True, kw_only=True)
 class _Plain(Strategy):
-    """Local training; what a test is about comes before or after it."""
+    """Local training. Tests add operations before or after it."""
 
     async def train(self, rank: Rank) -> None:
         await rank.forward()
@@ -40,7 +40,7 @@ def _blank(n: int = ROOM) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RingPasser(_Plain):
-    """Each rank hands a message to the next one."""
+    """Each rank sends a message to the next one."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
@@ -58,7 +58,7 @@ def test_sends_that_cross_do_not_block_and_take_the_ports_time() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorOfAny(_Plain):
-    """Rank 0 takes a message of every other rank, in the order in which they come."""
+    """Rank 0 receives a message from every other rank, in the order of arrival."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
@@ -79,7 +79,7 @@ def test_messages_come_in_order_of_time_and_queue_at_the_receivers_port() -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(_Plain):
-    """Averages in the background as often as it can while training goes on."""
+    """Averages in the background as often as possible while training goes on."""
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
@@ -106,7 +106,7 @@ def test_a_background_runs_beside_the_steps_and_ends_with_them_on_all_ranks(chan
 
 @dataclass(frozen=True, kw_only=True)
 class LastServes(_Plain):
-    """The last rank trains nothing: it answers until nothing more can come."""
+    """The last rank does not train. It answers until no more messages can come."""
 
     lockstep: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
@@ -132,7 +132,7 @@ def test_a_server_answers_until_all_trainers_are_done(changes: tuple[Change, ...
     assert seconds(run, 1)[0] == pytest.approx(10e-3, rel=0.01) and seconds(run, 2)[0] == pytest.approx(30e-3, rel=0.01)
     served = rows(run, "step", 3)
     assert len(served) == (3 if changes else 0) and len(rows(run, "step", 0)) == 6
-    if changes:  # rank 0 called at its step 3; those behind go on with the step of the first
+    if changes:  # rank 0 called the meeting at its step 3; later ranks go on with the first rank's step
         assert set(served.name) == {"DDP"} and served.step.tolist() == [3, 4, 5]
         assert rows(run, "step", 2, "DDP").step.tolist() == [3, 4, 5]
         assert len(rows(run, "step", 2, "LastServes")) < 3
@@ -140,7 +140,7 @@ def test_a_server_answers_until_all_trainers_are_done(changes: tuple[Change, ...
 
 @dataclass(frozen=True, kw_only=True)
 class ForeverListening(_Plain):
-    """Its background waits for messages that nobody sends."""
+    """A strategy whose background waits for messages that no rank sends."""
 
     lockstep: ClassVar[bool] = False
 
@@ -152,14 +152,14 @@ class ForeverListening(_Plain):
         await rank.sample("told", 1.0)
 
 
-def test_who_listens_is_told_when_nothing_more_can_come() -> None:
+def test_a_receiver_learns_that_no_more_messages_can_come() -> None:
     run = simulate(paced(2, 2, strategy=ForeverListening()))
     assert len(samples(run, "told")) == 2 and run.state == "done"
 
 
 @dataclass(frozen=True, kw_only=True)
 class UrgentLast(_Plain):
-    """Starts three exchanges, the last one urgent; rank 1 comes late to each."""
+    """Starts three exchanges, the last one urgent. Rank 1 is late for each."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -176,7 +176,7 @@ async def _exchange(rank: Rank, name: str) -> None:
     await rank.all_reduce(_blank(), "sum", name)
 
 
-def test_a_priority_overtakes_what_has_not_begun_in_the_same_order_on_all_ranks() -> None:
+def test_an_urgent_exchange_overtakes_waiting_ones_in_the_same_order_on_all_ranks() -> None:
     run = simulate(paced(3, 3, strategy=UrgentLast(), faults=(Slow(rank=1, factor=1.5),)))
     for rank in range(3):
         names = [n.removeprefix("all_reduce ") for n in rows(run, "comm", rank).name]
@@ -185,7 +185,7 @@ def test_a_priority_overtakes_what_has_not_begun_in_the_same_order_on_all_ranks(
 
 @dataclass(frozen=True, kw_only=True)
 class BucketByBucket(_Plain):
-    """Forward and update, one bucket after the other."""
+    """Runs forward and update bucket by bucket."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         forward, seen = rank.forward(), []
@@ -197,7 +197,7 @@ class BucketByBucket(_Plain):
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_forward_and_update_bucket_by_bucket_take_what_they_take_whole(real: bool) -> None:
+def test_forward_and_update_bucket_by_bucket_take_as_long_as_whole(real: bool) -> None:
     run = simulate(paced(2, 3, strategy=BucketByBucket(), task=stack()), real=real)
     assert samples(run, "order").all()
     np.testing.assert_allclose(seconds(run), 10e-3, rtol=0.06)
@@ -205,7 +205,7 @@ def test_forward_and_update_bucket_by_bucket_take_what_they_take_whole(real: boo
 
 @dataclass(frozen=True, kw_only=True)
 class ThreeHands(_Plain):
-    """Three workers on each rank, each with an exchange of its own."""
+    """Three workers on each rank, each with its own exchange."""
 
     workers: ClassVar[int] = 3
 
@@ -223,7 +223,7 @@ def test_workers_of_a_rank_run_side_by_side_and_share_its_port() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OneSkips(_Plain):
-    """The last rank does not come to the second exchange of step 2."""
+    """The last rank skips the second exchange of step 2."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
@@ -232,21 +232,21 @@ class OneSkips(_Plain):
             await rank.all_reduce(_blank(), "sum", "most")
 
 
-def test_a_deadlock_says_who_waits_for_whom_where() -> None:
+def test_a_deadlock_names_the_waiting_ranks_the_operation_and_the_missing_rank() -> None:
     with pytest.raises(Deadlock) as said:
         simulate(paced(3, 3, strategy=OneSkips()))
     assert "ranks 0, 1 wait in all_reduce most (step 2, lane 'comm') for rank 2" in str(said.value)
     assert "rank 2: finished all 3 steps" in str(said.value)
 
 
-def test_what_does_not_match_is_named_with_both_ranks() -> None:
+def test_a_mismatch_of_operations_names_both_ranks() -> None:
     with pytest.raises(Mismatch, match=r"all_reduce most of 40000 bytes in step 2.*but rank \d for all_reduce all"):
         simulate(paced(3, 4, strategy=OneSkips(), eval_every=0).set("strategy", OtherSizes()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherSizes(OneSkips):
-    """As OneSkips, but what it skips is not the same size as what follows."""
+    """Like OneSkips, but the skipped exchange has another size than the next one."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
@@ -257,20 +257,20 @@ class OtherSizes(OneSkips):
 
 @dataclass(frozen=True, kw_only=True)
 class EachWaitsForTheNext(_Plain):
-    """Everybody listens and nobody speaks."""
+    """Every rank receives and no rank sends."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.recv(_blank(), (rank.index + 1) % rank.size, "word")
 
 
-def test_a_circle_of_listeners_is_a_deadlock() -> None:
+def test_ranks_that_all_receive_are_a_deadlock() -> None:
     with pytest.raises(Deadlock, match=r"rank 1 waits in recv 'word' \(step 0\) for a message from rank 0"):
         simulate(paced(2, 1, strategy=EachWaitsForTheNext()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitsOnItsOwnLane(_Plain):
-    """A child that waits for a child behind it."""
+    """A child that waits for a later child on the same lane."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         async def outer() -> None:
@@ -287,7 +287,7 @@ def test_a_child_that_waits_on_its_own_lane_is_refused() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AsksAgainInStep(_Plain):
-    """Uses a verb where it does not belong."""
+    """Uses a verb outside its place."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.again()
@@ -300,14 +300,14 @@ def test_again_belongs_in_a_background() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadsValues(_Plain):
-    """Looks at numbers that sizes alone do not have."""
+    """Reads values, which a simulation with sizes only lacks."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         for bucket in await rank.params():
             await rank.sample("norm", float(bucket.data.norm()))
 
 
-def test_values_are_there_with_real_tensors_and_missed_in_words_without() -> None:
+def test_reading_values_works_with_real_tensors_and_raises_strategy_error_without() -> None:
     assert (samples(simulate(paced(2, 1, strategy=ReadsValues()), real=True), "norm") > 0).all()
     with pytest.raises(StrategyError, match="real=True"):
         simulate(paced(2, 1, strategy=ReadsValues()))
@@ -324,7 +324,7 @@ class TripsOver(_Plain):
             raise ZeroDivisionError("oh")
 
 
-def test_an_error_says_on_which_rank_and_when() -> None:
+def test_an_error_is_annotated_with_its_rank_step_and_time() -> None:
     with pytest.raises(ZeroDivisionError) as said:
         simulate(paced(3, 4, strategy=TripsOver()))
     assert said.value.__notes__ == [n for n in said.value.__notes__ if "virtual rank 1 in step 2, step, at 0.0" in n]
@@ -332,7 +332,7 @@ def test_an_error_says_on_which_rank_and_when() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PingPonger(_Plain):
-    """Two ranks hand an empty message to each other for ever, which takes no time on a wire that is not shaped."""
+    """Two ranks exchange an empty message for ever, which takes no time on an unshaped link."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
@@ -343,7 +343,7 @@ class PingPonger(_Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class LooksAtTheClock(_Plain):
-    """Waits for a deadline by looking at a clock that does not move while it looks."""
+    """Polls a clock for a deadline, but the clock stands still while it polls."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
@@ -353,7 +353,7 @@ class LooksAtTheClock(_Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class HearsNothing(_Plain):
-    """A server that listens on when it has been told that nothing more will come."""
+    """A server that keeps receiving after the end of messages."""
 
     lockstep: ClassVar[bool] = False
 
@@ -373,7 +373,7 @@ class HearsNothing(_Plain):
     (LooksAtTheClock(), "0.010000 s", ["rank 2 in step 0 (step): clock", "let it wait for something"]),
     (HearsNothing(), "0.030000 s", ["rank 2 in step 0 (background): recv 'order'"]),
 ], ids=["messages", "answers", "no more messages"])  # fmt: skip
-def test_a_strategy_that_goes_on_while_no_time_passes_is_ended_and_named(
+def test_a_strategy_that_never_advances_time_raises_deadlock_with_its_ranks(
     strategy: Strategy, at: str, who: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in ((world, "AT_ONCE"), (fiber, "MANY")):

@@ -1,4 +1,4 @@
-"""What the simulator's tests share: small simulated runs and what is read off them."""
+"""Shared helpers of the simulator's tests: small simulated runs and readers of their records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.tasks import Task
 
 
 class Stack(nn.Module):
-    """Equal layers without bias: equal buckets, full at equal intervals."""
+    """Equal layers without bias: equal buckets that fill at equal intervals."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -37,28 +37,28 @@ def stack(layers: int = 8, width: int = 100) -> Task:
 
 
 def paced(ranks: int = 3, steps: int = 6, pace: float = 10.0, mbit: float = 100.0, **rest: Any) -> Experiment:
-    """A toy experiment that can be simulated: on a Link, at a pace."""
+    """Returns a toy experiment that can be simulated: with a Link and a pace."""
     faults = rest.pop("faults", ())
     link = Link(bandwidth=mbit, latency=rest.pop("latency", 0.0), jitter=rest.pop("jitter", 0.0))
     return experiment(ranks, steps, pace=pace, fabric=Fabric(link=link, faults=faults), **rest)
 
 
 def rows(run: Run, lane: str, rank: int | None = None, name: str | None = None) -> Any:
-    """The spans of a lane, of one rank and one name if given, in order of their ends."""
+    """Returns the spans of a lane, optionally of one rank and one name, in order of their ends."""
     found = run.timeline.spans.rows()
     found = found[found.equal("lane", lane) & (True if rank is None else found.rank == rank)]
     return found if name is None else found[found.equal("name", name)]
 
 
 def comm(run: Run, rank: int) -> list[tuple[int, str, int]]:
-    """(step, name, nbytes) of a rank's collectives and messages, in the order in which they began."""
+    """Returns (step, name, nbytes) of a rank's collectives and messages, in order of their starts."""
     found = rows(run, "comm", rank)
     found = found[np.argsort(found.t0, kind="stable")]
     return list(zip(found.step.tolist(), found.name.tolist(), found.nbytes.tolist(), strict=True))
 
 
 def begun(record: Any) -> list[tuple[int, str, int]]:
-    """The same of what the engine recorded."""
+    """Returns the same tuples from the engine's record."""
     return [(r[0], r[2], r[6]) for r in sorted(record, key=lambda r: r[4]) if r[1] == "comm"]
 
 
@@ -68,13 +68,13 @@ def samples(run: Run, name: str, rank: int | None = None) -> np.ndarray:
 
 
 def seconds(run: Run, rank: int = 0) -> np.ndarray:
-    """How long each step lasted on a rank: (steps,)."""
+    """Returns the duration of each step on a rank: (steps,)."""
     found = rows(run, "step", rank)
     return found.t1 - found.t0
 
 
 def same(a: Run, b: Run) -> bool:
-    """Do two runs hold the same rows to the bit?"""
+    """Whether two runs have bit-identical rows."""
     for kind in ("spans", "samples", "marks"):
         x, y = (run.timeline.table(kind).rows().columns for run in (a, b))
         if not all(np.array_equal(x[k], y[k], equal_nan=x[k].dtype.kind == "f") for k in x):
