@@ -59,6 +59,7 @@ def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
 @contextmanager
 def served(tmp_path: Path, app: str = "jupyterlab") -> Iterator[Jupyter]:
     """Yields a JupyterLab that several tests may share. app: the module, "jupyterlab" or "notebook".
+
     Kernels communicate through files, whose paths must be short. They do not use ports: Jupyter chooses ports long
     before
     it binds them, and a kernel dies if another process takes one in between (seen once in 36 tests).

@@ -1,4 +1,5 @@
 """Tests the main job in a browser: start, change controls by mouse and keys, stop, reload.
+
 Real ranks train. The test compares the facts of the drawn page with the run directory that the ranks wrote.
 """
 
@@ -83,6 +84,7 @@ def recorded(sheet: Sheet) -> Run:
 
 def compare_with_record(sheet: Sheet, run: Run, *, fresh: bool) -> None:
     """Compares marks, loss points and spans on the page with the record.
+
     The page counts the spans that it drew. On a fresh page these are the spans of the shown steps and between them.
     """
     samples = run.samples

@@ -1,4 +1,5 @@
 """Checks on a busy machine that every task of the first notebook has the effect that its text claims.
+
 The test acts on the page like a person, and reads the effect from the page and from the record. Afterwards the same lab
 and dashboard continue with a prediction and a riddle. The dashboard must not reveal their answers.
 """

@@ -69,6 +69,7 @@ def test_an_attaching_kernel_replaces_ranks_lost_while_no_kernel_was_attached(
     tmp_path_factory: pytest.TempPathFactory, disk: float
 ) -> None:
     """One lost rank gets an idle engine. For another one, the attaching kernel starts an engine.
+
     With a late disk, no report of rank 0 is left, not even that the run trains.
     """
     with apart(tmp_path_factory):

@@ -1,4 +1,5 @@
 """A light stand-in for the engine's session: the same contract, a thread that pushes rows, no torch.
+
 The experiment's seed chooses what it does. The tests here check the path of rows through messages, gaps and the spool,
 without processes.
 """

@@ -1,4 +1,5 @@
 """Tests a lab on real engines with a light session: running, live changes, failures and records.
+
 One cluster serves all tests of this file, because a start takes seconds.
 """
 

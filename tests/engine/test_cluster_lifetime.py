@@ -1,4 +1,5 @@
 """Tests lifetimes: kernels that die, labs detached and found again, clusters started by other programs.
+
 Each test plays the kernel with its own process, so that the test can kill it.
 """
 

@@ -1,4 +1,5 @@
 """Tests disks that fill up, vanish, refuse writes or hang under two real ranks.
+
 Training goes on, and the lab reports every lost row. The faults are real if this user may cause them: a small tmpfs,
 immutable files, a frozen file system. One lab serves all tests of this file, because a start takes seconds.
 """

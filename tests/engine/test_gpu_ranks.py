@@ -1,4 +1,5 @@
 """Tests ranks over NCCL and gloo: order, switches, late and lost ranks, and every family.
+
 Each rank is a process. On a machine with one GPU the ranks share it (see tests/gpu_ranks.py).
 """
 

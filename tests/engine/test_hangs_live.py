@@ -1,4 +1,5 @@
 """Tests ranks that hang on real engines: found, distinguished from slow ones, inspected and evicted.
+
 The hang is a stopped process, an endless loop, or C code that never releases Python's interpreter.
 """
 

@@ -1,4 +1,5 @@
 """Interrupts a lab at chosen places that once broke it; `tests.interrupts` draws random places.
+
 The ranks are light stand-ins, because the kernel's side is under test.
 """
 

@@ -1,4 +1,5 @@
 """Restarts JupyterLab: no process of a lab remains, or a detached lab is found with its run.
+
 Kernels are children of JupyterLab's server and end with it, even if the server is killed. The ranks are light
 stand-ins.
 """

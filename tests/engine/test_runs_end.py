@@ -1,4 +1,5 @@
 """Checks that runs end: forty short ones of every kind, then known causes of hangs and false failures.
+
 One lab of real ranks serves all tests. The tests that cost it an engine or its controller come last.
 """
 

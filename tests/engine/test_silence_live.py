@@ -1,4 +1,5 @@
 """Tests ranks that stand still on real engines: reports name the rank, its phase and the outcome.
+
 One lab serves all tests of this file, because a start takes seconds. The kills come last: they cost engines.
 """
 
@@ -61,6 +62,7 @@ class Source:
 
 def task(stuck: Path, dreams: Path, dies: int = -1) -> Task:
     """A task: rank 1's iterator hangs while `stuck` exists, rank 2's loss sleeps while `dreams` exists.
+
     Rank 3 dies in step `dies`.
     """
     steps = iter(range(10**9))

@@ -44,6 +44,7 @@ def judged(lab: Lab, run: Run, fault: Slow) -> str:
 
 def wrong(run: Run, first: int, fault: Slow | None) -> str:
     """Returns the error in the verdict on the steps from `first` on, or "".
+
     If the machine kept the pace, the verdict must be the injected fault. If not, the verdict may be silent or name the
     rank that the machine slowed down most.
     """

@@ -37,6 +37,7 @@ def switched(first: Strategy, *more: Change) -> Run:
 
 def without(run: Run, place: int, after: float = 0.0) -> Any:
     """Returns the check's findings without one of rank 1's exchanges in step 20.
+
     `place` counts the exchanges from time `after` on.
     """
     spans = run.spans[(run.spans.lane != "comm") | (run.spans.t0 >= after) | (run.spans.step != 20)]

@@ -1,4 +1,5 @@
 """Facts about single strategies, in addition to their claims, for the laws.
+
 A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply. A strategy without a line
 must still pass every law.
 """

@@ -1,4 +1,5 @@
 """Facts about single compressors, in addition to their claims, for the laws.
+
 A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply. A compressor without a
 line
 must still pass every law.
@@ -74,6 +75,7 @@ def sides(part: Part, worth: Callable[[int, int], bool]) -> tuple[int, int, bool
 
 def factors(bucket: Bucket, p: int, r: int) -> int:
     """Returns the bytes of two factors with r columns per matrix; parameters that factors would not halve go whole.
+
     The whole parameters travel with the first factors.
     """
     first = second = 0

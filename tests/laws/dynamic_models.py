@@ -1,4 +1,5 @@
 """Small models that change during training what they train, and plain torch's final parameters.
+
 `reference` is a plain torch loop. It keeps one replica for each rank and follows DistributedDataParallel with
 `find_unused_parameters=True`: a gradient is the mean over all ranks, and a rank that did not use the parameter counts
 as zero. A parameter that no rank used keeps `grad = None`, so the optimizer does not move it.
@@ -52,6 +53,7 @@ class Model(nn.Module):
 @dataclass(frozen=True)
 class Dynamic:
     """One model of the law.
+
     made:       () -> by name, a tensor that becomes a parameter, or a Module
     rule:       (model, batch) -> the loss
     optimizer:  (params) -> Optimizer

@@ -1,4 +1,5 @@
 """Checks that `move` keeps all state bit-identical and sends the fewest bytes.
+
 A walk makes 200 moves among random placements on one to six ranks, in the simulator with real tensors and with sizes.
 Ranks join, leave and are lost. 20 of the moves also run on real ranks as threads.
 """

@@ -1,5 +1,7 @@
 """Cuts off a lab's third engine, which runs on another machine, for a while. Runs in the first namespace.
+
     python -m tests.netns.partition NAMESPACE SWITCH FOLDER SECONDS
+
 The cut lasts SECONDS after the other ranks have noticed it or gone on. The script prints the results as JSON, and
 test_partition.py reads them.
 """

@@ -41,6 +41,7 @@ def both() -> Iterator[Both]:
 @pytest.mark.parametrize("cell", cells(50, 200, 1000, steps=STEPS), ids=lambda c: f"{c.mbit} Mbit/s, {c.bucket_mb} MB")
 def test_paced_ddp_takes_as_long_on_the_link_as_on_a_network_and_sends_as_many_bytes(both: Both, cell: Cell) -> None:
     """The times agree within 10 %; headers add at most 5 %.
+
     The test repeats the measurement if other processes took the cores. Other load only makes steps longer, so the test
     compares the shortest step of each side.
     """

@@ -1,4 +1,5 @@
 """A strategy shape that uses only the verbs of a Rank: a two-hop reduce.
+
 docs/shapes.md shows it and names the test that runs it.
 """
 
@@ -17,8 +18,11 @@ from workbench.rank import Bucket, Memory, Rank
 @dataclass(frozen=True, kw_only=True)
 class TwoHop(Compressor):
     """A mean of 8-bit codes. Codes cannot be added, so each rank sums one chunk, encodes the sum and sends it to all.
+
         codes of chunk j -> rank j;  sum_j = sum of decoded chunks;  codes of sum_j -> everybody
+
     Sends (p-1)/p (n + n) bytes and 4 bytes per chunk and hop, 25 % of a dense all-reduce for any p.
+
     Reference: Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep Learning", Middleware
     2022, https://arxiv.org/abs/2111.08617
     """

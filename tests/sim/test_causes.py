@@ -28,6 +28,7 @@ def test_a_delay_of_10_percent_is_named_within_20_steps_although_all_8_ranks_var
 
 def test_a_rank_with_slow_packing_is_blamed_for_the_whole_delay() -> None:
     """Three of four buckets are packed while the rank still computes, each before the transfer of the next begins.
+
     Each of the four takes 0.1 ms longer.
     """
     slow = (2, "codec", synthetic.factor("codec", 0.1))

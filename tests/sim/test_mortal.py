@@ -61,6 +61,7 @@ def stepped(run: Run) -> dict[int, set[int]]:
 @pytest.mark.parametrize(("name", "victim"), thinned(list(product(LOCKSTEP, (0, 2))), of=4, long=4))
 def test_virtual_survivors_end_with_the_state_of_real_survivors(name: str, victim: int) -> None:
     """A rank that does not need the lost one may or may not end that step before it notices the loss.
+
     There the clock decides how far each rank is, and so which ranks can go on.
     """
     e = setting(shipped(Strategy)[name]())

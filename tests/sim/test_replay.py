@@ -29,6 +29,7 @@ SLOW = [Slow(rank=1, factor=3.0)]
 
 class Asked:
     """Records every operation that a strategy requests, in order, by rank and by coroutine.
+
     values: whether to record the whole numbers in arguments, in addition to their count
     """
 
