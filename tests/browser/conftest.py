@@ -61,8 +61,7 @@ def served(tmp_path: Path, app: str = "jupyterlab") -> Iterator[Jupyter]:
     """Yields a JupyterLab that several tests may share. app: the module, "jupyterlab" or "notebook".
 
     Kernels communicate through files, whose paths must be short. They do not use ports: Jupyter chooses ports long
-    before
-    it binds them, and a kernel dies if another process takes one in between (seen once in 36 tests).
+    before it binds them, and a kernel dies if another process takes one in between (seen once in 36 tests).
     """
     with tempfile.TemporaryDirectory(prefix="jupyter-", dir="/tmp") as runtime:
         yield from _served(tmp_path, runtime, app)

@@ -1,8 +1,7 @@
 """Attacks a lab as another user of the machine. Root starts this script, which then gives up all rights.
 
 It reads the listening ports and the lab's folders from standard input and prints "ready" once it subscribes to the
-ports.
-It tries until it reads a line, then prints its findings as JSON. Every try is bounded and stays on the loopback.
+ports. It tries until it reads a line, then prints its findings as JSON. Every try is bounded and stays on the loopback.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Facts about single compressors, in addition to their claims, for the laws.
 
 A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply. A compressor without a
-line
-must still pass every law.
+line must still pass every law.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
 RANKS = 2
 # Torch's own `fully_shard` has more rules. Ranks must compute the same units, and a copy of the model has no hooks on
 # gradients. It refuses scalars, mixed element types and sparse gradients. The lab refuses to unfreeze a parameter under
-# it
-# (tests/unit/test_usage.py).
+# it (tests/unit/test_usage.py).
 BY_TORCH = {
     "TorchFSDP": {
         "unfrozen", "layers dropped", "experts", "complex", "several element types",

@@ -1,8 +1,7 @@
 """Switches from any strategy and partition to any other and back, while ranks train.
 
 A switch fails if replicas differ afterwards or if the hash of the moved state changes. Runs here walk from pair to
-pair.
-All parameters and moments must be bit-identical before and after, and equal on all ranks with the same piece.
+pair. All parameters and moments must be bit-identical before and after, and equal on all ranks with the same piece.
 
 The simulator with real tensors tries every ordered pair of partitions, every strategy into and out of every partition,
 and 300 seeded random pairs. Real ranks try 40 pairs.

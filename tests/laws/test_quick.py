@@ -1,8 +1,7 @@
 """The laws of `make quick`, for every member: a small model on the simulator, without processes.
 
 The tests find the members in their folders and check what they claim, without any name. Laws that need real ranks or
-many
-steps are in test_strategies.py and test_compressors.py (`pytest -m ranks tests/laws -k NAME`).
+many steps are in test_strategies.py and test_compressors.py (`pytest -m ranks tests/laws -k NAME`).
 """
 
 from __future__ import annotations

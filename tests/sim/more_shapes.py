@@ -23,8 +23,8 @@ class TwoHop(Compressor):
 
     Sends (p-1)/p (n + n) bytes and 4 bytes per chunk and hop, 25 % of a dense all-reduce for any p.
 
-    Reference: Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep Learning", Middleware
-    2022, https://arxiv.org/abs/2111.08617
+    Reference: Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep Learning", Middleware 2022,
+    https://arxiv.org/abs/2111.08617
     """
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

@@ -1,8 +1,7 @@
 """Checks that both hosts receive the same operations from a strategy: same order, same bytes.
 
 If a strategy sends the most urgent exchange first, the clock decides which exchanges it can choose from. The operations
-of
-each step and their bytes are then still the same, and every rank has rank 0's order.
+of each step and their bytes are then still the same, and every rank has rank 0's order.
 """
 
 from __future__ import annotations

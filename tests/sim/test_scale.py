@@ -42,8 +42,7 @@ def test_a_thousand_ranks_a_hundred_steps_forty_buckets() -> None:
     """Every rank has its own jitter and every span is recorded, within 4 GB.
 
     Seconds depend on the machine's other load (46 to 55 on a quiet core, 72 with five other processes). So the test
-    compares
-    the cost of a rank's bucket with the cost in a small simulation just before.
+    compares the cost of a rank's bucket with the cost in a small simulation just before.
     """
     done = subprocess.run([sys.executable, "-c", LARGE], cwd=ROOT, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout)
