@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import workbench
 from workbench.cli import app, setting
 from workbench.doors import jupyter
 from workbench.doors.demo import TOUR
@@ -237,7 +238,7 @@ def test_the_token_is_kept_and_not_on_the_command_line(
         started.append((command, env))
 
     monkeypatch.delenv("JUPYTER_TOKEN", raising=False)
-    monkeypatch.setattr(jupyter, "notebooks", lambda: tmp_path)
+    monkeypatch.setattr(jupyter, "find_notebooks", lambda: tmp_path)
     monkeypatch.setattr(jupyter.os, "execve", become)
     jupyter.open_lab(8888, browser=False)
     (command, env), said = started[0], capsys.readouterr().out
@@ -262,20 +263,26 @@ def test_installed_notebooks_are_copied_to_where_the_user_is(monkeypatch: pytest
     (shared / jupyter.FIRST).write_text("{}")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(jupyter, "__file__", str(tmp_path / "lib" / "workbench" / "jupyter.py"))
+    monkeypatch.setattr(workbench, "__file__", str(tmp_path / "lib" / "workbench" / "__init__.py"))
     monkeypatch.setattr(jupyter.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    assert jupyter.notebooks() == tmp_path / "here" / "notebooks"
+    assert jupyter.find_notebooks() == tmp_path / "here" / "notebooks"
     assert (tmp_path / "here" / "notebooks" / jupyter.FIRST).exists()
     (shared / jupyter.FIRST).unlink()
-    assert jupyter.notebooks() == tmp_path / "here" / "notebooks"
+    assert jupyter.find_notebooks() == tmp_path / "here" / "notebooks"
+
+
+def test_a_clone_opens_its_own_notebooks_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert jupyter.find_notebooks() == Path(__file__).parents[2] / "notebooks"
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_notebook_anywhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jupyter, "__file__", str(tmp_path / "lib" / "workbench" / "jupyter.py"))
+    monkeypatch.setattr(workbench, "__file__", str(tmp_path / "lib" / "workbench" / "__init__.py"))
     monkeypatch.setattr(jupyter.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    with pytest.raises(RunError, match="not found"):
-        jupyter.notebooks()
+    with pytest.raises(RunError, match="found neither in"):
+        jupyter.find_notebooks()
 
 
 def test_settings_that_cannot_be_tried_are_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
-import sys
 import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, entry_points, metadata
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests import badges, run_all
+from tests import badges, packages, run_all
 
 ROOT = Path(__file__).parent.parent.parent
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -105,17 +104,16 @@ def test_binder_opens_the_first_lesson_of_where_this_was_cloned_from() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_every_file_that_the_packages_need_and_the_notebooks(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.mark.timeout(1200)
+def test_an_installed_wheel_runs_the_quickstart_and_finds_its_notebooks(tmp_path: Path) -> None:
+    wheel = packages.build_wheel(tmp_path)
     held = set(zipfile.ZipFile(wheel).namelist())
     for package in ("workbench", "widgets"):
         for path in (ROOT / package).rglob("*"):
             if path.suffix in (".py", ".js", ".css") and "__pycache__" not in path.parts:
                 assert path.relative_to(ROOT).as_posix() in held
-    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        assert any(name.endswith(f"share/training-workbench/notebooks/{notebook.name}") for name in held)
+    versions = packages.try_environment(tmp_path, wheel, packages.find_pinned_torch())
+    assert versions.split()[1].startswith(packages.find_pinned_torch())
 
 
 # What `make test` and the forge rely on.

@@ -12,6 +12,7 @@ import webbrowser
 from pathlib import Path
 from typing import NoReturn
 
+import workbench
 from workbench.experiment import given
 from workbench.record.run import RunError
 
@@ -21,7 +22,7 @@ FIRST = "00_first_run.ipynb"
 def open_lab(port: int, browser: bool) -> NoReturn:
     """Replaces this process by JupyterLab, so that Ctrl-C and signals reach only JupyterLab."""
     given.system()
-    folder = notebooks()
+    folder = find_notebooks()
     free = free_port(port)
     if free != port:
         print(f"port {port} is in use: taking {free}", flush=True)
@@ -42,17 +43,18 @@ def command(folder: Path, port: int, opens: bool) -> list[str]:
     return words + (["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else [])
 
 
-def notebooks() -> Path:
-    """Returns the lessons' folder: next to the source, or here, copied from the installed files."""
-    beside = Path(__file__).parent.parent / "notebooks"
-    if (beside / FIRST).exists():
-        return beside
+def find_notebooks() -> Path:
+    """Returns the folder of the lessons: that of the clone, or a copy of the installed files in the current folder."""
+    cloned = Path(workbench.__file__).parents[1] / "notebooks"
+    if (cloned / FIRST).exists():
+        return cloned
     here = Path.cwd() / "notebooks"
     if (here / FIRST).exists():
         return here
     installed = Path(sysconfig.get_path("data"), "share", "training-workbench", "notebooks")
     if not (installed / FIRST).exists():
-        raise RunError(f"{FIRST}: not found beside the source, in {here} or in {installed}")
+        where = f"neither in {cloned}, nor in {here}, nor in {installed}"
+        raise RunError(f"{FIRST}: found {where}; install the workbench again, or work in a clone")
     print(f"copying the notebooks to {here}", flush=True)
     return Path(shutil.copytree(installed, here, dirs_exist_ok=True))
 
