@@ -85,8 +85,9 @@ def try_quickstart(python: Path, folder: Path) -> str:
 
 def list_notebooks(python: Path, folder: Path) -> list[str]:
     """Returns the names of the notebooks that an installed workbench opens, copied into a folder."""
-    code = "from workbench.doors.jupyter import find_notebooks; print(*(p.name for p in find_notebooks().glob('*.ipynb')))"
-    return run_command(python, "-c", code, cwd=folder).splitlines()[-1].split()
+    code = "from workbench.doors.jupyter import find_notebooks; print(find_notebooks())"
+    found = Path(run_command(python, "-c", code, cwd=folder).splitlines()[-1])
+    return [path.name for path in found.glob("*.ipynb")]
 
 
 def try_environment(folder: Path, wheel: Path, torch: str, python: str = sys.executable) -> str:
