@@ -1,9 +1,9 @@
-"""Measures everything, one after the other, and writes docs/benchmarks.md from the raw samples.
+"""Measures everything in turn and writes docs/benchmarks.md from the raw samples.
 
     python -m tests.bench [NAME ...] [--page-only]
 
-What was measured before and is not asked for again stays as it is, so a campaign can be resumed. `figures` draws each
-strategy's timeline into docs/strategies/; the strategies themselves are measured by `tests.bench.strategies`.
+Earlier measurements stay unless you ask for them again, so you can resume a campaign. `figures` draws each strategy's
+timeline into docs/strategies/. `tests.bench.strategies` measures the strategies themselves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ COMMANDS = {
 
 
 def machine() -> dict[str, str]:
-    """What a reader must know of where the numbers came from."""
+    """Returns the facts about this machine that a reader of the numbers needs."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def draw() -> None:
-    """The strategies' timelines; they are simulated, so nothing of this machine is in them."""
+    """Draws the strategies' timelines, which are simulated and so independent of this machine."""
     from tests.bench.figures import write
 
     for path in write():

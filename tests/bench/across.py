@@ -1,11 +1,11 @@
-"""Steps, bubbles and memory of models across ranks, predicted against measured, one run for each setting.
+"""Compares predicted with measured steps, bubbles and memory of models across ranks, one run per setting.
 
     python -m tests.bench.across --out docs/data/across.json
 
-The simulator is calibrated from a run under DDP on a Link that no setting has: how late collectives end, and what a
-step lasts beside compute and waiting; and from one more for each codec, and for K-FAC: what their arithmetic takes.
-Compute is paced, so that ranks on few cores behave like devices. What was measured is kept in the file: a campaign goes
-on where it was broken off, and one that has got more settings measures these alone.
+A run under DDP on a Link that no setting has calibrates the simulator: how late collectives end, and a step's time
+beyond compute and waiting. One more run for each codec and for K-FAC measures their arithmetic. Compute is paced, so
+that ranks on few cores behave like devices. The file keeps all measurements, so an interrupted campaign resumes, and
+new settings are measured alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from workbench.strategies import (
 )
 from workbench.tasks import ByteGPT
 
-RANKS, SETTLE, STEPS = 4, 4, 12  # steps that are not counted, and whole rounds of every strategy that are
-WHOLE, CUT = 400.0, 1600.0  # ms of a step's compute on a whole model: four ranks on two cores can keep either
+RANKS, SETTLE, STEPS = 4, 4, 12  # steps before counting; whole rounds of every strategy after it
+WHOLE, CUT = 400.0, 1600.0  # ms of a step's compute on a whole model; four ranks on two cores can keep both
 KNOWN = Experiment(
     task=ByteGPT(layers=6), ranks=RANKS, steps=SETTLE + STEPS, pace=WHOLE, eval_every=0, batch=8, bucket_mb=1.0,
     optimizer=AdamW(), fabric=Fabric(link=Link(bandwidth=500, latency=0.5), host=0.4),
@@ -87,13 +87,13 @@ CODED = {
 
 
 def calibrations() -> dict[str, Experiment]:
-    """What costs are measured from, by name: each adds what it alone has."""
+    """Returns the runs that measure costs, by name: each adds the costs of one setting."""
     coded = {name: replace(KNOWN, compressor=codec) for name, codec in (("bf16", BF16), ("top-k", TopK.usual()))}
     return {"DDP": KNOWN, **coded, "KFAC": replace(KNOWN, strategy=KFAC())}
 
 
 def settings() -> Iterator[tuple[str, Experiment]]:
-    """What is predicted, by name; nothing of it is in the calibration run."""
+    """Yields the experiments to predict, by name; none is a calibration run."""
     for link in LINKS:
         e = replace(KNOWN, fabric=replace(KNOWN.fabric, link=link))
         wire = f"{link.bandwidth:g} Mbit/s, {link.latency:g} ms"
@@ -104,7 +104,7 @@ def settings() -> Iterator[tuple[str, Experiment]]:
         between = replace(e, strategy=LocalSGD(every=4), partition=Pipeline(stages=2, micros=4), pace=CUT)
         yield f"LocalSGD between 2 pipelines, {wire}", between
         yield f"KFAC, {wire}", replace(e, strategy=KFAC())
-    for name, partition in CODED.items():  # on the slower wire, where they are worth something
+    for name, partition in CODED.items():  # on the slower link, where they pay off
         slow = replace(KNOWN.fabric, link=LINKS[0])
         yield f"{name}, {LINKS[0].bandwidth:g} Mbit/s", replace(KNOWN, fabric=slow, partition=partition, pace=CUT)
     there = replace(KNOWN, fabric=SITES)
@@ -116,7 +116,7 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 
 
 def seen(run: Run) -> dict[str, Any]:
-    """Seconds of the mean step, the bubble where there is one, and each rank's peak in bytes."""
+    """Returns the mean step in seconds, the bubble if there is one, and each rank's peak in bytes."""
     tl, stop = run.timeline, SETTLE + STEPS
     bubble = analysis.bubble(tl, STEPS)
     return {
@@ -127,9 +127,9 @@ def seen(run: Run) -> dict[str, Any]:
 
 
 def errors(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """By what is predicted, how far off it is by setting; of bubbles the difference, of the others the share.
+    """Returns the prediction errors by quantity and setting: a difference for bubbles, else relative.
 
-    A peak is that of the rank that is predicted worst.
+    A peak is that of the rank with the worst prediction.
     """
     pairs = [(r["measured"], r["predicted"]) for r in rows]
     return {
@@ -141,7 +141,7 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The part of docs/prediction.md that is about models across ranks, from the raw numbers."""
+    """Returns the part of docs/prediction.md about models across ranks, from the raw numbers."""
     rows, off = found["rows"], errors(found["rows"])
     lines = [
         "| setting | step, measured (ms) | predicted | off by | bubble, measured | predicted | a rank's peak, off by |",
@@ -176,7 +176,7 @@ def _also(found: dict[str, Any]) -> str:
 
 
 def _on_sites(rows: list[dict[str, Any]]) -> str:
-    """How many have sites, and how far off these are alone."""
+    """Returns how many settings have sites, and the error of these settings alone."""
     if not (there := [r for r in rows if "two sites" in r["setting"]]):
         return ""
     off = [abs(x) for x in errors(there)["step"]]
@@ -189,7 +189,7 @@ def _on_sites(rows: list[dict[str, Any]]) -> str:
 
 
 class Campaign:
-    """What was measured so far, and what measures the rest."""
+    """The measurements so far, and the functions that make the remaining ones."""
 
     def __init__(self, out: Path | None, ran: Callable[[Experiment], Run]) -> None:
         self._out, self._ran = out, ran
@@ -198,7 +198,7 @@ class Campaign:
             self.found |= json.loads(out.read_text())
 
     def costs(self) -> Costs:
-        """Of all calibrations together; each is run once."""
+        """Returns the costs of all calibrations together; runs each of them once."""
         known = self.found["costs"]
         for name, e in calibrations().items():
             if name not in known:
@@ -211,7 +211,7 @@ class Campaign:
         return first
 
     def measure(self, every: Iterable[tuple[str, Experiment]]) -> None:
-        """Those settings that are not there yet."""
+        """Measures the settings that are not yet in the file."""
         there = {row["setting"] for row in self.found["rows"]}
         if not (left := [(name, e) for name, e in every if name not in there]):
             return
@@ -228,7 +228,7 @@ class Campaign:
 
 
 def minutes(every: Iterable[Experiment]) -> float:
-    """What running these takes, about: the steps as paced, a fifth for wires, and five seconds for a start."""
+    """Estimates the minutes of these runs: paced steps, 20 % for links, five seconds for each start."""
     return sum(1.2 * e.pace * 1e-3 * e.steps + 5.0 for e in every) / 60
 
 

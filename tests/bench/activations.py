@@ -1,9 +1,9 @@
 # ruff: noqa: E501
-"""What compressing activations costs in loss and saves in bytes, between two stages and inside of two slices.
+"""Measures the loss and the saved bytes of compressed activations, between two stages and in two slices.
 
 The shape of Bian et al., "Does compressing activations help model parallel training?", 2023,
-https://arxiv.org/abs/2301.02654: none, fp16, 8 bits, Top-k and a low rank, forward, backward and both, on ByteGPT from its
-beginning, simulated with real tensors. What is there already is not run again.
+https://arxiv.org/abs/2301.02654: none, fp16, 8 bits, Top-k and a low rank, forward, backward and both. ByteGPT trains
+from its start, simulated with real tensors. Existing results are not run again.
 
     python -m tests.bench.activations --out docs/data/activations.json
 """
@@ -34,12 +34,12 @@ TASK = ByteGPT()
 CODECS: dict[str, Compressor] = {
     "fp16": Cast(to="fp16"), "8 bits": ByteGrad(), "Top-k 10 %": TopK(density=0.1), "rank 20": Projection(rank=20),
 }  # fmt: skip
-CHOOSE = ("Top-k 10 %", "rank 20")  # leave something out that gradients may leave out, too
+CHOOSE = ("Top-k 10 %", "rank 20")  # drop elements that gradients may drop, too
 WAYS: dict[str, Partition] = {"2 stages": Pipeline(micros=2), "2 slices": Tensor()}
 
 
 class Row(NamedTuple):
-    """way: how a replica lies on two ranks; direction: "forward", "backward", "both" or "both, one choice" """
+    """way: the partition on two ranks; direction: forward, backward, both, or "both, one choice", or empty"""
 
     way: str
     codec: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """What is compared."""
+    """Returns the rows to compare."""
     found = []
     for way in WAYS:
         found.append(Row(way, "none", ""))
@@ -68,7 +68,7 @@ def rows() -> list[Row]:
 
 
 def losses(e: Experiment) -> tuple[float, float, Run]:
-    """The training loss of the last steps of a simulated run, the held-out loss at its end, and the run."""
+    """Returns a simulated run with its training loss of the last steps and its final held-out loss."""
     run = simulate(e, real=True)
     samples = run.timeline.samples.rows()
     mine = samples[samples.rank == 0]
@@ -77,7 +77,7 @@ def losses(e: Experiment) -> tuple[float, float, Run]:
 
 
 def measured(row: Row, seed: int, steps: int = STEPS) -> dict[str, Any]:
-    """One run: losses, and bytes that both ranks send in its last step for activations and for their gradients."""
+    """Makes one run: losses, and the bytes of activations and their gradients in its last step, on both ranks."""
     e = Experiment(task=TASK, ranks=2, steps=steps, seed=seed, pace=1.0, eval_every=steps, partition=row.partition)
     loss, held_out, run = losses(e)
     spans = run.spans
@@ -88,7 +88,7 @@ def measured(row: Row, seed: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def timed() -> dict[str, dict[str, float]]:
-    """By codec: seconds to encode and decode what one stage hands on of a batch, and bytes, on one thread."""
+    """Returns by codec the seconds to encode and decode one stage's output of a batch on one thread, and bytes."""
     x = torch.randn(TASK.batch, TASK.context, TASK.width, generator=torch.Generator().manual_seed(0))
     found, threads = {}, torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def timed() -> dict[str, dict[str, float]]:
 
 
 def todo(cells: list[dict[str, Any]]) -> Iterator[tuple[Row, int]]:
-    """What was not run yet, seed after seed."""
+    """Yields the missing runs, seed by seed."""
     there = {(c["way"], c["codec"], c["direction"], c["seed"]) for c in cells}
     return ((row, seed) for seed in range(SEEDS) for row in rows() if (*row, seed) not in there)
 
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The section of the page."""
+    """Returns the section of the page."""
     from tests.bench.page import table
 
     seeds = sorted({c["seed"] for c in found["cells"]})
@@ -152,7 +152,7 @@ def _line(row: Row, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> 
 
 
 def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str:
-    """Which rows cost more, or less, training loss than seeds differ by."""
+    """Returns which rows cost more, or less, training loss than the spread of seeds."""
     plain = by[way, "none", ""]
     noise = max(c["loss"] for c in plain) - min(c["loss"] for c in plain)
     off = {f"{codec} {direction}": float(_over(mine, plain, "loss")) for (its, codec, direction), mine in by.items()
@@ -170,7 +170,10 @@ def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str
 
 
 def _directions(off: dict[str, float], noise: float) -> str:
-    """Of each codec, which way it costs more; `off`: training loss over none, by codec and direction."""
+    """Returns the direction in which each codec costs more.
+
+    off: training loss over none, by codec and direction
+    """
     alike, said = [], []
     ways = [name.removesuffix(" forward") for name in off if name.endswith(" forward")]
     for codec in (name for name in ways if f"{name} backward" in off):

@@ -1,9 +1,10 @@
 # ruff: noqa: E501
-"""Rank 20 with one choice in 2 slices, each row at its own learning rate, and why it once trained better than none.
+"""Tests rank 20 with one choice in 2 slices at each row's own learning rate, and why it beat none before.
 
-Until its mend a Projection sent the gradient of a tensor that is zero through directions that were no choice. The matrices
-that write a block's output begin as zero here, so they learned that many features and no other. The old codec is kept
-below, beside the same confinement without any codec, and beside blocks that begin at random, where nothing is zero.
+Before a repair, a Projection sent the gradient of a zero tensor through directions that were no choice. The matrices
+that write a block's output begin as zero here, so they learned only that many features. The old codec is kept below.
+Two controls are next to it: the same restriction without a codec, and blocks with a random start, where nothing is
+zero.
 
     python -m tests.bench.activations_tuned --out docs/data/activations_tuned.json
 """
@@ -33,20 +34,20 @@ from workbench.tasks import ByteGPT, Learner
 Cells = list[dict[str, Any]]
 
 RANK, FACTOR = 20, 2.0
-SEEDS, FEWER = 5, 3  # of rows that are compared at their best rates, and of those that are not
+SEEDS, FEWER = 5, 3  # seeds of rows compared at their best rates, and of other rows
 CODEC = CODECS["rank 20"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Confining(Projection):
-    """A Projection as it was: of a zero tensor, too, a gradient goes back along the directions that were sent."""
+    """The old Projection: even a zero tensor's gradient returns along the sent directions."""
 
     def chosen(self, payload: tuple[Values, ...]) -> Values | None:
         return payload[1] if len(payload) > 1 else None
 
 
 class Few(nn.Linear):
-    """A Linear whose matrix reaches its first features only."""
+    """A Linear whose matrix only writes its first features."""
 
     def forward(self, x: Values) -> Values:
         reached = torch.arange(self.out_features) < RANK
@@ -55,14 +56,14 @@ class Few(nn.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Confined(ByteGPT):
-    """A ByteGPT whose blocks write so few features."""
+    """A ByteGPT whose blocks write only `RANK` features."""
 
     def build(self) -> Learner:
         return _with(super().build(), lambda out: setattr(out, "__class__", Few))
 
 
 class Slow(nn.Linear):
-    """A Linear whose matrix Adam moves by a fraction of what it moves others: as much less as `Few` writes less."""
+    """A Linear whose matrix Adam moves more slowly, in proportion to the features that `Few` writes."""
 
     def forward(self, x: Values) -> Values:
         return F.linear(x, self.weight * (RANK / self.out_features), self.bias)
@@ -70,7 +71,7 @@ class Slow(nn.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Slowed(ByteGPT):
-    """A ByteGPT whose blocks' last matrices, which begin as zero, learn that much slower."""
+    """A ByteGPT whose blocks' last matrices, which begin as zero, learn that much more slowly."""
 
     def build(self) -> Learner:
         return _with(super().build(), lambda out: setattr(out, "__class__", Slow))
@@ -121,12 +122,12 @@ def experiment(row: str, rate: float, seed: int) -> Experiment:
 
 
 def of(cells: Cells, row: str, rate: float) -> Cells:
-    """What was run of a row at a rate, by seed."""
+    """Returns the runs of a row at a rate, by seed."""
     return sorted((c for c in cells if c["row"] == row and c["rate"] == rate), key=lambda c: c["seed"])
 
 
 def best(cells: Cells, row: str) -> tuple[float, bool] | None:
-    """The rate with the least held-out loss on the first seed, and whether it lies at the edge of what was tried."""
+    """Returns the rate with the smallest held-out loss on the first seed, and whether it is at the grid's edge."""
     ends = {c["rate"]: _finite(c["held_out"]) for c in cells if c["row"] == row and c["seed"] == 0}
     if len(ends) < 3:
         return None
@@ -139,7 +140,10 @@ def _finite(x: float) -> float:
 
 
 def wanted(cells: Cells) -> tuple[str, float, int] | None:
-    """What is to be run next: all rows at the task's rate, then grids, wider where the best is at an edge, then seeds."""
+    """Returns the next run: all rows at the task's rate, then grids, then seeds.
+
+    A grid grows if its best rate is at an edge.
+    """
     asked = [(row, 1.0, seed) for row in ROWS for seed in range(SEEDS if row in TUNED else FEWER)]
     for row in TUNED:
         asked += [(row, rate, 0) for rate in (1 / FACTOR, FACTOR)]
@@ -169,7 +173,7 @@ def main() -> None:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The section of the page."""
+    """Returns the section of the page."""
     from tests.bench.page import table
 
     cells, lines = found["cells"], []
@@ -208,7 +212,7 @@ def _about() -> str:
 
 
 def _said(cells: Cells) -> str:
-    """How far rows are apart at the task's rate, and at their best ones."""
+    """Returns the differences between rows at the task's rate and at their best rates."""
     stirred = [f"{name}, blocks begin at random" for name in (WAS, NONE)]
     pairs = [(WAS, NONE), (FEW, NONE), (WAS, FEW), (SLOW, NONE), (NOW, NONE), (stirred[0], stirred[1])]
     lines = [f"* At the task's rate {a} is over {b} by {_apart(of(cells, a, 1.0), of(cells, b, 1.0))}." for a, b in pairs]
@@ -220,7 +224,7 @@ def _said(cells: Cells) -> str:
 
 
 def _apart(mine: Cells, other: Cells) -> str:
-    """The mean difference on the same seeds with its standard error, in training and in held-out loss."""
+    """Returns the mean difference on the same seeds with its standard error, in training and in held-out loss."""
     found = []
     for name, what in (("training", "loss"), ("held-out", "held_out")):
         base = {c["seed"]: c[what] for c in other}

@@ -1,9 +1,9 @@
-"""Which all-reduce is over first, by the cost models and as measured: on emulated Links and on real ports.
+"""Finds the fastest all-reduce by cost models and measurements: on emulated Links and on real ports.
 
-Six ranks begin an all-reduce together, by their common clock; it is over when the last of them has the sum. Every
-algorithm in turn, some all-reduces each, in alternating rounds. Emulated: processes on the loopback, slowed to a Link.
-Real: a process in a network namespace of its own, tc tbf on its port; latency is what sending takes there, which is
-fitted to the rings alone, as all else that the models are given.
+Six ranks start an all-reduce together, by their common clock. It ends when the last rank has the sum. Algorithms take
+turns of some all-reduces each, in alternating rounds. Emulated: processes on the loopback, slowed to a Link. Real: a
+process in its own network namespace, with tc tbf on its port. There latency is the time to send, which is fitted to the
+rings alone, like all other inputs of the models.
 
     python -m tests.bench.algorithms --out docs/data/algorithms.json          (real: Linux, root, iproute2)
 """
@@ -54,13 +54,13 @@ FLAT: dict[str, Algorithm] = {
 }
 SITES: dict[str, Algorithm] = {"tree of leaders": TwoLevel(), "hierarchical": Hierarchical()}  # by rings between sites
 ALL = {**FLAT, **SITES}
-CLOSE = 1.03  # of the quickest: as quick
+CLOSE = 1.03  # at most this ratio to the fastest: equally fast
 ASKED = 9  # of ten cells
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wires:
-    """Ports of `mbit` Mbit/s and messages of `latency` ms; to another site of so many ranks the second numbers."""
+    """Ports of `mbit` Mbit/s and messages of `latency` ms; the second numbers are for messages to another site."""
 
     mbit: float
     latency: float = 0.0
@@ -76,7 +76,7 @@ class Wires:
 
     @property
     def ways(self) -> dict[str, Algorithm]:
-        """The algorithms that are compared on these."""
+        """The algorithms to compare on these wires."""
         return ALL if self.site else FLAT
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Wires:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """All-reduces of `numel` floats by one algorithm, each beginning `slot` seconds after the last."""
+    """All-reduces of `numel` floats by one algorithm; starts are `slot` seconds apart."""
 
     wires: Wires
     way: str
@@ -112,7 +112,7 @@ REAL = {Wires(mbit=20.0, real=True): (250, 1_000, 4_000, 16_000, 64_000)}
 
 @dataclass(frozen=True, kw_only=True)
 class AtOnce(Strategy):
-    """One all-reduce in each step, which all ranks begin at a time of the clock; and how long it takes."""
+    """One all-reduce in each step, which all ranks start at a time of the clock; samples its duration."""
 
     numel: int = knob(1, 1, 10**9, doc="elements")
     slot: float = knob(1.0, 0.0, 1e3, unit="s", doc="from one beginning to the next")
@@ -121,7 +121,7 @@ class AtOnce(Strategy):
     async def step(self, rank: Rank, state: Any) -> None:
         x = torch.ones(self.numel)
         begin = torch.tensor([(time.time() // self.slot + 2) * self.slot], dtype=torch.float64)
-        await rank.broadcast(begin, 0, "when")  # rank 0's: others' clocks may be past a slot's edge already
+        await rank.broadcast(begin, 0, "when")  # rank 0's, because another rank's clock may be past the edge of a slot
         while (left := float(begin) - time.time()) > 0:
             time.sleep(min(left, 1e-3))
         late = -left
@@ -130,7 +130,7 @@ class AtOnce(Strategy):
         assert late < 0.5 * self.slot
 
     async def exchange(self, rank: Rank, x: torch.Tensor) -> None:
-        """What is timed."""
+        """The timed operation."""
         await rank.all_reduce(x, name="x")
         assert float(x[0]) == rank.size
 
@@ -148,7 +148,7 @@ def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def measure(one: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
-    """One rank's seconds of each all-reduce."""
+    """Returns one rank's seconds of each all-reduce."""
     cell = Cell(**{**one, "wires": Wires(**one["wires"])})
     e = Experiment(task=task(), ranks=size, eval_every=0, strategy=AtOnce(numel=cell.numel, slot=cell.slot),
                    fabric=cell.wires.fabric(ALL[cell.way]))  # fmt: skip
@@ -156,7 +156,7 @@ def measure(one: dict[str, Any], rank: int, size: int, store: tuple[str, int], g
 
 
 def timed(e: Experiment, rank: int, store: tuple[str, int], generation: str, loopback: bool) -> list[float]:
-    """What one rank's steps say that they took, but for the first."""
+    """Returns the durations that one rank's steps sampled, without the first."""
     session = Session(e, rank=rank, size=e.ranks, store=store, generation=generation, secret=b"ours",
                       epoch=time.time(), loopback=loopback)  # fmt: skip
     session.record.close()
@@ -170,12 +170,12 @@ def timed(e: Experiment, rank: int, store: tuple[str, int], generation: str, loo
 
 
 def seconds(ranks: Ranks, cell: Cell) -> float:
-    """The median over all-reduces of when the last rank had the sum."""
+    """Returns the median over all-reduces of the time until the last rank had the sum."""
     return statistics.median(max(each) for each in zip(*ranks.run(cell), strict=True))
 
 
 def fitted(rings: dict[int, float], ranks: int = RANKS) -> tuple[float, float]:
-    """(ms of a message, Mbit/s of a port) that fit what rings of so many elements took, in relative least squares."""
+    """Fits (ms of a message, Mbit/s of a port) to the seconds of rings by their elements, in relative least squares."""
     p, took = ranks, np.array(list(rings.values()))
     rows = np.array([[2 * (p - 1), 2 * (p - 1) / p * 4 * n] for n in rings])
     (alpha, beta), *_ = np.linalg.lstsq(rows / took[:, None], np.ones(len(took)), rcond=None)
@@ -183,14 +183,14 @@ def fitted(rings: dict[int, float], ranks: int = RANKS) -> tuple[float, float]:
 
 
 def predicted(wires: Wires, numel: int, link: tuple[float, float] | None = None) -> dict[str, float]:
-    """Seconds by each algorithm's cost model, on the Link as it is emulated or as it was fitted."""
+    """Returns seconds by each algorithm's cost model, on the emulated or the fitted Link."""
     fabric = replace(wires, real=False).fabric(Ring())
     fabric = fabric.measured(*link) if link else fabric
     return {name: way.seconds(fabric, range(RANKS), 4 * numel) for name, way in wires.ways.items()}
 
 
 def campaign(ranks: Ranks, wires: Wires, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """All algorithms at all sizes on the same wires, in alternating rounds."""
+    """Runs all algorithms at all sizes on the same wires, in alternating rounds."""
     took: dict[str, dict[int, list[float]]] = {name: {n: [] for n in sizes} for name in wires.ways}
     for number in range(rounds):
         for n in sizes:
@@ -205,7 +205,7 @@ def campaign(ranks: Ranks, wires: Wires, sizes: tuple[int, ...], rounds: int) ->
 
 
 def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """By size: which algorithm was quickest, which one was predicted to be, and how near the latter came."""
+    """Returns by size the fastest algorithm, the predicted fastest one, and the time ratio between them."""
     out = []
     for n, said in found["predicted"].items():
         took = {name: statistics.median(by[n]) for name, by in found["took"].items()}
@@ -217,7 +217,7 @@ def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def section(d: list[dict[str, Any]]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     rows, kept = [], {False: [0, 0], True: [0, 0]}
     for found in d:
         for cell in cells(found):
@@ -256,7 +256,7 @@ def section(d: list[dict[str, Any]]) -> str:
 
 
 def asked(about: str | None, measure: Callable[..., list[float]]) -> argparse.Namespace:
-    """What a command that measures sums on ranks was asked; in a process that is to be a rank it does not return."""
+    """Returns the arguments of a command that measures sums on ranks; never returns in a rank's process."""
     ask = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--rank", nargs=3, default=None, help=argparse.SUPPRESS)
     ask.add_argument("--out", type=Path, default=None)

@@ -1,4 +1,4 @@
-"""Each strategy once on real ranks, paced, beside torch's DDP and beside its own simulation."""
+"""Runs each strategy once on paced real ranks, to compare with torch's DDP and with its own simulation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from workbench.run import Run
 from workbench.sim import Costs
 from workbench.strategies import DDP, Strategy, TorchDDP
 
-PACE, SETTLE, COUNTED = 120.0, 4, 24  # ms; steps that are not counted, steps that are
+PACE, SETTLE, COUNTED = 120.0, 4, 24  # ms; steps before counting, counted steps
 BASE = Experiment(
     task=TASK, ranks=RANKS, pace=PACE, eval_every=0, steps=SETTLE + COUNTED, fabric=fabric(LINK, 0),
 )  # fmt: skip
 
 
 def measured(wanted: list[tuple[str, Method | None, Mapping[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(row, what was found) of each; DDP is run first in any case, for its costs. None stands for torch's own."""
+    """Yields (row, results) of each method; None means torch's own. DDP always runs first, for its costs."""
     with Lab(ranks=RANKS, name="beside") as lab:
         costs = Costs.measured(_ran(lab, DDP(), Dense()))
         for row, method, knobs in wanted:
@@ -35,7 +35,7 @@ def measured(wanted: list[tuple[str, Method | None, Mapping[str, Any]]]) -> Iter
                 expected = replace(BASE, strategy=DDP() if strategy.opaque else strategy, compressor=codec)
                 simulated = simulate(expected, costs=costs, real=method is not None and method.real)
                 found = {"step_s": seconds(_ran(lab, strategy, codec)), "simulated_s": seconds(simulated)}
-            except Exception as error:  # one strategy that fails must not cost the others their turn
+            except Exception as error:  # a strategy that fails must not stop the next ones
                 print(f"{row} failed on real ranks: {error}", flush=True)
                 continue
             yield row, {**found, "pace": PACE, "steps": COUNTED, "link": LINK}
@@ -50,7 +50,7 @@ def _ran(lab: Lab, strategy: Strategy, codec: Compressor) -> Run:
 
 
 def seconds(run: Run) -> float:
-    """The mean step over ranks that train, from their step SETTLE on, with all that lies between steps."""
+    """Returns the mean step over training ranks, from their step SETTLE on, with the time between steps."""
     spans = run.timeline.spans.rows()
     steps = spans[spans.equal("lane", "step") & (spans.step >= SETTLE)]
     each = [steps[steps.rank == r] for r in np.unique(steps.rank)]

@@ -1,11 +1,11 @@
-"""All-reduces of two sites, whole, compressed by every rank, and compressed between the sites alone.
+"""Compares all-reduces of two sites: whole, compressed by every rank, and compressed only between sites.
 
-Six ranks in two sites begin a sum together, by their common clock; it is over when the last of them has it. The three
-ways in turn, in alternating rounds, on emulated Links that are slow between the sites, so that what is sent decides and
-not how busy the cores are. Beside each what the simulator says of it from the Link's own numbers; it is told nothing of
-what encoding takes.
+Six ranks in two sites start a sum together, by their common clock. It ends when the last rank has it. The three ways
+take turns in alternating rounds. The emulated Links are slow between the sites, so that the bytes decide the time and
+not the load of the cores. Next to each is the simulator's prediction from the Link's own numbers, without the time to
+encode.
 
-    python -m tests.bench.between --out docs/data/between.json          (about seven minutes; goes on where it stopped)
+    python -m tests.bench.between --out docs/data/between.json          (about seven minutes; resumes)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WIRES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CodedAtOnce(AtOnce):
-    """One sum in each step as the run's compressor makes it, which all ranks begin at a time of the clock."""
+    """One sum per step as the run's compressor makes it, which all ranks start at a time of the clock."""
 
     async def exchange(self, rank: Rank, x: torch.Tensor) -> None:
         if rank.compressor.immediate:
@@ -57,7 +57,7 @@ class CodedAtOnce(AtOnce):
 
 @dataclass(frozen=True, kw_only=True)
 class CodedNow(CodedAtOnce):
-    """The same where all ranks begin their first step at one time anyway, in the simulator."""
+    """The same for the simulator, where all ranks start their first step together."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         began = await rank.clock()
@@ -66,21 +66,21 @@ class CodedNow(CodedAtOnce):
 
 
 def experiment(cell: Cell, strategy: AtOnce) -> Experiment:
-    """A run of sums by the cell's way. A strategy that steps by itself is as good as any about compressors."""
+    """Returns a run of sums by the cell's way. A strategy that steps by itself also tests compressors."""
     algorithm, compressor = WAYS[cell.way]
     return Experiment(task=task(), ranks=RANKS, eval_every=0, strategy=strategy, compressor=compressor, pace=1.0,
                       fabric=cell.wires.fabric(algorithm))  # fmt: skip
 
 
 def measure(one: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
-    """One rank's seconds of each sum."""
+    """Returns one rank's seconds of each sum."""
     cell = Cell(**{**one, "wires": Wires(**one["wires"])})
     e = experiment(cell, CodedAtOnce(numel=cell.numel, slot=cell.slot))
     return timed(e, rank, store, generation, loopback=True)
 
 
 def predicted(wires: Wires, way: str, numel: int) -> float:
-    """Seconds until the last rank has the sum, by the simulator."""
+    """Returns the simulated seconds until the last rank has the sum."""
     cell = Cell(wires=wires, way=way, numel=numel, slot=1.0)
     run = simulate(replace(experiment(cell, CodedNow(numel=numel)), steps=1), real=True)
     took = run.samples[run.samples.name == "took"]
@@ -88,7 +88,7 @@ def predicted(wires: Wires, way: str, numel: int) -> float:
 
 
 def cell_of(wires: Wires, numel: int, ranks: Ranks, rounds: int) -> dict[str, Any]:
-    """All ways on the same wires, in alternating rounds."""
+    """Measures all ways on the same wires, in alternating rounds."""
     said = {way: predicted(wires, way, numel) for way in WAYS}
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
@@ -99,7 +99,7 @@ def cell_of(wires: Wires, numel: int, ranks: Ranks, rounds: int) -> dict[str, An
 
 
 def section(d: list[dict[str, Any]]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     rows, right, off = [], 0, []
     for found in d:
         took = {way: statistics.median(each) for way, each in found["took"].items()}

@@ -1,8 +1,9 @@
-"""Of a step under ZeRO-3, ours and torch's (`fully_shard`), what is computation that both do alike, and what is beyond.
+"""Splits a step under our ZeRO-3 and torch's (`fully_shard`) into common computation and the remainder.
 
-A third session beside the two of `tests.bench.ddp` computes the same batches on a whole model, exchanges nothing and
-steps as many parameters as a shard has. Blocks of the three alternate. Seconds are the processor's, of all threads and
-ranks: over the loopback all that an exchange does is a processor's work, and other work of the machine does not count.
+In addition to the two sessions of `tests.bench.ddp`, a third one computes the same batches on a whole model, exchanges
+nothing and updates as many parameters as a shard has. Blocks of the three alternate. The test counts processor seconds
+of
+all threads and ranks: on the loopback an exchange is only processor work, and other load of the machine does not count.
 
     python -m tests.bench.beyond --out docs/data/beyond.json
 """
@@ -27,7 +28,7 @@ from tests.bench.ddp import BLOCK, Ours, Torchs, fsdp, tasks
 from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
 from workbench.experiment import Experiment
 
-ROUNDS, ASKED = 8, 1.5  # rounds; the ratio that was asked for
+ROUNDS, ASKED = 8, 1.5  # rounds; the required ratio
 CELLS = [("ByteGPT", 2, 1.0), ("ByteGPT", 2, 5.0), ("MLP 8 M", 2, 1.0), ("ByteGPT", 4, 1.0)]
 
 
@@ -77,7 +78,7 @@ def rank_main(rank: int, size: int, where: tuple[str, int], name: str, cap: floa
 
 
 def cell(name: str, size: int, cap: float, rounds: int) -> dict[str, Any]:
-    """Processor seconds per step, of all ranks together, by round and side."""
+    """Returns processor seconds per step, of all ranks together, by round and side."""
     kept, *where = host_store()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
@@ -94,8 +95,12 @@ def cell(name: str, size: int, cap: float, rounds: int) -> dict[str, Any]:
 
 
 def shares(rows: list[Any]) -> dict[str, float]:
-    """Medians over rounds. alone: of torch's step what both compute alike; ratio: torch's step over ours; bound: the
-    ratio if we took nothing beyond; beyond: what torch takes beyond, over what we do
+    """Returns medians over rounds.
+
+    alone: the common computation's share of torch's step
+    ratio: torch's step over ours
+    bound: the ratio if ours were only the common computation
+    beyond: torch's remainder over ours
     """
     by = {(r, side): s for r, side, s in rows}
     each = [(by[r, "ours"], by[r, "torch"], by[r, "alone"]) for r in sorted({r for r, _, _ in rows})]
@@ -107,7 +112,7 @@ def shares(rows: list[Any]) -> dict[str, float]:
 
 
 def section(cells: list[dict[str, Any]]) -> str:
-    """Of the page: what of a step is alike on both sides, and so how far the ratio could go at most."""
+    """Returns the page's section: the common share of a step on both sides, and the limit it sets for the ratio."""
     from tests.bench.page import table
 
     rows, by = [], dict[str, list[dict[str, float]]]()
@@ -141,7 +146,7 @@ def _range(some: list[dict[str, float]], name: str, how: str = ".1f") -> str:
 
 
 def _needed(alone: float) -> float:
-    """How many times less than torch's ours must be beyond what both compute."""
+    """Returns how many times smaller than torch's our remainder must be to reach the required ratio."""
     return (1 - alone) / (1 / ASKED - alone) if alone < 1 / ASKED else float("inf")
 
 
@@ -150,7 +155,7 @@ def main() -> None:
     ask.add_argument("--rounds", type=int, default=ROUNDS)
     ask.add_argument("--out", type=Path, required=True)
     a = ask.parse_args()
-    cells = json.loads(a.out.read_text()) if a.out.exists() else []  # one that was broken off goes on
+    cells = json.loads(a.out.read_text()) if a.out.exists() else []  # an interrupted campaign resumes
     done = [(c["task"], c["ranks"], c["bucket_mb"]) for c in cells]
     for one in (c for c in CELLS if c not in done):
         cells.append(cell(*one, a.rounds))

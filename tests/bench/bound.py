@@ -1,7 +1,7 @@
-"""How far a paced step is over its bound, and how exactly the record's bytes are the formula's.
+"""Measures how far a paced step exceeds its bound, and how exactly recorded bytes match the formula.
 
-The bound of a step: forward + max(backward, time until the first bucket is full + wire time of all buckets) +
-update. Compute is paced and the wire is an emulated Link, so that ranks behave like devices.
+The bound of a step is forward + max(backward, time until the first bucket is full + wire time of all buckets) + update.
+Compute is paced and the wire is an emulated Link, so that ranks behave like devices.
 
     python -m tests.bench.bound --out docs/data/bound.json
 """
@@ -21,20 +21,20 @@ from workbench.fabric import traffic
 from workbench.run import Run
 from workbench.tasks import ByteGPT
 
-PACE = {2: 240.0, 4: 600.0}  # ms per step: well above what the ranks really compute on two cores
+PACE = {2: 240.0, 4: 600.0}  # ms per step: well above the real compute of the ranks on two cores
 BUCKETS = (0.3, 0.7, 1.0, 3.0)
 SKIP, STEPS = 3, 9
 
 
 def settled(run: Run, first: int) -> list[float]:
-    """Step times of rank 0 from step `first` on, in seconds."""
+    """Returns the step times of rank 0 from step `first` on, in seconds."""
     s = run.spans
     s = s[(s.lane == "step") & (s["rank"] == 0) & (s.step >= first)]
     return list(s.t1 - s.t0)
 
 
 def first_full(run: Run, step: int) -> float:
-    """Seconds from the beginning of backward until the first bucket was full, on rank 0."""
+    """Returns the seconds from the start of backward until the first bucket was full, on rank 0."""
     s = run.spans
     s = s[(s["rank"] == 0) & (s.step == step)]
     backward = s[s.name == "backward"].t0.min()
@@ -42,14 +42,14 @@ def first_full(run: Run, step: int) -> float:
 
 
 def bound(e: Experiment, nbytes: list[int], full: float) -> float:
-    """Seconds that a step takes at least on this pace and Link."""
+    """Returns the shortest possible seconds of a step on this pace and Link."""
     pace = e.pace * 1e-3
     wire = sum(e.fabric.link.seconds(*traffic("all_reduce", n, e.ranks)) for n in nbytes)
     return pace * (Pace.shares["forward"] + Pace.shares["update"]) + max(pace * Pace.shares["backward"], full + wire)
 
 
 def measure(lab: Lab, ranks: int, times: float, out: Path) -> list[dict[str, Any]]:
-    """All bucket sizes at one wire time (`times` backward), switched live in one run."""
+    """Measures all bucket sizes at one wire time (`times` backward), switched live in one run."""
     e = Experiment(task=ByteGPT(), ranks=ranks, eval_every=0, pace=PACE[ranks])
     run = lab.run(e.set("bandwidth", 1e5), out=out / f"{ranks}-{times}-{time.time():.0f}")
     wait(run, 2)
@@ -92,7 +92,7 @@ def measure(lab: Lab, ranks: int, times: float, out: Path) -> list[dict[str, Any
 
 
 def wait(run: Run, step: int) -> None:
-    """Until every rank has finished `step`."""
+    """Waits until every rank has finished `step`."""
     while True:
         s = run.timeline.spans.rows()
         done = [int(s.step[(s.rank == r) & (s.lane == "step")].max(initial=-1)) for r in range(run.settings["ranks"])]

@@ -1,8 +1,8 @@
-"""A cell: one simulated run, and the few numbers of it that are kept as a small JSON file.
+"""A cell: one simulated run and its few numbers, which are kept as a small JSON file.
 
-A file is named after what was run and holds a key of all that the numbers depend on: the experiment, what compute
-costs, the strategy's code without its words and imports. Where the key is still the same, a cell is not run again.
-Knows neither the campaign that it is part of nor the page that shows it.
+The file's name describes the run. Its key is a hash of all inputs: the experiment, the costs of compute, the strategy's
+code without prose and imports. A cell with an unchanged key is not run again. This module knows neither the campaign of
+the cell nor the page that shows it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from workbench.strategies import DDP
 from workbench.tasks import ByteGPT, TaskBase
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "strategies"
-MEANING = 1  # raised when what is read off a run changes its meaning
+MEANING = 1  # increased when a number that is read from a run changes its meaning
 RANKS, SEEDS = 4, (0, 1, 2)
 TASK = ByteGPT(layers=2, width=64, heads=4, context=32)
 STEPS, EVERY = 300, 20  # steps of a cell; steps between two evaluations
@@ -42,7 +42,7 @@ LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronis
 
 
 def fabric(where: str, seed: int) -> Fabric:
-    """The networks and faults of the tables, by name."""
+    """Returns the network and the faults of a table, by name."""
     link = Link(bandwidth=100.0, latency=5.0) if where == LINK else Link(bandwidth=10_000.0, latency=0.05)
     often = TransientStraggler(probability=0.1, factor=5.0, seed=seed)
     faults = {SLOW: (Slow(rank=SLOW_RANK, factor=2.0),), STUMBLE: (often,)}
@@ -54,15 +54,15 @@ FABRICS = (FAST, LINK, SLOW, STUMBLE)
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One simulated run: a strategy by name, the place of its row in the tables, and all else that it depends on.
+    """One simulated run: a strategy by name, its row in the tables, and its other inputs.
 
     after: steps of plain DDP before the strategy takes over, with its learning rate
     rate:  the learning rate as a multiple of the task's
     real:  real tensors, or sizes only
-    codec: the compressor as plain data where it is not the method's, such as {"TopK": {"density": 0.01}}
+    codec: the compressor as plain data if it is not the method's, such as {"TopK": {"density": 0.01}}
     bucket_mb: the size of a bucket
-    optimizer: as plain data, where it is not the task's own
-    policy: who changes knobs besides, as plain data where anybody does; batch: per rank, 0 is the task's own
+    optimizer: as plain data, if it is not the task's own
+    policy: the policy that changes knobs, as plain data, if there is one; batch: per rank, 0 is the task's own
     """
 
     part: str
@@ -87,18 +87,18 @@ class Cell:
 
     @property
     def path(self) -> Path:
-        """Where in the data folder it is kept."""
+        """The cell's file in the data folder."""
         words = f"{self.part} {self.row} {self.where} {self.seed}"
         return Path(re.sub(r"[^\w.]+", "-", words).strip("-") + ".json")
 
     @property
     def work(self) -> int:
-        """Steps of all ranks times layers: what running it costs is about in proportion."""
+        """Steps of all ranks times layers, roughly proportional to the cell's cost."""
         steps = self.ranks * self.steps * getattr(self.task, "layers", 1)
         return steps if self.real else steps // 20
 
     def asked(self) -> tuple[Experiment, list[Change]]:
-        """The experiment and its changes. Raises KnobError."""
+        """Returns the experiment and its changes. Raises KnobError."""
         strategy = method(self.method).strategy(self.knobs)
         codec = from_plain(self.codec, Compressor, "compressor") if self.codec else method(self.method).codec()
         lr = self.rate * self.task.lr
@@ -118,7 +118,7 @@ class Cell:
 
 
 def key(cell: Cell, costs: Costs) -> str:
-    """What the numbers of a cell depend on, as 16 hex digits. Raises KnobError where it cannot be run."""
+    """Returns the hash of a cell's inputs as 16 hex digits. Raises KnobError if the cell cannot run."""
     experiment, changes = cell.asked()
     policies = () if experiment.policy == ByHand() else (experiment.policy,)
     what = {
@@ -130,7 +130,7 @@ def key(cell: Cell, costs: Costs) -> str:
 
 
 def told(value: Any) -> Any:
-    """A setting as plain data without what is as usual, so that a new knob, or a new name of one, changes nothing.
+    """Returns a setting as plain data without default values, so that new knobs and new names change nothing.
 
     >>> told(Experiment(ranks=3, fabric=Fabric(link=Link(latency=5.0))))
     {'Experiment': {'fabric': {'Fabric': {'link': {'Link': {'latency': 5.0}}}}, 'ranks': 3}}
@@ -147,7 +147,7 @@ def told(value: Any) -> Any:
 
 
 def measured(cell: Cell, costs: Costs) -> dict[str, Any]:
-    """Runs a cell and reads its numbers; one that cannot be says why."""
+    """Runs a cell and returns its numbers, or the reason why it cannot run."""
     try:
         experiment, changes = cell.asked()
         run = simulate(experiment, changes=changes, costs=costs, real=cell.real)
@@ -157,14 +157,14 @@ def measured(cell: Cell, costs: Costs) -> dict[str, Any]:
 
 
 def read(run: Run, after: int = 0) -> dict[str, Any]:
-    """What is kept of a run. Bytes and synchronisations are those of the steps from `after` on.
+    """Returns the numbers to keep of a run. Bytes and synchronisations count from step `after` on.
 
-    samples_per_s: of all ranks together, until the first of them has made all its steps
+    samples_per_s: of all ranks together, until the first rank has made all its steps
     bytes:         sent by one rank in one step, mean over ranks and steps; busiest: by the rank that sends most
     compute:       mean seconds of a forward, a backward and an update
     largest:       the most bytes that one rank sent in any one step
-    synced:        share of steps in which rank 0 sent more than a hundredth of the model
-    curve:         (step, seconds, held-out loss) of every evaluation; accuracy: the last one's, where there is one
+    synced:        share of steps in which rank 0 sent more than 1 % of the model
+    curve:         (step, seconds, held-out loss) of every evaluation; accuracy: the last one's, if there is one
     """
     e, tl = run.experiment, run.timeline
     spans = tl.spans.rows()
@@ -191,12 +191,12 @@ def read(run: Run, after: int = 0) -> dict[str, Any]:
 
 
 def rounded(x: float) -> float:
-    """Six digits: enough, and short in a file."""
+    """Rounds to six digits, to keep files short."""
     return float(f"{x:.6g}")
 
 
 def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
-    """Seconds until the held-out loss is `target`, between two evaluations in proportion; None if it never is.
+    """Returns the interpolated seconds until the held-out loss is `target`; None if it never is.
 
     >>> reached([[0, 0.0, 3.0], [20, 1.0, 2.0]], 2.5)
     0.5
@@ -209,7 +209,7 @@ def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
 
 
 class Results:
-    """What was measured, by part, row and place; refused cells apart."""
+    """Measured cells by part, row and place, and separately the refused cells."""
 
     def __init__(self, files: Iterable[Mapping[str, Any]]) -> None:
         self.files = [dict(f) for f in files]
@@ -223,22 +223,22 @@ class Results:
 
     @classmethod
     def of(cls, folder: Path = DATA) -> Results:
-        """All cells in a folder."""
+        """Reads all cells in a folder."""
         read = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
         return cls(f for f in read if "found" in f)
 
     def seeds(self, part: str, row: str, where: str) -> dict[int, dict[str, Any]]:
-        """What was found, by seed; empty where nothing was measured."""
+        """Returns the results by seed; empty without any measurement."""
         return dict(sorted(self._found.get((part, row, where), {}).items()))
 
     def pairs(self, part: str, row: str, base: str, where: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """(what was found in `row`, in `base`) of every seed that both have."""
+        """Returns (result in `row`, result in `base`) of every seed that both have."""
         mine, others = self.seeds(part, row, where), self.seeds(part, base, where)
         return [(mine[s], others[s]) for s in mine if s in others]
 
 
 def kept(cell: Cell, costs: Costs, folder: Path = DATA) -> dict[str, Any] | None:
-    """What was measured of a cell before, if it would come out the same now."""
+    """Returns the earlier result of a cell if its inputs are unchanged."""
     path = folder / cell.path
     if not path.exists():
         return None
@@ -250,7 +250,7 @@ def kept(cell: Cell, costs: Costs, folder: Path = DATA) -> dict[str, Any] | None
 
 
 def keep(cell: Cell, costs: Costs, found: Mapping[str, Any], folder: Path = DATA, **more: Any) -> None:
-    """Writes a cell down."""
+    """Writes a cell's file."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {"part": cell.part, "row": cell.row, "where": cell.where, "seed": cell.seed, "method": cell.method}
     try:
@@ -264,7 +264,7 @@ def keep(cell: Cell, costs: Costs, found: Mapping[str, Any], folder: Path = DATA
 
 
 def costs_as_plain(costs: Costs) -> dict[str, Any]:
-    """Costs as JSON, without what nobody measured, so that a new kind of cost changes nothing that is kept."""
+    """Returns costs as JSON without unmeasured values, so that a new kind of cost changes no kept file."""
     usual = asdict(Costs())
     plain = {k: v for k, v in asdict(costs).items() if k in KEPT or v != usual[k]}
     return json.loads(json.dumps({**plain, "codec": dict(costs.codec)}))

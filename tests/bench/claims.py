@@ -1,4 +1,4 @@
-"""What has to hold, each with the cells it needs and the words in which the page says whether it does."""
+"""Claims about strategies, each with its cells and the page's text about whether it holds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SMALL = Digits(width=8, hidden=64)
 SHORT, LONG = 160, 800  # steps of SelSync's runs: while accuracy still rises steeply, and later
 WIRES = tuple((mbit, ms) for mbit in (10.0, 100.0, 1000.0) for ms in (0.0, 5.0, 20.0))
 RING, EXPONENTIAL = "Gossip(graph=ring)", "Gossip(graph=exponential)"
-CLEARLY = 1.05  # times as fast: less is no difference
+CLEARLY = 1.05  # times as fast: a smaller ratio is no difference
 
 
 class Part(NamedTuple):
-    """One claim: its heading, its cells, and what the page says of what was found."""
+    """One claim: its heading, its cells, and the page's text about the results."""
 
     title: str
     cells: Callable[[], list[Cell]]
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def rows() -> list[tuple[str, str, dict[str, Any]]]:
-    """(label, strategy, knobs) of every row of the tables, DDP first."""
+    """Returns (label, strategy, knobs) of every row of the tables, DDP first."""
     found = [("DDP", "DDP", {})]
     for m in methods():
         found += [(m.label(k), m.name, dict(k)) for k in m.knobs if (m.name, dict(k)) != ("DDP", {})]
@@ -44,7 +44,7 @@ def rows() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def tables() -> list[Cell]:
-    """The cells of the four tables, a seed after the other."""
+    """Returns the cells of the four tables, seed by seed."""
     return [
         Cell(part="table", row=label, where=where, seed=seed, method=name, knobs=knobs, fabric=fabric(where, seed),
              rate=method(name).rate)
@@ -53,7 +53,7 @@ def tables() -> list[Cell]:
 
 
 def target(found: Results) -> float | None:
-    """The loss that tables count the time to: DDP's at the first evaluation in the second half, mean over seeds."""
+    """Returns the tables' target loss: DDP's at the first evaluation in the second half, mean over seeds."""
     for where in FABRICS:
         curves = [f["curve"] for f in found.seeds("table", "DDP", where).values()]
         halves = [next(loss for s, _, loss in curve if s >= STEPS // 2) for curve in curves]
@@ -63,7 +63,7 @@ def target(found: Results) -> float | None:
 
 
 def times(found: Results, row: str, where: str) -> list[float]:
-    """How many times as fast as DDP a row reached the target, by seed; 0 where it never did."""
+    """Returns by seed how many times as fast as DDP a row reached the target; 0 if it never did."""
     goal, out = target(found), []
     for mine, base in found.pairs("table", row, "DDP", where):
         first, mine_at = reached(base["curve"], goal or 0.0), reached(mine["curve"], goal or 0.0)
@@ -73,7 +73,7 @@ def times(found: Results, row: str, where: str) -> list[float]:
 
 
 def speed(quick: list[float]) -> str:
-    """Times as fast as DDP to the target, in words: a seed that never got there is slower than all that did."""
+    """Formats the speed relative to DDP; a seed that never reached the target counts as slowest."""
     never = sum(not t for t in quick)
     if 2 * never >= len(quick):
         return f"not reached in {STEPS} steps{f' by {never} of {len(quick)} seeds' if never < len(quick) else ''}"
@@ -82,15 +82,15 @@ def speed(quick: list[float]) -> str:
 
 
 def comparable(name: str, where: str) -> bool:
-    """Is a strategy on a fabric where DDP is? Memory in common has no port that a slow network could narrow."""
+    """Whether a strategy can be compared with DDP on a fabric. Shared memory has no port that a slow network limits."""
     return where != LINK or not find(Strategy, name).shared
 
 
-# -- who is slow, and how --
+# -- stragglers --
 
 
 def slow_text(found: Results) -> str:
-    asked = [  # strategy, where, must it beat DDP?, why
+    asked = [  # strategy, where, whether it must beat DDP, why
         ("BackupWorkers", SLOW, True, "it does not wait for the last"),
         ("AsyncServer", SLOW, True, "only the slow rank itself is slow"),
         ("BoundedStaleness", STUMBLE, True, "a rank that has stumbled catches up before the bound is "
@@ -176,7 +176,7 @@ def gossip_cells() -> list[Cell]:
 
 
 def wire(row: str, mbit: float, ms: float, nbytes: float, ranks: int) -> float:
-    """Seconds of wire in one step, by the cost model: messages one after the other, and bytes of one port.
+    """Returns the cost model's wire seconds of one step: messages in turn, and the bytes of one port.
 
     >>> wire("DDP", 8.0, 10.0, 1e6, 4), wire("Gossip(graph=ring)", 8.0, 10.0, 1e6, 4)
     (1.56, 2.02)
@@ -186,7 +186,9 @@ def wire(row: str, mbit: float, ms: float, nbytes: float, ranks: int) -> float:
 
 
 def modelled(row: str, mbit: float, ms: float, f: dict[str, Any]) -> float:
-    """Seconds of a step: an all-reduce in one bucket follows the backward, messages to neighbours run beside it."""
+    """Returns the modelled seconds of a step: an all-reduce follows backward, messages to neighbours overlap with
+    it.
+    """
     forward, backward, update = f["compute"]
     seconds = wire(row, mbit, ms, f["model"], RANKS)
     return forward + backward + seconds + update if row == "DDP" else max(forward + backward, seconds) + update

@@ -1,11 +1,11 @@
-"""What a codec costs: one thread, a large tensor, against copying memory and against the plain torch expression.
+"""Times codecs on one thread and a large tensor, against a memory copy and the plain torch expression.
 
-Sides are timed in turn, round by round, with one of them twice (A/A); what counts is the median of the ratios.
+Sides are timed in turn, round by round, one of them twice (A/A). The result is the median of the ratios.
 
     python -m tests.bench.codecs --out docs/data/codecs.json
     python -m tests.bench.codecs --device cuda --elements 64000000 --out docs/data/gpu_codecs.json
 
-Goes on where it stopped: what the file holds is not measured again.
+Resumes: measurements in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import members
 
 ELEMENTS, ROUNDS = 8_000_000, 9
-SIDE = 2828  # of the square matrix that stands for a layer: 8 M elements
+SIDE = 2828  # of the square matrix that represents a layer: 8 M elements
 DENSITY = 0.01
 LAYERS: dict[str, list[tuple[int, ...]]] = {
     "8 matrices of 1000 x 1000": [(1000, 1000)] * 8,
@@ -40,7 +40,7 @@ LAYERS: dict[str, list[tuple[int, ...]]] = {
 
 
 def inputs(n: int = ELEMENTS, device: str = "cpu") -> dict[str, Tensor]:
-    """(n,) float32: Gaussian, and heavy-tailed (normal times log-normal)."""
+    """Returns (n,) float32 tensors: Gaussian, and heavy-tailed (normal times log-normal)."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(n, generator=rng)
     found = {"Gaussian": x, "heavy-tailed": x * torch.randn(n, generator=rng).mul_(1.5).exp_()}
@@ -48,7 +48,7 @@ def inputs(n: int = ELEMENTS, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def settle() -> None:
-    """What was asked of a GPU is done."""
+    """Waits until a GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -62,10 +62,10 @@ def once(run: Callable[[], Any]) -> float:
 
 
 def alternating(sides: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Seconds of each side, round by round, each after a call of its own that does not count.
+    """Returns the seconds of each side, round by round; each follows an uncounted call of its own.
 
-    For what was run before leaves caches and freed memory behind: right after another side, the plain expression took
-    a quarter longer than after itself.
+    An earlier call leaves caches and freed memory behind: right after another side, the plain expression took 25 %
+    longer than after itself.
     """
     took: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
@@ -76,7 +76,7 @@ def alternating(sides: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> di
 
 
 def whole(compressor: Compressor, x: Tensor, memory: Memory) -> Callable[[], Tensor]:
-    """One rank's encoding and decoding of x in a bucket of its own, as matrices where it is one."""
+    """Returns a function that encodes and decodes x in one bucket, as a matrix and a remainder."""
     work, left = x.clone(), x.numel() - SIDE * SIDE
     parts = tuple(placed((SIDE, SIDE), (left,)) if left >= 0 else placed((x.numel(),)))
 
@@ -90,13 +90,13 @@ def whole(compressor: Compressor, x: Tensor, memory: Memory) -> Callable[[], Ten
 
 
 def copying(x: Tensor) -> Callable[[], Any]:
-    """The yardstick: x copied to memory that is there."""
+    """Returns the reference: a copy of x to existing memory."""
     into = torch.empty_like(x)
     return lambda: into.copy_(x)
 
 
 def every(n: int, rounds: int, there: set[str], device: str = "cpu") -> Iterator[dict[str, Any]]:
-    """Each shipped compressor with its usual knobs against a copy of memory, but for those that are there."""
+    """Yields each shipped compressor with its usual knobs against a memory copy, except those in `there`."""
     x = inputs(n, device)["Gaussian"]
     for name, cls in members(Compressor).items():
         if not cls.__module__.startswith("workbench.") or cls is Dense or name in there:
@@ -109,7 +109,7 @@ def every(n: int, rounds: int, there: set[str], device: str = "cpu") -> Iterator
 
 
 def kernels(n: int, rounds: int) -> list[dict[str, Any]]:
-    """The kernels that have to beat the plain torch expression, and by how much."""
+    """Times the kernels that must beat the plain torch expression."""
     rows = []
     for name, x in inputs(n).items():
         k, rng = round(DENSITY * n), torch.Generator().manual_seed(1)
@@ -140,7 +140,7 @@ def kernels(n: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def low_rank(name: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, Any]:
-    """PowerSGD under error feedback against torch's own hook, whose all-reduce is taken for done."""
+    """Times PowerSGD under error feedback against torch's own hook, with an immediate all-reduce."""
     parts = placed(*shapes)
     grad = torch.randn(parts[-1].stop, generator=torch.Generator().manual_seed(0))
     data, memory = torch.empty_like(grad), Memory(0)
@@ -165,7 +165,7 @@ def low_rank(name: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str,
 
 
 class _Done:
-    """A collective that is over: one rank's sum is its own."""
+    """A completed collective of a single rank, so the sum is its input."""
 
     def __init__(self, x: Tensor) -> None:
         self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -181,7 +181,7 @@ class _Group:
 
 
 class _GradBucket:
-    """What torch's hook asks of a bucket."""
+    """The interface of a bucket that torch's hook uses."""
 
     def __init__(self, data: Tensor, parts: list[Any]) -> None:
         self.data, self.parts = data, parts
@@ -200,7 +200,7 @@ class _GradBucket:
 
 
 def ratio(took: dict[str, list[float]], side: str, base: str) -> float:
-    """Median over rounds of how many times as long a side took as the base beside it."""
+    """Returns the median over rounds of a side's time over the base's."""
     each = sorted(a / b for a, b in zip(took[side], took[base], strict=True))
     return each[len(each) // 2]
 

@@ -1,11 +1,10 @@
-"""Who wins when: every compressor on four links, against dense fp32 and bf16: docs/compression.md.
+"""Measures every compressor on four links against dense fp32 and bf16, for docs/compression.md.
 
     python -m tests.bench.compression [--minutes 30] [--only PART ...] [--page-only]
 
-Under DDP the losses do not depend on the link. So the loss against the step is found once per compressor, in the
-simulator with real tensors, and the time of a step once per compressor and link, on real ranks at a stated pace; the
-time to a loss is their product, and one run per link that is really made shows whether that is so. What was measured
-before and would come out the same is not measured again.
+Under DDP the losses do not depend on the link. So the loss by step is found once per compressor, in the simulator with
+real tensors. The time of a step is found once per compressor and link, on real ranks at a stated pace. Their product is
+the time to a loss, and one complete run per link verifies it. Measurements with unchanged inputs are not repeated.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ DATA = ROOT / "docs" / "data" / "compression"
 PAGE = ROOT / "docs" / "compression.md"
 TASK = ByteGPT(layers=2, width=96, heads=4, context=32)
 STEPS, EVERY, BUCKET = 300, 20, 0.25
-PACE, SETTLE, COUNTED = 60.0, 4, 20  # ms of compute per step; steps that are not counted, steps that are
+PACE, SETTLE, COUNTED = 60.0, 4, 20  # ms of compute per step; steps before counting, counted steps
 LINKS = {"unlimited": 0.0, "1 Gbit/s": 1000.0, "200 Mbit/s": 200.0, "50 Mbit/s": 50.0}
-COSTS = Costs(forward=0.01, backward=0.02, update=0.005)  # of the simulated runs: their times are not looked at
-WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers"}  # what they are is said by what they wrap
-SETTINGS: dict[str, Any] = {  # in place of what a bare name means: DGC's momentum is SGD's, and the task has AdamW
+COSTS = Costs(forward=0.01, backward=0.02, update=0.005)  # of the simulated runs, whose times are not used
+WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers"}  # their results depend on the wrapped compressor
+SETTINGS: dict[str, Any] = {  # instead of the bare name's settings: DGC's momentum is SGD's, and the task has AdamW
     "Dense": "Dense", "Cast(to=bf16)": {"Cast": {"to": "bf16"}}, "DGC(momentum=0)": {"DGC": {"momentum": 0.0}},
 }  # fmt: skip
 
 
 def rows() -> dict[str, Any]:
-    """What is measured, by label: dense, bf16, then each compressor as its bare name means it."""
+    """Returns the compressors to measure by label: dense, bf16, then each with its bare name's settings."""
     found, left_out = dict(SETTINGS), WRAPPERS | {label.partition("(")[0] for label in SETTINGS}
     for name, cls in members(Compressor).items():
         if cls.__module__.startswith("workbench.") and name not in left_out:
@@ -59,7 +58,7 @@ def rows() -> dict[str, Any]:
 
 
 def losses(part: str = "loss") -> list[Cell]:
-    """Loss against step, a seed after the other; `part` is one of LOSSES."""
+    """Returns the cells of loss by step, seed by seed; `part` is one of LOSSES."""
     return [
         Cell(part=part, row=label, where="any link", seed=seed, method="DDP", codec=codec, task=TASK,
              steps=STEPS, every=EVERY, bucket_mb=BUCKET)
@@ -77,7 +76,7 @@ def fabric(link: str) -> Fabric:
 
 
 def steps() -> list[Cell]:
-    """The time of a step, link by link; dense at the end once more, to see what the machine did meanwhile."""
+    """Returns the cells of step times, link by link, with dense once more at the end as a control."""
     return [
         Cell(part="step", row=label, where=link, seed=0, method="DDP", codec=codec, task=TASK, fabric=fabric(link),
              steps=SETTLE + COUNTED, every=0, bucket_mb=BUCKET)
@@ -86,12 +85,12 @@ def steps() -> list[Cell]:
 
 
 def experiment(cell: Cell) -> Experiment:
-    """A cell's experiment, paced."""
+    """Returns a cell's experiment with a pace."""
     return replace(cell.asked()[0], pace=PACE)
 
 
 def stepped(lab: Lab, cell: Cell) -> dict[str, Any]:
-    """20 paced steps on real ranks: seconds, bytes per rank, seconds of codec work and of waiting."""
+    """Runs 20 paced steps on real ranks: seconds, bytes per rank, seconds of codec work and of waiting."""
     run = ended(lab, experiment(cell), 120)
     spans = run.timeline.spans.rows()
     spans = spans[spans.step >= SETTLE]
@@ -119,7 +118,7 @@ def ended(lab: Lab, e: Experiment, limit: float) -> Run:
 
 
 def in_full(found: Any) -> Iterator[tuple[Cell, float, float]]:
-    """For dense and for each link's winner: (the cell, the loss to reach, the seconds that the product says)."""
+    """Yields (cell, target loss, predicted seconds) for dense and for each link's winner."""
     for link in LINKS:
         best = page.ranking(found, link)
         for label in dict.fromkeys(["Dense", *(row.label for row in best[:1])]):
@@ -132,7 +131,7 @@ def in_full(found: Any) -> Iterator[tuple[Cell, float, float]]:
 
 
 def real(until: float, only: set[str]) -> None:
-    """The cells on real ranks."""
+    """Runs the cells on real ranks."""
     now = stamp()
     with Lab(ranks=RANKS, name="compression") as lab:
         for cell in steps() if not only or "step" in only else ():
@@ -140,7 +139,7 @@ def real(until: float, only: set[str]) -> None:
                 continue
             try:
                 values = stepped(lab, cell)
-            except Exception as error:  # one that fails must not cost the others their turn
+            except Exception as error:  # a cell that fails must not stop the next ones
                 print(f"{cell.row}, {cell.where} failed on real ranks: {error}", flush=True)
                 continue
             keep(cell, COSTS, values, DATA, **now)
@@ -155,7 +154,7 @@ def real(until: float, only: set[str]) -> None:
 
 
 def possible(cells: list[Cell]) -> list[Cell]:
-    """Those whose compressor is there with these knobs."""
+    """Returns the cells whose compressor exists with these knobs."""
     good = []
     for cell in cells:
         try:

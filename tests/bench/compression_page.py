@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""docs/compression.md from the cells in docs/data/compression: nothing in the page is typed by hand."""
+"""Writes docs/compression.md from the cells in docs/data/compression, without any number typed by hand."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ writes it again from them. Whether a compressor is worth it depends on the link,
 compared with dense fp32 and, because half of the bytes are nearly free, with bf16.
 """
 DENSE, BF16, AGAIN = "Dense", "Cast(to=bf16)", "Dense again"
-CLEARLY = 1.05  # times as fast: less is no difference
+CLEARLY = 1.05  # times as fast: a smaller ratio is no difference
 
 
 class Row(NamedTuple):
     """One compressor on one link.
 
-    steps: to the loss that is asked for, median of the seeds (0: not reached by most); each: of every seed
+    steps: to the target loss, median of the seeds (0: most did not reach it); each: of every seed
     step:  seconds of one step; nbytes: sent per rank in it; codec: seconds of its own work in it
     time:  steps times step
     """
@@ -49,7 +49,7 @@ def results(data: Path) -> Results:
 
 
 def target(found: Results) -> float:
-    """The loss that times are counted to: dense's at half of its run, mean of the seeds; 0 without any."""
+    """Returns the target loss for times: dense's at half of its run, mean of the seeds; 0 without any."""
     curves = [f["curve"] for f in found.seeds("loss", DENSE, "any link").values()]
     ends = [loss for c in curves for s, _, loss in c if s >= c[-1][0] / 2]
     heads = [next(loss for s, _, loss in c if s >= c[-1][0] / 2) for c in curves]
@@ -57,20 +57,20 @@ def target(found: Results) -> float:
 
 
 def steps_to(found: Results, label: str) -> list[float]:
-    """Steps to the target, by seed; 0 where it was not reached."""
+    """Returns the steps to the target by seed; 0 if a seed did not reach it."""
     goal = target(found)
     each = found.seeds("loss", label, "any link").values()
     return [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) or 0.0 for f in each]
 
 
 def _middle(each: list[float]) -> float:
-    """The median of steps to the loss, where a seed that never got there took longer than all others; 0 if that is one."""
+    """Returns the median of steps to the loss; seeds that never got there count as slowest, and give 0."""
     middle = statistics.median_high(s or math.inf for s in each) if not all(each) else statistics.median(each)
     return middle if math.isfinite(middle) else 0.0
 
 
 def ranking(found: Results, link: str) -> list[Row]:
-    """All compressors that were measured on a link: the quickest first, those that never got there last."""
+    """Returns all measured compressors of a link, fastest first, then the ones that never reached the target."""
     rows = []
     for f in found.files:
         if f["part"] != "step" or f["where"] != link or "step_s" not in f["found"]:
@@ -82,7 +82,7 @@ def ranking(found: Results, link: str) -> list[Row]:
 
 
 def text(data: Path, shared: Path) -> str:
-    """The whole page: the campaign's cells in `data`, the other samples in `shared`."""
+    """Returns the whole page from the campaign's cells in `data` and the other samples in `shared`."""
     found = results(data)
     links = list(dict.fromkeys(f["where"] for f in found.files if f["part"] == "step"))
     parts = [HEAD, _codecs(shared / "codecs.json"), _how(found), _losses(found, data), compression_tuned.text(found)]
@@ -92,7 +92,7 @@ def text(data: Path, shared: Path) -> str:
 
 
 def _order(link: str) -> float:
-    """Fast links first."""
+    """Sort key of links, fast ones first."""
     number = link.split()[0]
     return -(float(number) * (1000 if "Gbit" in link else 1)) if number[0].isdigit() else float("-inf")
 
@@ -111,7 +111,7 @@ def _how(found: Results) -> str:
 
 
 def _times(found: Results, data: Path) -> str:
-    """Whose steps were timed with code that is no longer what there is."""
+    """Returns a note about step times that were measured with older code."""
     from tests.bench.compression import COSTS, steps
 
     cells = {(c.row, c.where): c for c in steps()}
@@ -128,7 +128,7 @@ def _times(found: Results, data: Path) -> str:
 
 
 def _old(found: Results, data: Path, part: str) -> list[str]:
-    """Rows of which some seeds ran with code that is no longer what there is."""
+    """Returns the rows with seeds that ran with older code."""
     from tests.bench.compression import COSTS, losses
 
     there = {(f["row"], f["seed"]) for f in found.files if f["part"] == part}
@@ -175,7 +175,7 @@ def _link(found: Results, link: str) -> str:
 
 
 def _control(found: Results, link: str) -> str:
-    """A/A: dense before and after all others."""
+    """Returns the A/A result: dense before and after all other rows."""
     first, again = found.seeds("step", DENSE, link), found.seeds("step", AGAIN, link)
     if not first or not again:
         return ""
@@ -201,7 +201,7 @@ def _full(found: Results) -> str:
 
 
 def _where(found: Results) -> str:
-    """In words, link by link: who wins, and how many lose."""
+    """Returns the winners and the number of losers, link by link."""
     known = compression_tuned.head_start(found, target(found))
     links = sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order)
     said = [line for link in links if (line := _winners(link, ranking(found, link), known[1] / known[2] if known else 0.0))]
@@ -209,7 +209,10 @@ def _where(found: Results) -> str:
 
 
 def _winners(link: str, rows: list[Row], tuned: float) -> str:
-    """One link's line. tuned: Dense's steps at its own best learning rate over those at the task's; 0: not known."""
+    """Returns one link's line.
+
+    tuned: Dense's steps at its own best learning rate over those at the task's; 0: not known
+    """
     base = next((r for r in rows if r.label == DENSE), None)
     if base is None or not base.time:
         return ""
@@ -227,7 +230,9 @@ def _winners(link: str, rows: list[Row], tuned: float) -> str:
 
 
 def _sides(times: dict[str, float]) -> tuple[list[str], list[str]]:
-    """Who is clearly faster, and who clearly slower (0: never got there), by times as fast."""
+    """Returns the labels that are clearly faster and those clearly slower, from relative speeds (0: target never
+    reached).
+    """
     return [label for label, x in times.items() if x > CLEARLY], [label for label, x in times.items() if x < 1 / CLEARLY]
 
 

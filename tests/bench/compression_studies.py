@@ -1,7 +1,7 @@
-"""Three closer looks for docs/compression.md: Accordion against its two ratios, levels at equal bits, Zen's schemes.
+"""Three studies for docs/compression.md: Accordion and its two ratios, levels at equal bits, Zen's schemes.
 
-Accordion's and the levels' losses are cells of the compressors' campaign. What rounding costs is measured on gradients
-of a real training in one process; Zen's schemes on real ranks, table by table, beside what its formulas say.
+Losses of Accordion and of the levels are cells of the compressors' campaign. Rounding errors are measured on gradients
+of a real training in one process. Zen's schemes run on real ranks, table by table, next to their formulas.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHECKS = 20  # steps between two of Accordion's checks
 
 
 def accordions() -> dict[str, Any]:
-    """Each pair's two fixed ratios and Accordion between them, by label."""
+    """Returns each pair's two fixed ratios and Accordion between them, by label."""
     found: dict[str, Any] = {}
     for of, (gentle, harsh) in PAIRS.items():
         both = {"Accordion": {"gentle": gentle, "harsh": harsh, "every": CHECKS}}
@@ -63,7 +63,7 @@ ROUNDERS: dict[str, dict[str, Any]] = {
 
 
 def rounders() -> dict[str, Any]:
-    """What rounds to levels, at equal bits, by label."""
+    """Returns the codecs that round to levels, at equal bits, by label."""
     return {
         f"{label}, blocks of {block}": {label.partition(",")[0]: {"bits": BITS, "block": block, **more}}
         for block in BLOCKS for label, more in ROUNDERS.items()
@@ -71,7 +71,7 @@ def rounders() -> dict[str, Any]:
 
 
 def gradients(task: TaskBase, steps: int = 300, every: int = 10) -> list[Tensor]:
-    """(n,) each: the gradient in every tenth step of a training in one process."""
+    """Returns (n,) gradients of every tenth step of a training in one process."""
     learner = task.build()
     torch.manual_seed(0)
     model = learner.model()
@@ -87,7 +87,7 @@ def gradients(task: TaskBase, steps: int = 300, every: int = 10) -> list[Tensor]
 
 
 def variances(grads: list[Tensor], last: int = 10) -> dict[str, list[float]]:
-    """By label: ||C(x) - x||^2 / ||x||^2 of each of the last gradients; those before teach what is fitted."""
+    """Returns ||C(x) - x||^2 / ||x||^2 of each of the last gradients by label; earlier gradients fit the levels."""
     found: dict[str, list[float]] = {}
     for label, plain in rounders().items():
         codec = from_plain(quick(plain), Compressor)
@@ -98,7 +98,7 @@ def variances(grads: list[Tensor], last: int = 10) -> dict[str, list[float]]:
 
 
 def tails(n: int = 2**17, bits: int = BITS, block: int = 8192) -> dict[str, dict[str, float]]:
-    """||C(x) - x||^2 / ||x||^2 of the fitted ones once they have fitted, on normal numbers and on long-tailed ones."""
+    """Returns ||C(x) - x||^2 / ||x||^2 of fitted codecs on normal and on long-tailed numbers."""
     rng = torch.Generator().manual_seed(0)
     normal = torch.randn(n, generator=rng)
     chi = torch.randn(3, n, generator=rng).square().mean(0)
@@ -113,7 +113,7 @@ def tails(n: int = 2**17, bits: int = BITS, block: int = 8192) -> dict[str, dict
 
 
 def quick(plain: dict[str, Any]) -> dict[str, Any]:
-    """The same where only every tenth gradient is seen: fitted as early in the training."""
+    """Scales the fitting steps down by 10, because only every tenth gradient is seen."""
     ((name, knobs),) = plain.items()
     return {name: {k: max(1, v // 10) if k.startswith("fit_") else v for k, v in knobs.items()}}
 
@@ -138,7 +138,7 @@ class Seen(NamedTuple):
 
 
 def clicks(ids: int, scheme: str, link: Link) -> Experiment:
-    """Tables of which 64 random rows each are touched by each rank in a step; everything in one bucket."""
+    """Returns a run with tables in one bucket; each rank touches 64 random rows of each table per step."""
     task = ClickThrough(fields=8, ids=ids, width=64, hidden=8, skew=0.0)
     return Experiment(
         task=task, ranks=RANKS, batch=64, compressor=Zen(scheme=scheme), bucket_mb=1000.0, pace=30.0,
@@ -147,7 +147,7 @@ def clicks(ids: int, scheme: str, link: Link) -> Experiment:
 
 
 def looked(run: Any, mbit: float, ids: int, scheme: str) -> Seen:
-    """What a run says of its exchanges."""
+    """Returns the measurements of a run's exchanges."""
     spans, samples = run.spans, run.samples
     comm = spans[(spans.lane == "comm") & (spans.step >= SETTLE)]
     each = [float((one.t1 - one.t0).sum()) for _, one in comm.groupby(["rank", "step"])]
@@ -158,7 +158,7 @@ def looked(run: Any, mbit: float, ids: int, scheme: str) -> Seen:
 
 
 def schemes() -> Iterator[Seen]:
-    """Every scheme on every model, on real ranks."""
+    """Runs every scheme on every model on real ranks."""
     with Lab(ranks=RANKS, name="zen") as lab:
         for mbit, ids, scheme in [(m, n, s) for m, each in IDS.items() for n in each for s in ("auto", *SCHEMES)]:
             run = lab.run(clicks(ids, scheme, Link(bandwidth=mbit, latency=LATENCY)))
@@ -169,14 +169,14 @@ def schemes() -> Iterator[Seen]:
 
 
 def said(density: float, model: int, scheme: str, p: int = RANKS) -> int:
-    """Bytes that a rank is expected to send, by the formula for rows, of which all are as likely."""
+    """Returns the expected bytes that a rank sends, by the formula for equally likely rows."""
     n, width = model // 4, 64
     units = n / width
     return expected(scheme, Sparsity(density * units, density * n, round(units), n, 4, units), p)
 
 
 def crossing(low: str, high: str, p: int, took: Callable[[str, int, float], float]) -> float:
-    """The density at which `high` begins to take less than `low`, by halving."""
+    """Returns the density at which `high` begins to take less than `low`, by bisection."""
     a, b = 1e-4, 1.0
     for _ in range(12):
         middle = (a * b) ** 0.5
@@ -189,7 +189,7 @@ COUNTS = (4, 16)  # ranks
 
 
 def in_virtual_time(scheme: str, p: int, density: float) -> float:
-    """Seconds of an exchange in the simulator, from sizes only, on a link without latency."""
+    """Returns the seconds of an exchange in the simulator, with sizes only, on a link without latency."""
     e = clicks(8000, scheme, Link(bandwidth=200.0))
     e = replace(e, ranks=p, steps=2, compressor=Zen(scheme=scheme, rows="elements"))
     spans = simulate(e, costs=Costs(density=density), real=False).spans
@@ -198,7 +198,7 @@ def in_virtual_time(scheme: str, p: int, density: float) -> float:
 
 
 def crossings() -> list[dict[str, Any]]:
-    """Where schemes cross, by formula and in virtual time."""
+    """Returns the densities at which schemes cross, by formula and in virtual time."""
     return [
         {"below": a, "above": b, "ranks": p, "formula": crossing(a, b, p, by_formula),
          "simulated": crossing(a, b, p, in_virtual_time)}
@@ -207,7 +207,7 @@ def crossings() -> list[dict[str, Any]]:
 
 
 def measure(folder: Path, task: TaskBase, now: dict[str, Any]) -> None:
-    """What is not a cell: once, into `folder`; what is there stays."""
+    """Runs the measurements that are not cells, once, into `folder`; existing results stay."""
     folder.mkdir(parents=True, exist_ok=True)
     todo: dict[str, Callable[[], Any]] = {
         "variance.json": lambda: variances(gradients(task)),

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
-"""Compressors under three optimizers, each with a learning rate of its own: a part of docs/compression.md.
+"""Compares compressors under three optimizers, each with its own learning rate, for docs/compression.md.
 
-What a compressor costs in loss depends on who takes the sum: Adam's first moment, none, or SGD's momentum. All are
-tuned by the rule of `tuning`, Dense like the others. Losses only; no time is looked at.
+The loss of a compressor depends on the optimizer that gets the sum: Adam's first moment, no momentum, or SGD's. All
+rows, Dense included, are tuned by the rule of `tuning`. The study looks at losses only, not at times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PART = "tuned"
 
 
 class Setting(NamedTuple):
-    """An optimizer as plain data, what it is called, the rates that are tried first, and the compressors."""
+    """An optimizer as plain data, its label, the rates to try first, and the compressors."""
 
     name: str
     optimizer: Any
@@ -39,11 +39,11 @@ SETTINGS = (
         ("Dense", "DGC(density=0.01)", "TopK", "PowerSGD", "ALQ", "EFSignSGD", "OneBit"),
     ),
 )  # fmt: skip
-CODECS: dict[str, Any] = {"DGC(density=0.01)": {"DGC": {"density": 0.01}}}  # where it is not what a bare name means
+CODECS: dict[str, Any] = {"DGC(density=0.01)": {"DGC": {"density": 0.01}}}  # if not the bare name's settings
 
 
 def codec(row: str) -> Any:
-    """A row's compressor as plain data."""
+    """Returns a row's compressor as plain data."""
     return CODECS.get(row) or to_plain(find(Compressor, row).usual())
 
 
@@ -52,14 +52,14 @@ def label(setting: Setting, row: str) -> str:
 
 
 def grid(setting: Setting) -> tuple[float, ...]:
-    """The rates as multiples of the task's."""
+    """Returns the rates as multiples of the task's."""
     from tests.bench.compression import TASK
 
     return tuple(rate / TASK.lr for rate in setting.rates)
 
 
 def cells(found: Results) -> list[Cell]:
-    """Every row, as far as its learning rate is known from what was found."""
+    """Returns the cells of every row, as far as results determine its learning rate."""
     out = []
     for setting in SETTINGS:
         for row in setting.rows:
@@ -81,7 +81,7 @@ def _maker(setting: Setting, row: str) -> Any:
 
 
 def ends(found: Results, setting: Setting, row: str) -> tuple[Choice, list[float]] | None:
-    """The chosen rate of a row and its losses at the end with it, by seed; None until all of the grid was tried."""
+    """Returns the chosen rate of a row and its final losses by seed; None until the whole grid was tried."""
     name = label(setting, row)
     chosen = tuning.choice(found, PART, name, grid(setting))
     if chosen is None or not set(grid(setting)) <= set(chosen.tried):
@@ -90,7 +90,7 @@ def ends(found: Results, setting: Setting, row: str) -> tuple[Choice, list[float
 
 
 def sooner(found: Results, goal: float) -> str:
-    """In words: times over Dense in the tables are over an untuned one."""
+    """Returns a note: the tables' speeds are relative to an untuned Dense."""
     from tests.bench.compression import TASK
 
     if not (known := head_start(found, goal)):
@@ -103,7 +103,7 @@ def sooner(found: Results, goal: float) -> str:
 
 
 def head_start(found: Results, goal: float) -> tuple[float, float, float, int] | None:
-    """(Dense's best rate, its steps to `goal` there, those at the task's rate, seeds); None where that is not known."""
+    """Returns (Dense's best rate, its steps to `goal`, steps at the task's rate, seeds), or None if not known."""
     if not (one := ends(found, SETTINGS[0], "Dense")):
         return None
     seeds = found.seeds(PART, label(SETTINGS[0], "Dense"), tuning.where(one[0].rate)).values()
@@ -116,7 +116,7 @@ def head_start(found: Results, goal: float) -> tuple[float, float, float, int] |
 
 
 def text(found: Results) -> str:
-    """A table for each optimizer; one line where there is none."""
+    """Returns a table for each optimizer, or one line without results."""
     from tests.bench.compression import STEPS
 
     about = (

@@ -1,11 +1,11 @@
-"""Says of cells whose code was changed since whether they would come out the same, without measuring them in full.
+"""Checks cells with changed code by short runs, to confirm that their results are unchanged.
 
     python -m tests.bench.confirm [--minutes 30] [--workers 2]
 
-A simulated run is the same to the last digit whenever it is repeated. So of each row, whose seeds run the same code,
-one seed is run over its first POINTS evaluations; where step, seconds and loss of each are what was kept, all its seeds
-are taken for confirmed and say over how many steps. What differs is left as it is, to be measured again. Code that acts
-only later than that is not seen: rows that begin something late are run until POINTS evaluations past it.
+A repeated simulated run is bit-identical. So one seed of each row, whose seeds run the same code, runs its first POINTS
+evaluations. If step, seconds and loss of each equal the kept ones, all its seeds count as confirmed, with the number of
+steps. Rows that differ stay as they are, to be measured again. The check misses code that only acts later: rows that
+begin something late run until POINTS evaluations past it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POINTS = 3
 
 
 def stale(cells: Iterable[Cell], costs: Costs, folder: Path) -> dict[tuple[str, str, str], list[Cell]]:
-    """Cells that were measured with other code, by (part, row, place)."""
+    """Returns the cells measured with other code, by (part, row, place)."""
     found: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         if (folder / cell.path).exists() and kept(cell, costs, folder) is None:
@@ -38,14 +38,14 @@ def stale(cells: Iterable[Cell], costs: Costs, folder: Path) -> dict[tuple[str, 
 
 
 def begun(cell: Cell) -> Cell:
-    """The same cell, of which only the first evaluations are run."""
+    """Returns the same cell with only its first evaluations."""
     every = cell.every or cell.steps
     late = max([cell.after, cell.knobs.get("warmup", 0)])
     return replace(cell, steps=min(cell.steps, (late // every + POINTS + 1) * every))
 
 
 def same(cell: Cell, costs: dict[str, Any], was: list[list[float]]) -> int:
-    """Over how many steps a cell comes out as it `was`; 0 where it does not. Runs in a process of its own."""
+    """Returns over how many steps a cell equals `was`; 0 if it does not. Runs in its own process."""
     short = begun(cell)
     found, _ = strategies.ran(short, costs)
     mine = [point for point in found.get("curve", []) if point[0] < short.steps or short.steps == cell.steps]
@@ -53,7 +53,7 @@ def same(cell: Cell, costs: dict[str, Any], was: list[list[float]]) -> int:
 
 
 def confirm(cells: Iterable[Cell], costs: Costs, folder: Path, until: float, workers: int) -> list[str]:
-    """Confirms what it can; the rows that came out otherwise."""
+    """Confirms as many rows as it can; returns the rows with different results."""
     rows, other = stale(cells, costs, folder), []
     plain, today = strategies.costs_as_plain(costs), datetime.date.today().isoformat()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -76,7 +76,7 @@ def confirm(cells: Iterable[Cell], costs: Costs, folder: Path, until: float, wor
 
 
 def restamp(path: Path, cell: Cell, costs: Costs, steps: int, date: str) -> None:
-    """Writes down that a cell's numbers hold for the present code."""
+    """Records in the file that a cell's numbers hold for the present code."""
     held = json.loads(path.read_text())
     held |= {"key": key(cell, costs), "confirmed": {"steps": steps, "date": date}}
     path.write_text(json.dumps(held))

@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md about labs that open, run and close."""
+"""Writes the part of docs/reliability.md about labs that open, run and close."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ shared memory.
 
 
 def describe(cycles: dict[str, Any]) -> str:
-    """The section's text."""
+    """Returns the section's text."""
     rows = cycles.get("cycles", [])
     if not rows:
         return f"{ABOUT}\nNot measured yet.\n"

@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md about damaged files."""
+"""Writes the part of docs/reliability.md about damaged files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OUTCOMES = {"refused": "refused", "warned": "read with a warning", "same": "the 
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The section's text."""
+    """Returns the section's text."""
     if not found:
         return f"{ABOUT}\nNot measured yet.\n"
     return "\n".join([ABOUT, *(tell(name, one) for name, one in sorted(found.items()))])
 
 
 def tell(name: str, found: dict[str, Any]) -> str:
-    """What became of the changes of a checkpoint, or of a record."""
+    """Returns the results of the changes to a checkpoint or a record."""
     left = f" **{COUNT - found['next']:,} of {COUNT:,} are still to be made.**" if found["next"] < COUNT else ""
     head = f"A {name}: {found['next']:,} changes, {len(found['wrong'])} wrong.{left}\n"
     lines = [f"| change | {' | '.join(OUTCOMES.values())} |", "| --- " * (len(OUTCOMES) + 1) + "|"]

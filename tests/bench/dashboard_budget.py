@@ -1,11 +1,10 @@
-"""The dashboard's budgets in a real JupyterLab: what crosses to the page, how often it redraws, what it costs.
+"""Measures the dashboard in a real JupyterLab: bytes to the page, redraws, processor time, memory.
 
     python -m tests.bench.dashboard_budget --seconds 120 --out docs/data/dashboard.json
     python -m tests.bench.dashboard_budget --real --seconds 60 --out docs/data/dashboard_real.json
 
-Rows of 8 ranks at 20 steps/s (`--ranks 64`: of more) come from a process of their own (dashboard_source.py). Written
-are the raw samples: a line per websocket frame's second, per redraw, per heap measurement; the numbers under "results"
-follow from them.
+A separate process (dashboard_source.py) sends rows of 8 ranks at 20 steps/s (`--ranks 64`: of more). The output has the
+raw samples, one for each websocket frame, redraw and heap measurement, and the numbers under "results" from them.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ BUDGETS = {
 
 
 def serve(folder: Path, source: str) -> tuple[subprocess.Popen[bytes], str]:
-    """JupyterLab on a free port with everything it keeps under `folder`; widget state is saved with notebooks."""
+    """Starts JupyterLab on a free port with all its files under `folder`; notebooks save widget state."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])
@@ -99,7 +98,7 @@ def serve(folder: Path, source: str) -> tuple[subprocess.Popen[bytes], str]:
 
 
 class Page:
-    """The notebook in Chromium, with an ear on its websocket."""
+    """The notebook in Chromium; records the frames on its websocket."""
 
     def __init__(self, browser: Any, url: str, size: tuple[int, int]) -> None:
         self.frames: list[tuple[float, int]] = []
@@ -121,7 +120,7 @@ class Page:
         self.page.evaluate(LISTEN)
         said = self.page.locator(".jp-OutputArea-output", has_text="pid").first
         begun = self.page.locator(".jp-CodeCell .jp-InputPrompt").first
-        for _ in range(6):  # a cell run while the kernel is being connected is forgotten
+        for _ in range(6):  # JupyterLab forgets a cell that runs while the kernel connects
             self.page.locator(".jp-CodeCell .cm-content").first.click()
             self.page.keyboard.press("Shift+Enter")
             self.page.wait_for_timeout(4000)
@@ -133,7 +132,7 @@ class Page:
         return int(pid)
 
     def heap(self) -> float:
-        """MB of the JS heap after a forced collection."""
+        """Returns MB of the JS heap after a forced collection."""
         for _ in range(2):
             self.cdp.send("HeapProfiler.collectGarbage")
         return self.cdp.send("Runtime.getHeapUsage")["usedSize"] / 1e6
@@ -151,7 +150,7 @@ class Page:
 
 
 def measure(seconds: float, shots: Path | None, size: tuple[int, int], source: str) -> dict[str, Any]:
-    """One run of the dashboard under load; raw samples and results."""
+    """Runs the dashboard once under load; returns raw samples and results."""
     from playwright.sync_api import sync_playwright
 
     folder = Path(tempfile.mkdtemp(prefix="budget-"))
@@ -197,7 +196,7 @@ def _watch(page: Page, seconds: float, shots: Path | None, folder: Path, made_up
 
 
 def results(raw: dict[str, Any]) -> dict[str, float]:
-    """The budgets' numbers from the raw samples."""
+    """Computes the budgets' numbers from the raw samples."""
     seconds = raw["seconds"]
     fresh, newest = [], -1e9
     for t, age, _ in raw["draws"]:
@@ -206,7 +205,7 @@ def results(raw: dict[str, Any]) -> dict[str, float]:
             fresh.append((t, newest))
     at, rows = np.array(fresh).T if fresh else (np.zeros(1), np.zeros(1))
     ticks = np.arange(at[0], at[-1], 0.02)
-    for since, _, until in raw["heap_mb"]:  # a forced collection stops the page: that pause is the measurement's own
+    for since, _, until in raw["heap_mb"]:  # the page stops during a forced collection
         ticks = ticks[(ticks < since) | (ticks > until + 0.5)]
     age = ticks - rows[np.searchsorted(at, ticks, side="right") - 1]
     return {

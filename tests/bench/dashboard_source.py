@@ -1,9 +1,9 @@
-"""Rows of many ranks released in real time by a process of its own, and a live Run that takes them in.
+"""A process that sends rows of many ranks in real time, and a live Run that receives them.
 
-    python dashboard_source.py PORT EPOCH RANKS     # publishes what ends as it ends, 4 times a second per rank
+    python dashboard_source.py PORT EPOCH RANKS     # publishes rows as they end, 4 times a second per rank
     run = live_run()                    # in a notebook: starts that process, relays its rows as a Lab does
 
-Ranks publish at their own moments, as engines do. The numbers are made up; their rate and their shape are real.
+Ranks publish at different moments, as engines do. The numbers are synthetic; their rate and shape are real.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Rank:
             self.rows["marks"].append((0, self.step, "change", t, text))
 
     def message(self) -> list[bytes]:
-        """What is new as one message, as a rank sends it; nothing is kept."""
+        """Returns the new rows as one message, as a rank sends it, and forgets them."""
         out: list[bytes] = []
         for kind, rows in self.rows.items():
             if rows:
@@ -93,13 +93,13 @@ _NAMES = {
 
 
 def publish(port: int, epoch: float, count: int = RANKS) -> None:
-    """Publishes until this process is ended or its parent is gone."""
+    """Publishes until this process or its parent ends."""
     keys, out = Keys(*sys.stdin.readline().split()), zmq.Context().socket(zmq.PUB)
     keys.lock(out)
     out.bind(f"tcp://127.0.0.1:{port}")
     ranks = [Rank(r) for r in range(count)]
     while True:
-        for rank in ranks:  # one after the other within a push, as engines that do not know of each other
+        for rank in ranks:  # in turn within a push, as independent engines do
             time.sleep(1 / PUSHES / count)
             rank.until(time.time() - epoch)
             if frames := rank.message():
@@ -107,7 +107,7 @@ def publish(port: int, epoch: float, count: int = RANKS) -> None:
 
 
 def live_run(settings: dict[str, Any] | None = None, ranks: int = RANKS) -> Run:
-    """A live run whose rows come from a process of their own."""
+    """Returns a live run whose rows come from another process."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])

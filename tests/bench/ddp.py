@@ -1,4 +1,4 @@
-"""Our strategies against torch's own at their best, in alternating blocks of one run: DDP and ZeRO3 (`fully_shard`).
+"""Compares our DDP and ZeRO3 with torch's DDP and `fully_shard` in alternating blocks of one run.
 
 Each rank is a process that holds both: our session (recording on) and torch's in a plain loop. Blocks of a few steps
 alternate ours, torch, torch, ...; the second torch block of each round is the A/A control.
@@ -7,7 +7,7 @@ alternate ours, torch, torch, ...; the second torch block of each round is the A
     python -m tests.bench.ddp --strategy ZeRO3 --caps 1 5 --rounds 12 --out docs/data/fsdp.json
     python -m tests.bench.ddp --gpus 1 --ranks 1 2 --rounds 12 --out docs/data/gpu_ddp.json
 
-On GPUs over NCCL; where there are fewer than ranks these share one and say that they are hosts of their own.
+On GPUs ranks use NCCL. If there are fewer GPUs than ranks, ranks share one and claim to be different hosts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def tasks() -> dict[str, Any]:
 
 
 class Ours:
-    """The engine's session, driven a block at a time."""
+    """The engine's session, driven block by block."""
 
     def __init__(self, e: Experiment, rank: int, where: tuple[str, int], out: Path, generation: str = "ours",
                  device: str = "cpu") -> None:
@@ -94,7 +94,7 @@ class Ours:
 
 
 class Torchs:
-    """torch's own, as its documentation would have it: nothing in the loop but training."""
+    """Torch's own way, as in its documentation, with nothing else in the loop."""
 
     def __init__(self, task: Any, cap: float, wire: Wire, store: Any, rank: int, size: int,
                  wrap: Callable[..., nn.Module], device: str = "cpu") -> None:
@@ -113,12 +113,12 @@ class Torchs:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            if self.device == "cpu":  # where it costs nothing to read
+            if self.device == "cpu":  # on a CPU this read costs nothing
                 float(loss.detach())
 
 
 def ddp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
-    """DistributedDataParallel around `model`."""
+    """Wraps `model` in DistributedDataParallel."""
     return nn.parallel.DistributedDataParallel(
         model, process_group=wire.lend(), bucket_cap_mb=cap * 1e6 / 2**20, gradient_as_bucket_view=True,
         static_graph=True,
@@ -126,7 +126,7 @@ def ddp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
 
 
 def fsdp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
-    """FSDP2 on every layer with so many megabytes of parameters as a bucket has, or the blocks of a transformer."""
+    """Applies FSDP2 to layers with as many megabytes of parameters as a bucket, or to a transformer's blocks."""
     from torch.distributed.fsdp import fully_shard
 
     store = torch.distributed.PrefixStore("fsdp", store)
@@ -182,7 +182,7 @@ def rank_main(
 
 def cell(name: str, size: int, cap: float, rounds: int, only: str = "both", strategy: str = "DDP",
          gpus: int = 0) -> dict[str, Any]:  # fmt: skip
-    """One cell of the table: raw block times of rank 0, and the largest peak memory."""
+    """Measures one cell of the table: raw block times of rank 0, and the largest peak memory."""
     kept, *where = host_store()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
@@ -205,7 +205,7 @@ def cell(name: str, size: int, cap: float, rounds: int, only: str = "both", stra
 
 
 def ratios(rows: list[list[Any]]) -> dict[str, list[float]]:
-    """Per round: torch's mean time over ours (throughput ratio), and torch's first block over its second."""
+    """Returns per round torch's mean time over ours (throughput ratio), and torch's first block over its second."""
     by_round: dict[int, dict[str, list[float]]] = {}
     for r, side, _, seconds in rows:
         by_round.setdefault(r, {}).setdefault(side, []).append(seconds)

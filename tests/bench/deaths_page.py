@@ -1,10 +1,10 @@
-"""The part of docs/reliability.md about engines that were killed while they trained: how soon it is seen, and over."""
+"""Writes the part of docs/reliability.md about killed engines: time until noticed, time until training goes on."""
 
 from __future__ import annotations
 
 from typing import Any
 
-MEDIAN, LATEST = 1.0, 3.0  # seconds: what is asked of the median, quiet, and of the 95th percentile, busy
+MEDIAN, LATEST = 1.0, 3.0  # seconds: required of the median, quiet, and of the 95th percentile, busy
 ABOUT = """Labs of four ranks lose them one after the other until one is left; strategy, victim and moment are drawn
 (`python -m tests.deaths`). Noticed is when a note of the lab says so; a kill is survived if all who are left end a new
 step. The load is the average of the last five minutes, at the end;
@@ -13,7 +13,7 @@ what the ranks themselves do is in it.
 
 
 def section(each: list[dict[str, Any]]) -> str:
-    """A row for each series of kills, and whether it was as soon as is asked."""
+    """Returns a row for each series of kills, and whether it met the requirement."""
     lines = ["| ranks hold | beside two that spin | kills | survived | noticed (s: median, 95th percentile, worst) | "
              "all go on (s) | load |", "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for one in each:
@@ -29,7 +29,7 @@ def times(one: dict[str, Any], what: str) -> str:
 
 
 def verdict(one: dict[str, Any]) -> str:
-    """What is asked of a series beside what it was, in a sentence."""
+    """Returns a sentence with the requirement of a series and its result."""
     name, most = ("p95", LATEST) if one["busy"] else ("median", MEDIAN)
     took, words = one["seen"][name], {"p95": "95th percentile", "median": "median"}[name]
     where = f"{'parts' if one['partitions'] else 'whole models'}, {'busy' if one['busy'] else 'quiet'}"

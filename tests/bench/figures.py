@@ -1,10 +1,10 @@
-"""Each strategy's timeline on four simulated ranks under DDP's, as one self-contained SVG a strategy.
+"""Draws each strategy's timeline on four simulated ranks under DDP's, as one self-contained SVG per strategy.
 
     python -m tests.bench figures
 
-The same task, link and faults above and below, on the same axis, after the same number of steps: what differs is the
-strategy. Which knobs show it best and what to see are in tests/bench/methods.py. What a bar stands for is read off the
-simulated record and nothing else. The bytes depend on the code only.
+Both panels have the same task, link, faults, axis and number of earlier steps, so only the strategy differs.
+tests/bench/methods.py has the knobs that show it best and the text. Bars come from the simulated record alone. The
+file's bytes depend on the code only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from workbench.strategies import DDP, Strategy
 from workbench.tasks import Task
 
 FOLDER = Path(__file__).parents[2] / "docs" / "strategies"
-RANKS, LAYERS, SIDE = 4, 4, 250  # four buckets of a quarter of a megabyte
+RANKS, LAYERS, SIDE = 4, 4, 250  # four buckets of 0.25 MB
 PACE, MBIT = 30.0, 400.0  # ms of compute per step; all buckets take as long on the wire
 FIRST, STEPS = 24, 72  # the first step shown; how many are simulated
 WIDTH, LEFT, RIGHT = 880, 126, 20  # px
 EPS = 1e-9  # seconds
-COMPUTE, NETWORK, BETWEEN, PITCH = 20, 18, 2, 52  # px: the two lanes of a rank, what is between them, rank to rank
+COMPUTE, NETWORK, BETWEEN, PITCH = 20, 18, 2, 52  # px: the two lanes of a rank, the gap between them, rank to rank
 
 _FILL = {kind.key: kind.fill for kind in KINDS}
-LOOKS = {  # kind of bar: (what the legend says, colour, colour of its text)
+LOOKS = {  # kind of bar: (legend, colour, colour of its text)
     "forward": ("F forward", _FILL["forward"], "#000000"),
     "backward": ("B backward", _FILL["backward"], "#ffffff"),
     "update": ("update", _FILL["update"], "#000000"),
@@ -50,7 +50,7 @@ LOOKS = {  # kind of bar: (what the legend says, colour, colour of its text)
 
 
 class Bar(NamedTuple):
-    """Something a rank does for a while; `t0` and `t1` are seconds from the left edge, cut there and at the right."""
+    """An activity of a rank; `t0` and `t1` are seconds from the left edge, clipped to the panel."""
 
     rank: int
     kind: str
@@ -63,14 +63,14 @@ class Panel(NamedTuple):
     """One strategy's stretch of time."""
 
     title: str
-    said: str  # how fast it is and what it sends
+    said: str  # its speed and its traffic
     bars: list[Bar]
-    steps: list[tuple[int, float, int]]  # (rank, when, number) of each step that begins in it
+    steps: list[tuple[int, float, int]]  # (rank, when, number) of each step that starts in it
     serving: list[int]  # ranks that do not train
 
 
 def task() -> Task:
-    """Equal layers, so that buckets are equal, too; values only matter to strategies that look at them."""
+    """Returns a task with equal layers, so buckets are equal; values only matter to strategies that read them."""
     return Task(
         model=lambda: Stack(LAYERS, SIDE), data=_data, loss=lambda model, x: (model(x) - 1).square().mean(),
         optimizer=lambda params: torch.optim.Adam(params, lr=1e-4),
@@ -83,7 +83,7 @@ def _data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
 
 
 def experiment(strategy: Strategy, method: Method) -> Experiment:
-    """What is simulated for a figure of `method`: the strategy, or DDP, under the same conditions."""
+    """Returns the simulated experiment for a figure of `method`: the strategy, or DDP, under the same conditions."""
     link = Link(bandwidth=method.mbit or MBIT, latency=method.latency)
     return Experiment(
         task=task(), strategy=strategy, ranks=RANKS, steps=STEPS, pace=PACE, eval_every=0, bucket_mb=4e-6 * SIDE**2,
@@ -97,7 +97,7 @@ def simulated(strategy: Strategy, method: Method) -> Run:
 
 
 def write(folder: Path = FOLDER) -> list[Path]:
-    """All figures; what is not there yet is said and left out."""
+    """Writes all figures; reports and skips strategies that do not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for method in methods():
@@ -113,7 +113,7 @@ def write(folder: Path = FOLDER) -> list[Path]:
 
 
 def figure(method: Method) -> str:
-    """The whole SVG."""
+    """Returns the whole SVG."""
     strategy = method.strategy(method.shown)
     panels = [
         panel("DDP", simulated(DDP(), method), method.window * 1e-3),
@@ -123,7 +123,7 @@ def figure(method: Method) -> str:
 
 
 def about(method: Method) -> str:
-    """What both panels have in common, in words."""
+    """Returns the common conditions of both panels in words."""
     parts = [
         f"4 ranks, {PACE:g} ms of compute per step, {4e-6 * SIDE**2 * LAYERS:g} MB of parameters in {LAYERS} buckets"
     ]
@@ -132,11 +132,11 @@ def about(method: Method) -> str:
     return "; ".join(parts) + "."
 
 
-# -- what the record says --
+# -- reading the record --
 
 
 def panel(title: str, run: Run, seconds: float) -> Panel:
-    """The stretch from when rank 0 begins step FIRST."""
+    """Returns the stretch from the start of rank 0's step FIRST."""
     spans = run.timeline.spans.rows()
     steps = spans[spans.equal("lane", "step")]
     trains = sorted({int(r) for r in steps.rank})
@@ -150,7 +150,7 @@ def panel(title: str, run: Run, seconds: float) -> Panel:
 
 
 def said(spans: Rows, trains: list[int]) -> str:
-    """Batches per second of all ranks together and megabytes sent for each, over as many steps as there are."""
+    """Returns batches per second of all ranks and megabytes sent per batch, over all counted steps."""
     counted = (spans.step >= FIRST) & (spans.step < STEPS)
     steps = spans[counted & spans.equal("lane", "step")]
     batches = spans[counted & spans.equal("lane", "compute") & spans.equal("name", "forward")]
@@ -161,7 +161,7 @@ def said(spans: Rows, trains: list[int]) -> str:
 
 
 def bars(spans: Rows, begin: float, end: float) -> list[Bar]:
-    """What ranks do between two times. A port says from when a collective moves data; before, its rank waits."""
+    """Returns the ranks' activities between two times. A rank waits until its port moves a collective's data."""
     near = spans[(spans.t1 > begin) & (spans.t0 < end)]
     ports = spans[spans.equal("lane", "port") & (spans.t1 > near.t0.min()) & (spans.t0 < near.t1.max())]
     out = []
@@ -182,7 +182,7 @@ def bars(spans: Rows, begin: float, end: float) -> list[Bar]:
 
 
 def _joined(out: list[Bar]) -> list[Bar]:
-    """Bars that only go on where the one before ended, as one: standing still, messages to the same rank."""
+    """Joins adjacent bars of one kind: waiting, or messages to the same rank."""
     joined: list[Bar] = []
     for bar in sorted(out, key=lambda b: (b.rank, b.kind, b.t0)):
         last = joined[-1] if joined else None
@@ -195,7 +195,7 @@ def _joined(out: list[Bar]) -> list[Bar]:
 
 
 def _to(bar: Bar) -> str:
-    """The arrow to the rank that a message goes to; nothing for anything else."""
+    """Returns the arrow to a message's receiver; "" for other bars."""
     return next((name for name in reversed(bar.names) if name.startswith("→")), "")
 
 
@@ -205,7 +205,7 @@ def _bar(mine: tuple[int, float, float], kind: str, names: tuple[str, ...], begi
 
 
 def _short(name: str) -> tuple[str, ...]:
-    """A transfer's number of the bucket and, for a message, whom it goes to."""
+    """Returns a transfer's names: the bucket's number and, for a message, its receiver."""
     bucket, to = re.search(r"(?:bucket|fragment) (\d+)", name), re.search(r" to (\d+)$", name)
     number, arrow = bucket[1] if bucket else "", f"→{to[1]}" if to else ""
     return tuple(dict.fromkeys(x for x in (f"{number} {arrow}".strip(), arrow or number) if x))
@@ -215,7 +215,7 @@ def _short(name: str) -> tuple[str, ...]:
 
 
 def drawn(title: str, see: str, common: str, panels: list[Panel], window: float) -> str:
-    """The picture of some panels over one axis of `window` ms."""
+    """Returns the picture of some panels over one axis of `window` ms."""
     body, y = [text(20, 32, title, "title")], 32.0
     for words, look in ((see, "see"), (common, "soft")):
         y += 2
@@ -234,7 +234,7 @@ def drawn(title: str, see: str, common: str, panels: list[Panel], window: float)
 
 
 def _panel(one: Panel, top: float, scale: float) -> list[str]:
-    """Heading, step numbers of rank 0, and a row per rank."""
+    """Draws the heading, step numbers of rank 0, and a row per rank."""
     out = [text(20, top + 18, one.title, "name"), text(WIDTH - RIGHT, top + 18, one.said, "soft", text_anchor="end")]
     rows = top + 44
     free = 0.0
@@ -262,7 +262,7 @@ def _panel(one: Panel, top: float, scale: float) -> list[str]:
 
 
 def _drawn(bar: Bar, y: float, scale: float) -> list[str]:
-    """A bar and the longest of its names that fits into it."""
+    """Draws a bar and the longest of its names that fits into it."""
     x, wide = LEFT + bar.t0 * scale, (bar.t1 - bar.t0) * scale
     net = y + COMPUTE + BETWEEN
     top, high = {"waiting": (net + 5, NETWORK - 10), "transfer": (net, NETWORK)}.get(bar.kind, (y, COMPUTE))
@@ -281,7 +281,7 @@ def _axis(y: float, window: float, scale: float) -> list[str]:
 
 
 def _legend(y: float, kinds: list[str]) -> tuple[list[str], float]:
-    """Swatches with their words, in as many lines as they need; and where the last line is."""
+    """Returns swatches with labels, in as many lines as needed, and the position of the last line."""
     out, x = [], 20.0
     for kind in [*kinds, "boundary"]:
         words = LOOKS[kind][0] if kind in LOOKS else "a step begins"
@@ -308,7 +308,7 @@ def _page(title: str, see: str, body: list[str], height: float) -> str:
 
 
 def _colours(paper: str, ink: str, soft: str, rail: str) -> str:
-    """The colours that follow the reader's theme."""
+    """Returns the colours that follow the reader's theme."""
     return (
         f".paper{{fill:{paper}}} .title,.name,.rank,.ink,.see{{fill:{ink}}} .soft{{fill:{soft}}} "
         f".rail{{stroke:{rail}}} .axis,.boundary{{stroke:{ink}}} .waiting{{stroke:{soft}}} .tooth{{stroke:{soft}}}"

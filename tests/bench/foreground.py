@@ -1,7 +1,7 @@
-"""The foreground forms of ShadowSync, to compare with: the same tables, workers and formulas, and all wait for a round.
+"""The foreground forms of ShadowSync, for comparison: same tables, workers and formulas, but ranks wait.
 
-Every `every` steps a trainer's step ends with one round of what its shadow would do beside it. They are no members of
-the family: ranks that are called together for a change while one waits in a round would wait for each other.
+Every `every` steps a trainer's step ends with one round of its shadow's work. These forms are not members of the
+family: if ranks meet for a change while one of them waits in a round, they would wait for each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workbench.strategies._embeddings import Embeddings
 
 
 class _Once:
-    """A Rank among whose peers a background goes round once."""
+    """A Rank in which a background makes one round."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._left = rank, 1
@@ -46,12 +46,12 @@ class _Foreground(Embeddings):
 
 @dataclass(frozen=True, kw_only=True)
 class ForegroundMA(_Foreground, ShadowSyncMA):
-    """Trainers average all but the tables; all wait."""
+    """Trainers average all parameters except the tables, and wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForegroundBMUF(_Foreground, ShadowSyncBMUF):
-    """Trainers filter their mean; all wait."""
+    """Trainers filter their mean, and wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
