@@ -1,12 +1,12 @@
-"""Each method on its home ground: tuned like its baseline, in the regime that its paper speaks of.
+"""Measures each method under its paper's conditions, tuned like its baseline.
 
     python -m tests.bench.home [--minutes 60] [--only METHOD ...] [--workers 2] [--plan] [--confirm] [--page-only]
 
-On the simulator with real tensors and a virtual clock, so another load on this machine makes it slower and nothing
-else. What was measured is kept cell by cell in docs/data/home/, and a campaign that was broken off goes on there; a
-cell is run again where anything that its numbers depend on is another: its settings, costs, strategy. Whether the rest
-of the code still comes to the same, `--confirm` asks: it runs a few cells of each row again, and the row is kept if
-these are the same, and else made anew. The first table of docs/strategies.md is written from it.
+Runs use the simulator with real tensors and a virtual clock, so other load only makes the campaign slower. Results are
+kept cell by cell in docs/data/home/, and an interrupted campaign resumes. A cell runs again if its inputs changed: its
+settings, costs, strategy. `--confirm` checks whether the rest of the code still gives the same: it repeats a few cells
+of each row, and keeps the row if they are the same, else measures it again. The first table of docs/strategies.md comes
+from it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Asked = tuple[Row, Trial, int]
 
 
 class Campaign:
-    """Runs what claims need, one claim after the other, and keeps each cell as soon as it is there.
+    """Runs the cells of claims, one claim after the other, and keeps each cell at once.
 
-    until: no cell begins later; workers: processes of one thread, each with a cell
+    until: no cell begins later; workers: single-threaded processes, each with a cell
     """
 
     def __init__(self, costs: Costs, book: Book, until: float, workers: int = 1) -> None:
@@ -49,7 +49,7 @@ class Campaign:
         self.about = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
 
     def key(self, row: Row, trial: Trial, seed: int) -> str:
-        """What a cell's numbers depend on; empty where it cannot be run at all."""
+        """Returns the hash of a cell's inputs; "" if it cannot run."""
         name = f"{row.name} {told(trial)} {seed}"
         if name not in self._keys:
             try:
@@ -59,14 +59,14 @@ class Campaign:
         return self._keys[name]
 
     def there(self, row: Row, trial: Trial, seed: int) -> bool:
-        """Is a cell kept that would come out the same now, or has it failed in this sitting?"""
+        """Whether a kept cell has unchanged inputs, or the cell has failed in this campaign."""
         if f"{row.name} {told(trial)} {seed}" in self.failed:
             return True
         line = self.book.line(row, trial, seed)
         return line is not None and line["key"] == self.key(row, trial, seed)
 
     def run(self, claims: Iterable[Claim]) -> bool:
-        """All that these claims need; False where time was up before."""
+        """Runs all cells of these claims; returns False if the time ended first."""
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(self.workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for claim in claims:
@@ -100,14 +100,14 @@ class Campaign:
         print(f"{said}: {result} ({seconds:.1f} s; {left} left of these)", flush=True)
 
 
-CONFIRM = 4  # cells of a row that are run again before all others of it are kept
-ROUNDING = 2e-5  # by which numbers of six digits may differ: processors add up in different orders
+CONFIRM = 4  # cells of a row to repeat before the row is kept
+ROUNDING = 2e-5  # allowed difference of numbers with six digits, because processors sum in different orders
 
 
 def confirm(claims: Iterable[Claim], campaign: Campaign) -> None:
-    """Runs a few cells of each row again, chosen by their names, and those of other code before those of the same.
+    """Repeats a few cells of each row, chosen by name, first those measured with other code.
 
-    Where they come out the same the row is kept, as what its code comes to now; else all of it is to be run again.
+    If they agree, the row is kept as a result of the present code. Otherwise all of it must run again.
     """
     plain = costs_as_plain(campaign.costs)
     spawn = multiprocessing.get_context("spawn")
@@ -130,7 +130,7 @@ def confirm(claims: Iterable[Claim], campaign: Campaign) -> None:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Are these the same numbers but for rounding, the same words and shapes?
+    """Whether two results have the same strings and shapes, and numbers that differ only by rounding.
 
     >>> alike({"curve": [(0, 2.16768)]}, {"curve": [[0, 2.16769]]}), alike([1.0], [1.001])
     (True, False)
@@ -145,12 +145,12 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def rows(claims: Iterable[Claim]) -> Iterator[Row]:
-    """Each row once."""
+    """Yields each row once."""
     yield from {row.name: row for claim in claims for row in (claim.against, claim.row)}.values()
 
 
 def say_plan(claims: Iterable[Claim], campaign: Campaign) -> None:
-    """How many cells of each row's grid and winner are there."""
+    """Prints how many cells of each row's grid and winner exist."""
     for row in rows(claims):
         trials = row.trials()
         kept = sum(campaign.there(row, trial, seed) for trial in trials for seed in SEEDS)
@@ -160,7 +160,7 @@ def say_plan(claims: Iterable[Claim], campaign: Campaign) -> None:
 
 
 def chosen(only: Iterable[str]) -> list[Claim]:
-    """The claims of these methods in this order, or all. Raises KnobError."""
+    """Returns the claims of these methods in this order, or all claims. Raises KnobError."""
     names = list(only)
     if unknown := [name for name in names if all(name != claim.method for claim in CLAIMS)]:
         raise KnobError(f"--only {unknown[0]}: no such claim; there are {', '.join(claim.method for claim in CLAIMS)}")

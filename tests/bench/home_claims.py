@@ -1,8 +1,8 @@
 # ruff: noqa: E501
-"""The claims: what the papers say, where each is looked for, on which grid, and what counts as seen.
+"""The claims: the papers' statements, where each is tested, on which grid, and the required result.
 
-Sentences about papers are this project's own, from the text that `source` names. Costs are those of docs/strategies.md,
-so a step computes for 8 ms whatever the task.
+The sentences about papers are this project's own, from the text that `source` names. Costs are those of
+docs/strategies.md, so a step computes for 8 ms with any task.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tests.bench.home_regimes import (
 )  # fmt: skip
 from tests.bench.home_rows import Regime, Row
 
-RATES = tuple(round(0.25 * 2 ** (n / 2), 3) for n in range(12))  # of what has nothing else to tune
+RATES = tuple(round(0.25 * 2 ** (n / 2), 3) for n in range(12))  # for rows with no other setting to tune
 
 
 def ddp(regime: Regime, **axes: Any) -> Row:
-    """The baseline with the same budget: twelve learning rates where nothing else is named."""
+    """Returns the baseline with the same budget: twelve learning rates unless axes are given."""
     return Row(regime=regime, method="DDP", axes=axes or {"rate": RATES})
 
 
@@ -50,10 +50,10 @@ def row(regime: Regime, method: str, axes: dict[str, tuple[Any, ...]], **rest: A
     return Row(regime=regime, method=method, axes=axes, **rest)
 
 
-THREE, FOUR = (2.0, 4.0, 8.0), (1.0, 2.0, 4.0, 8.0)  # around 5.7, where the first baseline had its best of RATES
+THREE, FOUR = (2.0, 4.0, 8.0), (1.0, 2.0, 4.0, 8.0)  # around 5.7, the best of RATES for the first baseline
 SIX, SUMMED = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.125, 0.25, 0.5, 1.0)  # SUMMED: p updates are added, not averaged
 SOONER = (Look("time", 1.05),)  # less is no difference; of accuracies it is one example of those held out, 0.28 points
-PACE = Look("pace", 1.05)  # where it is less soon in spite of it, the same examples brought it less far
+PACE = Look("pace", 1.05)  # a row that is faster but reaches the loss later gains less from the same examples
 
 CLAIMS = (
     Claim(

@@ -1,4 +1,4 @@
-"""Claims, what is looked at of them, and what was found to hold: a number over a baseline's, with its interval."""
+"""Claims, the quantities that test them, and results: a number relative to a baseline's, with its interval."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Look:
-    """One number of a method beside its baseline's, more is better, and the least of it that counts as seen."""
+    """One number of a method relative to its baseline's (more is better), and the smallest that counts as shown."""
 
     what: str  # of UNITS
     least: float
 
     def value(self, mine: Mapping[str, Any], base: Mapping[str, Any], goals: tuple[float, float]) -> float:
-        """The number, from a run of each with the same seed; a loss that is not a number counts for nothing."""
+        """Returns the number from a run of each with the same seed; 0 for a loss that is not a number."""
         if "refused" in mine or "refused" in base:
             return 0.0
         if self.what == "time":
@@ -42,19 +42,19 @@ class Look:
 
 
 def _sooner(mine: Any, base: Any, goals: tuple[float, float]) -> float:
-    """Times as fast; 0 where the goal was not reached; a baseline that never reached it took all its time at least."""
+    """Returns the relative speed; 0 without the goal. A baseline that missed it counts with its whole time."""
     seconds = reached(mine, goals[0])
     return 0.0 if seconds is None else (reached(base, goals[1]) or base[-1][1]) / seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Because:
-    """Why a claim does not show, and what proves it: the same winners elsewhere, where it should.
+    """Why a claim does not show, and the proof: the same winners in a regime where it should.
 
     regime:  where both are run again, with the settings that won
-    against: where the baseline is, if elsewhere: a claim about numbers of ranks has two regimes
-    knobs:   those of the method that are others there
-    same:    it proves the reason that nothing more is seen there, where all else that could be it is away
+    against: the baseline's regime, if different: a claim about numbers of ranks has two regimes
+    knobs:   the method's knobs that differ there
+    same:    the proof is that no more shows there either, although no other cause is left
     """
 
     words: str
@@ -66,9 +66,9 @@ class Because:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a paper says of a method, where, and what has to be seen of it.
+    """A paper's statement about a method, where to test it, and the required result.
 
-    source: what of the paper was read: "abstract", "paper", "logs", ...
+    source: which text of the paper was read: "abstract", "paper", "logs", ...
     """
 
     method: str
@@ -80,7 +80,7 @@ class Claim:
     because: Because | None = None
 
     def proof(self, book: Book) -> tuple[tuple[Row, Trial], tuple[Row, Trial]] | None:
-        """The two runs that prove the reason; None without winners, or without a reason."""
+        """Returns the two runs that prove the reason; None without winners, or without a reason."""
         mine, base = winner(self.row, book), winner(self.against, book)
         if self.because is None or mine is None or base is None:
             return None
@@ -90,7 +90,7 @@ class Claim:
 
 
 class Seen(NamedTuple):
-    """One look: the median of the seeds, the ends of its 95 % interval, and whether all of it is enough."""
+    """One look: the median of the seeds, the ends of its 95 % interval, and whether the whole interval suffices."""
 
     look: Look
     median: float
@@ -107,7 +107,7 @@ class Seen(NamedTuple):
 
 
 def beside(claim: Claim, mine: tuple[Row, Trial], base: tuple[Row, Trial], book: Book) -> list[Seen] | None:
-    """What was seen of a method beside a baseline, seed by seed; None where a seed is lacking."""
+    """Returns a method's looks relative to a baseline, seed by seed; None if a seed is missing."""
     found = [book.found(row, trial, FRESH) for row, trial in (mine, base)]
     if found[0] is None or found[1] is None:
         return None
@@ -119,19 +119,19 @@ def beside(claim: Claim, mine: tuple[Row, Trial], base: tuple[Row, Trial], book:
 
 
 def seen(claim: Claim, book: Book) -> list[Seen] | None:
-    """What was seen of a claim, each side at its best; None as long as anything is lacking."""
+    """Returns a claim's looks, each side at its best; None while any run is missing."""
     mine, base = winner(claim.row, book), winner(claim.against, book)
     return None if mine is None or base is None else beside(claim, (claim.row, mine), (claim.against, base), book)
 
 
 def proven(claim: Claim, book: Book) -> list[Seen] | None:
-    """What was seen where the reason does not hold."""
+    """Returns the looks in the regime of the proof."""
     pair = claim.proof(book)
     return beside(claim, *pair, book) if pair else None
 
 
 def wanted(claim: Claim, book: Book, there: Callable[[Row, Trial, int], bool]) -> list[tuple[Row, Trial, int]]:
-    """The cells that a claim needs next; those of its reason only where it does not show."""
+    """Returns the cells that a claim needs next; those of its proof only if the claim does not show."""
     for row in (claim.against, claim.row):
         if todo := needs(row, book, there):
             return todo

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The first part of docs/strategies.md: claim, regime, what was seen, from the lines in docs/data/home/ and nothing else."""
+"""Writes the first part of docs/strategies.md: claim, regime, result, from docs/data/home/ alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.strategies import Strategy
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data" / "home"
-ALIKE = 0.02  # so close a number is the same as before
+ALIKE = 0.02  # numbers this close count as equal
 
 
 def text(folder: Path = DATA, claims: tuple[Claim, ...] = CLAIMS) -> str:
-    """The section: how, the table, what was tuned, and why some do not show."""
+    """Returns the section: method, table, tuned settings, and why some claims do not show."""
     book = Book(folder)
     lines = [
         [c.method, f"{c.paper} ({c.source})", c.row.regime.words, shown(c, book), verdict(c, book)] for c in claims
@@ -51,13 +51,13 @@ ABOUT = (
 
 
 def shown(claim: Claim, book: Book) -> str:
-    """The numbers of a claim, each with what is asked of it."""
+    """Returns the numbers of a claim, each with its required value."""
     result = seen(claim, book)
     return "; ".join(f"{one.words} (asked: {one.look.least:g})" for one in result) if result else ""
 
 
 def verdict(claim: Claim, book: Book) -> str:
-    """In a few words."""
+    """Returns the verdict in a few words."""
     result = seen(claim, book)
     if result is None:
         return f"not run yet{_so_far(claim, book)}"
@@ -69,14 +69,14 @@ def verdict(claim: Claim, book: Book) -> str:
 
 
 def _so_far(claim: Claim, book: Book) -> str:
-    """How many trials of both sides are there."""
+    """Returns how many trials of both sides exist."""
     trials = [(row, trial) for row in (claim.row, claim.against) for trial in tried(row, book)]
     done = sum(book.found(row, trial, SEEDS) is not None for row, trial in trials)
     return f" ({done} of {len(trials)} trials)" if done else ""
 
 
 def because(claim: Claim, book: Book) -> str:
-    """Why a claim does not show, with what was seen where the reason does not hold."""
+    """Returns why a claim does not show, with the results in the regime of the proof."""
     result, elsewhere = seen(claim, book), proven(claim, book)
     if claim.because is None or not result or not elsewhere or all(one.holds for one in result):
         return ""
@@ -93,7 +93,7 @@ def because(claim: Claim, book: Book) -> str:
 
 
 def settings(claim: Claim, book: Book) -> list[list[str]]:
-    """What was chosen for both sides, once both are there."""
+    """Returns the chosen settings of both sides, once both are known."""
     if seen(claim, book) is None:
         return []
     return [_setting(row, book) for row in (claim.row, claim.against)]
@@ -113,19 +113,19 @@ def _setting(row: Row, book: Book) -> list[str]:
 
 
 def _edged(row: Row, axis: str, value: Any, values: list[Any]) -> bool:
-    """Would there be more to try beyond a value, which is the least or the largest of those that were?"""
+    """Whether more values could be tried beyond a value at the edge of the tried ones."""
     return replace(row, axes={axis: tuple(dict.fromkeys(values))}).beyond(axis, value) is not None
 
 
 def _without(claims: tuple[Claim, ...]) -> str:
-    """Which strategies have no line."""
+    """Returns the strategies without a line."""
     named = {row.method for claim in claims for row in (claim.row, claim.against)}
     others = [name for name, cls in members(Strategy).items() if found(name) is cls and name not in named]
     return f"No claim is looked for here of {', '.join(sorted(others))}.\n"
 
 
 def _under(book: Book) -> str:
-    """When and with which code."""
+    """Returns the dates and the commits of the results."""
     lines = book.lines()
     commits = ", ".join(sorted({line.get("commit") or "?" for line in lines})) or "none"
     dates = sorted({line["date"] for line in lines if "date" in line}) or ["not run yet"]

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The regimes of tests/bench/home_claims.py: a task, ranks, a network and its faults, and the loss that times are counted to."""
+"""The regimes of home_claims.py: a task, ranks, a network with faults, and the target loss of times."""
 
 from __future__ import annotations
 

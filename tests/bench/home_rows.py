@@ -1,8 +1,8 @@
-"""Regimes, rows and their trials: what is tried of each method, by one rule for all, and where the numbers are kept.
+"""Regimes, rows and their trials: what each method tries by one common rule, and where numbers are kept.
 
-A regime is a task on ranks and a network with its faults; a row is one method in it with the grid that it is tuned
-on: at most MOST trials of three seeds each. Where the best lies at the edge of an axis, one value beyond that edge is
-tried, once. The best is then run with seeds that nothing was chosen by. Knows neither the claims nor the page.
+A regime is a task on ranks and a network with its faults. A row is one method in it with its tuning grid: at most MOST
+trials of three seeds each. If the best is at the edge of an axis, one value beyond that edge is tried, once. The best
+then runs with seeds that no choice depended on. This module knows neither the claims nor the page.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from workbench.settings import Knob, find, knobs
 from workbench.strategies import Strategy
 from workbench.tasks import Digits, TaskBase
 
-SEEDS, FRESH = (0, 1, 2), (10, 11, 12, 13, 14)  # those that are tuned on, and those of the winner
+SEEDS, FRESH = (0, 1, 2), (10, 11, 12, 13, 14)  # seeds for tuning, and for the winner
 MOST = 12  # trials of a row before its grid is widened
 Trial = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """Where methods are compared.
+    """The conditions under which methods are compared.
 
-    words: what the page says of it
-    goal:  the held-out loss that times are counted to, and rows are tuned by; 0: rows are tuned by the loss at the end
+    words: the page's description of it
+    goal:  the held-out loss that times are measured to and rows are tuned by; 0: rows are tuned by the final loss
     after: steps of DDP at the task's own rate that come before, with the same seed
     real:  real tensors; else sizes only, and rows are tuned by their pace
     looks: evaluations of a run
@@ -55,14 +55,14 @@ class Regime:
     batch: int = 0
 
     def seeded(self, seed: int) -> tuple[TaskBase, Fabric]:
-        """The task and the network, whose shards and stumbles are other ones with each seed."""
+        """Returns the task and the network, with shards and faults that depend on the seed."""
         skewed = isinstance(self.task, Digits) and self.task.shards != "iid"
         task = replace(self.task, shard_seed=seed) if skewed else self.task
         faults = tuple(replace(f, seed=seed) if isinstance(f, TransientStraggler) else f for f in self.fabric.faults)
         return task, replace(self.fabric, faults=faults)
 
     def score(self, found: Mapping[str, Any]) -> tuple[float, float]:
-        """What rows are tuned by: less is better; of two that never reach the goal, the loss decides."""
+        """Returns the tuning score, less is better; if neither row reaches the goal, the loss decides."""
         if "refused" in found:
             return math.inf, math.inf
         if not self.real:
@@ -77,9 +77,9 @@ class Regime:
 class Row:
     """One method in a regime.
 
-    axes:  values by what is tuned: "rate" in multiples of the task's learning rate, "bucket_mb", a knob of the strategy
+    axes:  values by setting: "rate" in multiples of the task's learning rate, "bucket_mb", a knob of the strategy
            by its name, one of the policy or of the compressor as "policy.decay", "codec.density"
-    fixed: knobs of the strategy that are not tuned, for a claim is about them
+    fixed: knobs of the strategy that are not tuned because the claim is about them
     policy, codec: as plain data, {"TopK": {}}
     """
 
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """How the page calls it."""
+        """The row's name on the page."""
         inside = ", ".join(f"{k}={v}" for k, v in self.fixed.items())
         more = [next(iter(plain)) for plain in (self.codec, self.policy) if plain]
         return " with ".join([f"{self.method}({inside})" if inside else self.method, *more])
@@ -102,11 +102,11 @@ class Row:
         return f"{self.regime.name}: {self.label}"
 
     def trials(self) -> list[Trial]:
-        """The grid, all combinations."""
+        """Returns the grid with all combinations."""
         return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def cell(self, trial: Trial, seed: int) -> Cell:
-        """The run of a trial with a seed."""
+        """Returns the run of a trial with a seed."""
         r = self.regime
         own = {k: v for k, v in trial.items() if k not in ("rate", "bucket_mb") and "." not in k}
         task, fabric = r.seeded(seed)
@@ -124,7 +124,7 @@ class Row:
         )  # fmt: skip
 
     def knob(self, axis: str) -> Knob | None:
-        """What an axis turns; None for the learning rate."""
+        """Returns the knob of an axis; None for the learning rate."""
         if axis == "rate":
             return None
         if axis == "bucket_mb":
@@ -135,7 +135,7 @@ class Row:
         return next(k for k in knobs(find(base, member)) if k.name == name)
 
     def beyond(self, axis: str, value: Any) -> Any:
-        """The next value past an edge of an axis; None where there is none: it stands in a row of words, or inside."""
+        """Returns the next value past an edge of an axis; None inside, or if the axis has no numbers."""
         values = sorted(self.axes[axis]) if all(type(v) in (int, float) for v in self.axes[axis]) else []
         if len(values) < 2 or value not in (values[0], values[-1]):
             return None
@@ -149,12 +149,12 @@ class Row:
 
 
 def words(trial: Mapping[str, Any]) -> str:
-    """A trial in a few words: rate 2, every 8."""
+    """Formats a trial: rate 2, every 8."""
     return ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.items()) or "as usual"
 
 
 class Book:
-    """What was measured: a file for each row, a line of JSON for each cell; of two lines of a cell the later counts."""
+    """The measurements: a file for each row, a line of JSON for each cell; a later line of a cell wins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,7 +164,7 @@ class Book:
         return self.folder / (re.sub(r"[^\w.]+", "-", row.name).strip("-") + ".jsonl")
 
     def line(self, row: Row, trial: Trial, seed: int) -> dict[str, Any] | None:
-        """What is kept of a cell."""
+        """Returns the kept line of a cell."""
         path = self.path(row)
         if row.name not in self._lines:
             lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
@@ -172,12 +172,12 @@ class Book:
         return self._lines[row.name].get((told(trial), seed))
 
     def found(self, row: Row, trial: Trial, seeds: Iterable[int]) -> list[dict[str, Any]] | None:
-        """What was measured of a trial with each seed; None where one is lacking."""
+        """Returns the results of a trial for each seed; None if one is missing."""
         lines = [self.line(row, trial, seed) for seed in seeds]
         return None if None in lines else [line["found"] for line in lines if line]
 
     def keep(self, row: Row, trial: Trial, seed: int, found: Mapping[str, Any], **more: Any) -> None:
-        """Writes a cell down."""
+        """Appends a cell's line."""
         self.line(row, trial, seed)
         self.folder.mkdir(parents=True, exist_ok=True)
         line = {"trial": trial, "seed": seed, **more, "found": short(found)}
@@ -186,19 +186,19 @@ class Book:
         self._lines[row.name][told(trial), seed] = line
 
     def kept(self, row: Row) -> list[dict[str, Any]]:
-        """All that is kept of a row."""
+        """Returns all lines of a row."""
         self.line(row, {}, 0)
         return list(self._lines[row.name].values())
 
     def renew(self, row: Row, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Writes cells of a row down anew, in the place of what was kept of them."""
+        """Rewrites a row's file with new lines for some of its cells."""
         self.line(row, {}, 0)
         self._lines[row.name].update({(told(line["trial"]), line["seed"]): dict(line) for line in lines})
         texts = [json.dumps(line, separators=(",", ":")) for line in self._lines[row.name].values()]
         self.path(row).write_text("".join(f"{text}\n" for text in texts))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All that is kept, of all rows."""
+        """Returns all lines of all rows."""
         paths = sorted(self.folder.glob("*.jsonl"))
         return [json.loads(text) for path in paths for text in path.read_text().splitlines()]
 
@@ -208,7 +208,7 @@ def told(trial: Mapping[str, Any]) -> str:
 
 
 def short(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of what was read off a run."""
+    """Returns the numbers of a run that are kept."""
     kept = ("refused", "samples_per_s", "bytes", "largest", "synced", "curve", "accuracy")
     return {k: found[k] for k in kept if k in found}
 
@@ -222,17 +222,17 @@ def mean_score(row: Row, found: Sequence[Mapping[str, Any]]) -> tuple[float, flo
 
 
 def best(row: Row, book: Book, trials: Iterable[Trial]) -> Trial:
-    """The best of trials that all have their seeds."""
+    """Returns the best of trials whose seeds are all measured."""
     return min(trials, key=lambda t: mean_score(row, book.found(row, t, SEEDS) or [{"refused": ""}]))
 
 
 def wider(row: Row, chosen: Trial) -> list[Trial]:
-    """One trial beyond each edge that the best of the grid lies at."""
+    """Returns one trial beyond each edge at which the best of the grid lies."""
     return [{**chosen, axis: next_} for axis in row.axes if (next_ := row.beyond(axis, chosen[axis])) is not None]
 
 
 def tried(row: Row, book: Book) -> list[Trial]:
-    """The trials that a row needs as far as can be told: the grid, and what widens it once all of that is there."""
+    """Returns the trials that a row needs so far: the grid, and its widening once the grid is complete."""
     first = row.trials()
     if any(book.found(row, trial, SEEDS) is None for trial in first):
         return first
@@ -240,13 +240,13 @@ def tried(row: Row, book: Book) -> list[Trial]:
 
 
 def winner(row: Row, book: Book) -> Trial | None:
-    """The best trial; None as long as one is lacking."""
+    """Returns the best trial; None while one is missing."""
     trials = tried(row, book)
     return None if any(book.found(row, t, SEEDS) is None for t in trials) else best(row, book, trials)
 
 
 def needs(row: Row, book: Book, there: Callable[[Row, Trial, int], bool]) -> list[tuple[Row, Trial, int]]:
-    """The cells that a row needs next: those of the grid, then beyond its edges, then the winner's other seeds."""
+    """Returns the next cells of a row: the grid's, then beyond its edges, then the winner's other seeds."""
     for trials in (row.trials(), tried(row, book)):
         if todo := [(row, t, seed) for t in trials for seed in SEEDS if not there(row, t, seed)]:
             return todo

@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md about faults while ranks join."""
+"""Writes the part of docs/reliability.md about faults while ranks join."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name_kind(one: dict[str, Any]) -> str:
 
 
 def describe(joins: dict[str, Any]) -> str:
-    """The section's text."""
+    """Returns the section's text."""
     rounds = joins.get("each", [])
     if not rounds:
         return f"{ABOUT}\n{list_sentences()}\nNot measured yet.\n"
@@ -49,7 +49,7 @@ def describe(joins: dict[str, Any]) -> str:
 
 
 def list_sentences() -> str:
-    """The sentences with which a run may end, and those with which it refuses new ranks."""
+    """Returns the messages with which a run may end, and those with which it refuses new ranks."""
     ends = [f'- "{sentence}": {means}' for sentence, means in ENDINGS.items()]
     refuses = [f'- "{sentence}": {means}' for sentence, means in REFUSALS.items()]
     about = "A run that trains on answers a request that failed with one of these:"
@@ -65,7 +65,7 @@ def tabulate(rounds: list[dict[str, Any]], rows: dict[str, str], key: Any, head:
 
 
 def describe_controls(controls: dict[str, Any]) -> list[str]:
-    """How often the check of losses gives an alarm without a fault."""
+    """Returns how often the check of losses raises an alarm without a fault."""
     if not controls:
         return []
     runs, alarms = sum(one["runs"] for one in controls.values()), sum(len(one["alarms"]) for one in controls.values())
@@ -74,7 +74,7 @@ def describe_controls(controls: dict[str, Any]) -> list[str]:
 
 
 def list_wrong(rounds: list[dict[str, Any]]) -> list[str]:
-    """A line for each wrong round; "mended" says what was mended since, "again" how it ended when played again."""
+    """Returns a line for each wrong round; "mended" names the repair, "again" the outcome of a replay."""
     lines = []
     for one in rounds:
         if one["outcome"] == "wrong":

@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md about checkpoints of a run's last step."""
+"""Writes the part of docs/reliability.md about checkpoints of a run's last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ resumes the checkpoint of the last step and makes {MORE} more. A pair passes if 
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The section's text."""
+    """Returns the section's text."""
     if not found:
         return f"{ABOUT}\nNot measured yet.\n"
     every = Counter(one["outcome"] for one in found.values())

@@ -1,4 +1,4 @@
-"""How quickly a change acts, what recording costs, and how soon the first loss is there.
+"""Measures how quickly a change acts, the cost of recording, and the time to the first loss.
 
 python -m tests.bench.live --out docs/data/live.json
 """
@@ -22,7 +22,7 @@ PATHS: list[tuple[str, Any]] = [("bucket_mb", (0.3, 3.0)), ("lr", (1e-3, 4e-3)),
 
 
 def first_loss() -> tuple[float, list[str]]:
-    """Seconds from `Lab(ranks=4)` to the first training loss, and what was shown meanwhile."""
+    """Returns seconds from `Lab(ranks=4)` to the first training loss, and the texts shown until then."""
     began = time.monotonic()
     lab = Lab(ranks=4, name="first")
     run = lab.run(Experiment(task=ByteGPT()))
@@ -38,7 +38,7 @@ def first_loss() -> tuple[float, list[str]]:
 
 
 def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
-    """From the call of `lab.set` to the step of effect, by the record's own clock; and the steps' lengths."""
+    """Measures from `lab.set` to the step of effect, by the record's clock, and the lengths of steps."""
     began = relayed(lab)
     run = lab.run(Experiment(task=ByteGPT(), strategy=strategy), out=out)
     _until(lambda: (run.timeline.samples.rows().name == "loss").sum() > 40)
@@ -67,12 +67,12 @@ def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
 
 
 def relayed(lab: Lab) -> float:
-    """CPU seconds that a lab's relay has taken so far, of all its runs."""
+    """Returns the CPU seconds of a lab's relay so far, over all its runs."""
     return lab.cluster.relay.seconds if lab.cluster.relay else 0.0
 
 
 def recording(run: Run, relaying: float) -> dict[str, float]:
-    """CPU seconds of recording and spooling (all ranks), of relaying, and of the run's processes together."""
+    """Returns CPU seconds of recording and spooling (all ranks), of relaying, and of the run's processes."""
     v = run.timeline.samples.rows()
     total = {n: float(v.value[v.name == n].sum()) for n in ("cpu_recording", "cpu_process")}
     rows = len(run.timeline.spans) + len(run.timeline.samples)
@@ -80,7 +80,7 @@ def recording(run: Run, relaying: float) -> dict[str, float]:
 
 
 def append_cost() -> float:
-    """CPU seconds that writing one row down costs the thread that writes it."""
+    """Returns the CPU seconds of the writing thread per row."""
     recorder = Recorder(0)
     began = time.thread_time()
     for step in range(100_000):

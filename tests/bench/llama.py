@@ -1,13 +1,15 @@
-"""Predicted against measured steps of a Llama: every strategy, every compressor, stages and slices, on four real ranks.
+"""Compares predicted with measured steps of a Llama on four real ranks, under every strategy and compressor.
 
     python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list] [--predict] [--calibrate NAME ...]
 
-The model is transformers', small, built from its configuration and never trained before. Calibrated are: DDP on a Link
-that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
-that has arithmetic of its own, once.
-Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
-included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it
-again. With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
+The model is transformers', small, built from its configuration and untrained. Calibration runs: DDP on a Link that no
+setting has, the same with messages too short for that Link, each compressor on it, and each partition or strategy with
+its own arithmetic, once.
+
+Every setting is a separate run. The benchmark resumes: measurements and calibrations in the file are not repeated,
+except those named with --calibrate. A setting that fails is reported and left out, and the next start tries it again.
+With
+--predict no setting is measured: the file's settings are predicted again from its calibrations.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from workbench.sim import Costs
 from workbench.strategies import KFAC, Strategy
 from workbench.tasks import Colwise, Rowwise, Task
 
-RANKS, SETTLE, COUNTED = 4, 5, 24  # steps that are not counted, and whole rounds of every strategy that are
-PACE = 200.0  # ms of a step's compute on a whole model: four ranks on two cores can keep it
+RANKS, SETTLE, COUNTED = 4, 5, 24  # steps before counting; whole rounds of every strategy after it
+PACE = 200.0  # ms of a step's compute on a whole model, which four ranks on two cores can keep
 WORDS, CONTEXT, BATCH = 256, 32, 4
 ASKED, WORST = 0.03, 0.10
-LONGEST = 300.0  # seconds of a run that is waited for; Newton's, the longest, take less than three minutes
-WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers", "Dense"}  # what they are is said by what they wrap
+LONGEST = 300.0  # seconds; Newton's runs, the longest, take less than three minutes
+WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers", "Dense"}  # their results depend on the wrapped compressor
 LINKS = (Link(bandwidth=100, latency=0.5), Link(bandwidth=1000, latency=2.0))
 
 
@@ -66,7 +68,7 @@ def _loss(model: Any, text: torch.Tensor) -> torch.Tensor:
 
 
 def _split(model: Any) -> dict[str, Colwise | Rowwise]:
-    """What AsyncDrop's sub-models can be without: features between a block's matrices."""
+    """Returns the parts that AsyncDrop's sub-models can leave out: features between a block's matrices."""
     return {
         "model.layers.*.mlp.gate_proj": Colwise(), "model.layers.*.mlp.up_proj": Colwise(),
         "model.layers.*.mlp.down_proj": Rowwise(),
@@ -74,7 +76,7 @@ def _split(model: Any) -> dict[str, Colwise | Rowwise]:
 
 
 def _lookups(text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ShadowSync's trainers ask its servers for."""
+    """Returns the rows that ShadowSync's trainers request from its servers."""
     return {"model.embed_tokens.weight": text[:, :-1]}
 
 
@@ -95,29 +97,29 @@ SPREAD = {
 
 
 HALVES = {"TopK": ("bucket_mb", 0.25)}  # set in the middle of a calibration: a codec's line needs sizes that differ
-WARM = 4  # steps of those that begin with others, where their usual number is longer than all that is measured
+WARM = 4  # warm-up steps if the usual number exceeds the measured steps
 SHORTER: dict[str, dict[str, Any]] = {name: {"warmup": WARM} for name in ("OneBitAdam", "PostLocalSGD", "QAdam")}
-SHORTER["Newton"] = {"iterations": 3}  # each takes as long as a pass of another method's
+SHORTER["Newton"] = {"iterations": 3}  # each takes as long as another method's pass
 LOOKS_UP = replace(KNOWN.task, lookups=_lookups)
 TASKS = {"AsyncDrop": replace(KNOWN.task, split=_split)}
 TASKS |= dict.fromkeys(("ShadowSync", "ShadowSyncBMUF", "ShadowSyncMA"), LOOKS_UP)
 
 
 def compressors() -> dict[str, Compressor]:
-    """Each that ships but what only wraps others, as its bare name means it."""
+    """Returns each shipped compressor by its bare name, except wrappers."""
     found = {name: cls for name, cls in members(Compressor).items() if cls.__module__.startswith("workbench.")}
     return {name: cls.usual() for name, cls in found.items() if name not in WRAPPERS}
 
 
 def strategies() -> dict[str, Strategy]:
-    """Each that ships and has a simulation, with the knobs that it is measured by."""
+    """Returns each shipped strategy that can be simulated, with its measured knobs."""
     found = {name: cls for name, cls in members(Strategy).items() if cls.__module__.startswith("workbench.")}
     knobs = {name: {**method(name).knobs[0], **SHORTER.get(name, {})} for name in found}
     return {name: method(name).strategy(knobs[name]) for name, cls in found.items() if not cls.opaque}
 
 
 def settings() -> Iterator[tuple[str, Experiment]]:
-    """What is predicted, by name; nothing of it is calibrated on."""
+    """Yields the experiments to predict, by name; none is a calibration run."""
     slow, fast = (replace(KNOWN, fabric=Fabric(link=link), bucket_mb=1.0) for link in LINKS)
     for name, strategy in strategies().items():
         codec = method(name).codec()
@@ -132,8 +134,8 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 
 
 def calibrations() -> dict[str, Experiment]:
-    """What costs are measured from, by name: each adds what it alone has."""
-    short = replace(KNOWN, compressor=TopK.usual(), bucket_mb=0.25)  # of which the Link asks less than they take
+    """Returns the runs that measure costs, by name: each adds the costs of one setting."""
+    short = replace(KNOWN, compressor=TopK.usual(), bucket_mb=0.25)  # on this Link they should be shorter than they are
     found = {"DDP": KNOWN, "short messages": short}
     found |= {name: replace(KNOWN, compressor=compressor) for name, compressor in compressors().items()}
     ways = {"KFAC": KFAC(), "Newton": strategies()["Newton"]}
@@ -145,12 +147,12 @@ def _wire(e: Experiment) -> str:
 
 
 def _real(e: Experiment) -> bool:
-    """Does it look at values? Zen chooses for each bucket by how much of it is not zero: one share for all misleads."""
+    """Whether it reads values. Zen chooses per bucket by its share of nonzeros, so one common share misleads."""
     return method(type(e.strategy).__name__).real or isinstance(e.compressor, Zen)
 
 
 class Campaign:
-    """What was measured so far, and the lab that measures what is not there."""
+    """The measurements so far, and the lab that makes the missing ones."""
 
     def __init__(self, out: Path | None, ran: Callable[..., Run]) -> None:
         self._out, self._ran = out, ran
@@ -160,7 +162,7 @@ class Campaign:
             self.found = json.loads(out.read_text())
 
     def costs(self, needed: Iterable[str] = ()) -> Costs:
-        """Of DDP, and of all calibrations or those that are needed."""
+        """Returns the costs of DDP, and of all calibrations or the needed ones."""
         wanted = calibrations()
         known = self.found["costs"]
         for name in dict.fromkeys(("DDP", "short messages", *(needed or wanted))):
@@ -175,7 +177,7 @@ class Campaign:
         return costs
 
     def predict(self) -> None:
-        """What was measured, anew."""
+        """Predicts the measured settings again."""
         costs, every = self.costs(), dict(settings())
         for row in self.found["rows"]:
             if "measured" in row:
@@ -185,7 +187,7 @@ class Campaign:
                 self._keep()
 
     def measure(self, name: str, e: Experiment, costs: Costs, real: bool = False) -> None:
-        """One setting, unless it is there."""
+        """Measures one setting, unless the file has it."""
         if any(row["setting"] == name for row in self.found["rows"]):
             return
         try:
@@ -193,7 +195,7 @@ class Campaign:
             row = {"setting": name, "predicted": expected, "measured": beside.seconds(_done(self._ran(e)))}
         except KnobError as error:
             row = {"setting": name, "refused": str(error)}
-        except Exception as error:  # one that fails must not cost the others their turn
+        except Exception as error:  # a setting that fails must not stop the next ones
             self.failed.append(name)
             return print(f"{name}: failed with {type(error).__name__}: {error}", flush=True)
         self.found["rows"].append(row)
@@ -207,7 +209,7 @@ class Campaign:
 
 
 def _longer(ran: Callable[..., Run], e: Experiment, then: tuple[str, Any] | None = None) -> Run:
-    """Twice as many steps, the second half of them with a knob set."""
+    """Runs twice as many steps, with a knob set in the second half."""
     changes = [Change(e.steps, *then)] if then else []
     return _done(ran(replace(e, steps=2 * e.steps), changes))
 
@@ -219,7 +221,7 @@ def _done(run: Run) -> Run:
 
 
 def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The part of docs/prediction.md that is about a model other than ours."""
+    """Returns the part of docs/prediction.md about a model other than ours."""
     rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"] if "measured" in r]
     refused = [r for r in found["rows"] if "refused" in r]
     errors = [abs(r["off"]) for r in rows]

@@ -1,8 +1,8 @@
-"""The memory of notebook 00 with 2 ranks, as Binder counts it: Jupyter's server, the kernel, controller and engines.
+"""Measures the memory of notebook 00 with 2 ranks as Binder counts it: server, kernel, controller, engines.
 
     python -m tests.bench.memory --out docs/data/memory.json
 
-Proportional set size (shared pages counted once in all), summed over the processes, sampled while it runs.
+Proportional set size (shared pages count once in all), summed over the processes and sampled while it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "00_first_run.ipynb"
 
 
 class Watch:
-    """Sums up this process's descendants twice a second."""
+    """Sums the memory of this process's descendants twice a second."""
 
     def __init__(self) -> None:
         self.samples: list[dict[str, float]] = []
@@ -53,7 +53,7 @@ class Watch:
 
 
 def kind(command: list[str]) -> str:
-    """What a process is, by its command line."""
+    """Returns the kind of a process, from its command line."""
     line = " ".join(command)
     for name, sign in (("server", "jupyter"), ("kernel", "ipykernel_launcher"), ("engines", "boot.py engine"),
                        ("controller", "boot.py controller")):  # fmt: skip
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def total(sample: dict[str, float]) -> float:
-    """MB of all processes together."""
+    """Returns the MB of all processes together."""
     return sum(v for k, v in sample.items() if k != "t")
 
 

@@ -1,9 +1,9 @@
 # ruff: noqa: E501
-"""What is measured and drawn of each strategy, one entry each; one without an entry is taken with its usual knobs.
+"""The measured and drawn settings of each strategy, one entry each; default knobs without an entry.
 
-An entry may name a strategy that is not there (yet); whoever reads the table says so and goes on. Numbers of papers
-stand here only where they were read in the paper's own text or in the record that it left; else the entry says that
-none is quoted. What was seen at this scale is computed from the data and never written here.
+An entry may name a strategy that does not exist yet; readers of the table report and skip it. An entry quotes a paper's
+numbers only from the paper's own text or its published record. Otherwise it says that it quotes none. Results at this
+scale are computed from the data and never written here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NOT_QUOTED = "Its numbers were not to be had in its own words and are not quoted
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What the paper's headline comes to here, and why it may not show: `measure` on `where` at least `least`.
+    """The local form of a paper's headline, and why it may not show: `measure` on `where` at least `least`.
 
     measure: "pace" (samples per second), "time" (to the fixed loss), both over DDP's; "bytes" (DDP's over its own);
              "control" (the loss without its outer momentum over its own, from a common state)
-    headline: is that what the paper claims? Only then the page says whether it shows
-    time:    where the headline holds a time, too: the least times as fast to the fixed loss
+    headline: whether the paper claims this; only then the page says whether it shows
+    time:    if the headline includes a time: the smallest relative speed to the fixed loss
     beside:  another row whose loss and bytes on that fabric are named next to it
     """
 
@@ -47,12 +47,12 @@ class Method:
     """One strategy.
 
     knobs:  its settings in the campaign, one row each
-    rate:   the learning rate as a multiple of the task's, where its rule asks for another than DDP's
+    rate:   the learning rate as a multiple of the task's, if its rule needs another than DDP's
     paper:  the headline in a sentence, with its source
-    claim:  what of it can be looked for in the tables
+    claim:  the part of it that the tables can show
     see:    the figure's caption; shown: the knobs that show it; window: ms; mbit, latency, faults, fault: the network
-            and what is wrong with it (and in words), where not the usual; real: does it look at values?
-    compressor: what it needs on the wire, by its bare name, where that is not Dense
+            and its faults (and their description), if not the usual; real: whether it reads values
+    compressor: the compressor that it needs, by its bare name, if not Dense
     """
 
     name: str
@@ -71,7 +71,7 @@ class Method:
     compressor: str = ""
 
     def strategy(self, knobs: Mapping[str, Any]) -> Strategy:
-        """The strategy with these knobs, checked. Raises KnobError, also where it has no such knob."""
+        """Returns the strategy with these knobs, checked. Raises KnobError, also for an unknown knob."""
         cls = find(Strategy, self.name)
         try:
             return checked(cls(**knobs))
@@ -79,23 +79,23 @@ class Method:
             raise KnobError(f"{self.name}({knobs}): {error}; correct its entry in tests/bench/methods.py") from error
 
     def codec(self) -> Compressor:
-        """What crosses the wire under it. Raises KnobError where there is no such compressor."""
+        """Returns its compressor. Raises KnobError if no such compressor exists."""
         return find(Compressor, self.compressor).usual() if self.compressor else Dense()
 
     def label(self, knobs: Mapping[str, Any]) -> str:
-        """How a row or a figure calls it: only the knobs that are not as usual."""
+        """Returns its name in a row or figure, with only the knobs that are not default."""
         inside = ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in knobs.items())
         return f"{self.name}({inside})" if inside else self.name
 
 
 def tempo(name: str) -> str:
-    """What a row's name must say where it did not run with DDP's learning rate; else nothing."""
+    """Returns a note for a row's name if its learning rate is not DDP's, else ""."""
     rate = method(name).rate
     return f", at {rate:g} of the learning rate" if rate != 1.0 else ""
 
 
 def found(name: str) -> type[Strategy] | None:
-    """The strategy that ships under this name, or None where there is none (yet)."""
+    """Returns the shipped strategy with this name, or None if there is none (yet)."""
     try:
         cls = find(Strategy, name)
     except KnobError:
@@ -104,13 +104,13 @@ def found(name: str) -> type[Strategy] | None:
 
 
 def method(name: str) -> Method:
-    """The entry of a strategy, or for want of one its usual knobs. Raises KnobError where there is no such strategy."""
+    """Returns the entry of a strategy, or one with default knobs. Raises KnobError for an unknown strategy."""
     listed = next((m for m in METHODS if m.name == name), None)
     return listed or Method(name=name, see=str(describe(find(Strategy, name))["doc"]))
 
 
 def methods() -> tuple[Method, ...]:
-    """All entries, and each strategy that ships without one; but none for tasks with embedding tables alone."""
+    """Returns all entries, then each shipped strategy without one, except those that need embedding tables."""
     listed = {m.name for m in METHODS}
     ships = [name for name, cls in members(Strategy).items() if found(name) is cls and not (cls.opaque or cls.tables)]
     return (*METHODS, *(method(name) for name in ships if name not in listed))

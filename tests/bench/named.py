@@ -1,12 +1,11 @@
-"""How small a delay in one phase of one rank is named on real paced ranks, and how often one that is not there.
+"""Measures the smallest delay that is blamed on the right rank and phase on real paced ranks, and false alarms.
 
     python -m tests.bench.named --out docs/data/named.json [--runs DIRECTORY] [--cells NAME ...]
 
-A plan that no change announces (`tests.planned`) makes a rank slower by so many percent of a step, for `WITHIN` steps,
-then nobody for `BETWEEN`. The record is looked at as it was after each of these steps: who is named in the list of
-causes (`workbench.analysis.stragglers.causes`), and by the line about stragglers. A trial is right if after `WITHIN`
-steps the rank and the cause are named, and nothing else with a rank. A false alarm is a rank named where no step of
-those that are looked at had a delay.
+An unannounced plan (`tests.planned`) makes a rank slower by some percent of a step for `WITHIN` steps. Then no rank is
+slow for `BETWEEN` steps. After each of these steps the benchmark reads the list of causes
+(`workbench.analysis.stragglers.causes`) and the line about stragglers. A trial is right if after `WITHIN` steps the
+list has the rank and the cause, and no other rank. A false alarm is a rank blamed when no step in view had a delay.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from workbench.record.timeline import Timeline
 from workbench.run import Run
 
 PACE = {4: 0.16, 8: 0.2}  # seconds of a step's compute
-WIRE = 0.5  # of that, on the wire
+WIRE = 0.5  # of that, for the exchange
 BUCKET_MB = 0.065  # six buckets
-BEGIN, WITHIN, BETWEEN, EVERY = 40, 20, 40, 4  # steps; looked at every so many where nothing is planned
+BEGIN, WITHIN, BETWEEN, EVERY = 40, 20, 40, 4  # steps; EVERY: steps between looks outside the plan
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "outside")
 APART = [("forward", "forward"), ("forward", "backward"), ("outside",), ("frozen",), ("network",)]
-STOOD = 3.0  # steps that a rank stands still, once, where it is "frozen"
+STOOD = 3.0  # steps that a "frozen" rank stands still, once
 Named = list[tuple[str, list[int]]]
 
 
@@ -43,7 +42,7 @@ Named = list[tuple[str, list[int]]]
 
 
 def planned(ranks: int, percent: float, trials: int, seed: int, kinds: list[tuple[str, ...]]) -> list[list[Delay]]:
-    """Trials one after the other, each of a kind in turn and of ranks drawn: their delays."""
+    """Returns the delays of consecutive trials, with kinds in turn and random ranks."""
     rng, found, step = random.Random(seed), [], BEGIN
     for k in range(trials):
         kind = kinds[k % len(kinds)]
@@ -54,19 +53,19 @@ def planned(ranks: int, percent: float, trials: int, seed: int, kinds: list[tupl
 
 
 def delay(step: int, rank: int, cause: str, percent: float, lasts: float) -> Delay:
-    """One that begins at this step."""
+    """Returns a delay that begins at this step."""
     if cause == "frozen":
         return Delay(step, step + 1, rank, cause, STOOD * lasts)
     return Delay(step, step + WITHIN, rank, cause, percent / 100 * lasts)
 
 
 def lasts(ranks: int) -> float:
-    """Seconds of a step without any delay, about: compute, and what is left of the wire behind it."""
+    """Estimates the seconds of a step without a delay: compute, and the exposed exchange."""
     return PACE[ranks] * (1.0 + WIRE / 4)
 
 
 def record(ranks: int, steps: int, trials: list[list[Delay]], out: Path) -> Run:
-    """A run of so many steps by this plan."""
+    """Records a run of so many steps with this plan."""
     pace, nbytes = PACE[ranks], 2 * PlannedDigits().elements
     mbit = 2 * (ranks - 1) / ranks * nbytes * 8e-6 / (WIRE * pace)
     delays = [d for trial in trials for d in trial]
@@ -81,11 +80,11 @@ def record(ranks: int, steps: int, trials: list[list[Delay]], out: Path) -> Run:
     return run
 
 
-# -- looking
+# -- reading
 
 
 def as_it_was(run: Run, looks: list[int]) -> Iterator[tuple[int, Timeline]]:
-    """(step, the record as it was when all ranks had ended the step before), for each of these steps in order."""
+    """Yields (step, the record when all ranks had ended the step before) for these steps in order."""
     spans, marks = run.timeline.spans.rows(), run.timeline.marks.rows()
     tl, at = Timeline(), 0
     for step in looks:
@@ -96,14 +95,14 @@ def as_it_was(run: Run, looks: list[int]) -> Iterator[tuple[int, Timeline]]:
 
 
 def named(tl: Timeline) -> tuple[Named, Named]:
-    """Whom the list of causes names, and whom the line about stragglers does."""
+    """Returns the causes with ranks from the list, and those of the line about stragglers."""
     listed = [(c.cause, list(c.ranks)) for c in causes(tl) if c.ranks]
     said = straggler(tl)
     return listed, [(said.phase, [said.rank])] if said else []
 
 
 def look(run: Run, trials: list[list[Delay]], steps: int) -> dict[str, Any]:
-    """Each trial's looks, and those at steps without a delay in what they look at."""
+    """Returns each trial's looks, and the looks at steps without a delay in view."""
     within = [range(t[0].first, t[0].first + WITHIN + BETWEEN) for t in trials]
     during = {step: k for k, t in enumerate(trials) for step in range(t[0].first + 1, t[0].first + WITHIN + 1)}
     free = [s for s in range(BEGIN, steps, EVERY) if not any(s - 1 in w for w in within)]
@@ -113,7 +112,7 @@ def look(run: Run, trials: list[list[Delay]], steps: int) -> dict[str, Any]:
         if step in during:
             trial = out["trials"][during[step]]
             after, before = step - trial["delays"][0].first, trial["looks"][-1:]
-            if after == WITHIN or [listed, said] != (before[0][1:] if before else [[], []]):  # where that is news
+            if after == WITHIN or [listed, said] != (before[0][1:] if before else [[], []]):  # if it changed
                 trial["looks"].append([after, listed, said])
         elif listed or said:
             out["free"].append([step, listed, said])
@@ -121,7 +120,7 @@ def look(run: Run, trials: list[list[Delay]], steps: int) -> dict[str, Any]:
 
 
 def kept(run: Run) -> dict[str, float]:
-    """Medians and 95th percentiles of a step and of a forward, in seconds."""
+    """Returns medians and 95th percentiles of a step and of a forward, in seconds."""
     s = run.timeline.spans.rows()
     s = s[s.step > BEGIN // 2]
     steps, forward = s[s.equal("lane", "step")], s[s.equal("lane", "compute") & s.equal("name", "forward")]
@@ -138,22 +137,22 @@ def pairs(listed: Named) -> set[tuple[str, int]]:
 
 
 def right(trial: dict[str, Any]) -> bool:
-    """Are rank and cause named at the last look, all of them, and nothing else?"""
+    """Whether the last look names exactly the trial's ranks and causes."""
     return pairs(trial["looks"][-1][1]) == wanted(trial)
 
 
 def soon(trial: dict[str, Any]) -> int | None:
-    """After how many steps all were named first."""
+    """Returns after how many steps all causes were first named."""
     return next((int(after) for after, listed, _ in trial["looks"] if wanted(trial) <= pairs(listed)), None)
 
 
-# -- all of it
+# -- all trials
 
 
 class Cell(NamedTuple):
-    """One run: so many trials of each kind, of so many percent of a step each, then steps in which nothing is wrong.
+    """One run: trials of each kind with a delay of `percent` of a step, then steps without a fault.
 
-    busy: processes that spin beside it
+    busy: processes that compute at the same time
     """
 
     ranks: int
@@ -194,13 +193,13 @@ def main() -> None:
 
 
 def written(found: dict[str, Any]) -> str:
-    """A line for each trial."""
+    """Formats the results with a line for each trial."""
     text = json.dumps(found)
     return re.sub(r'(\{"delays"|"trials"|"free"|"pace"|"\d ranks)', r"\n\1", text) + "\n"
 
 
 def told(name: str, cell: dict[str, Any]) -> str:
-    """One line."""
+    """Formats a cell as one line."""
     trials = cell["trials"]
     waited = sorted(s for t in trials if (s := soon(t)) is not None)
     median = waited[len(waited) // 2] if waited else "-"

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on who is named of whom something was slow: see `tests.bench.named`."""
+"""Writes the section of docs/benchmarks.md on the accuracy of named causes: see `tests.bench.named`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAID = {
 
 
 def section(cells: dict[str, Any]) -> str:
-    """What was asked beside what was found."""
+    """Returns the requirements with the results."""
     lines = ["| ranks, beside | delay | trials | named rightly | first, after steps | not named | wrong | a step |",
              "| --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name, cell in cells.items():
@@ -54,19 +54,19 @@ def section(cells: dict[str, Any]) -> str:
 
 
 def _on_all(cells: list[dict[str, Any]]) -> bool:
-    """Was it measured on as many ranks as it is asked of? Else nothing is kept."""
+    """Whether all required numbers of ranks were measured; otherwise no claim is kept."""
     return {c["ranks"] for c in cells} == set(PACE)
 
 
 def _lines(cells: dict[str, Any]) -> str:
-    """In how many trials of one rank the line about stragglers named it after the last step."""
+    """Returns in how many trials of one rank the line about stragglers named it after the last step."""
     trials = [t for name, c in cells.items() if "apart" not in name for t in c["trials"]]
     hit = sum([ranks for _, ranks in t["looks"][-1][2]] == [[t["delays"][0][2]]] for t in trials)
     return f"{hit} of {len(trials)}"
 
 
 def _least(cells: dict[str, Any], ranks: int) -> float | None:
-    """The smallest delay from which on all that were tried beside spinning processes were named, in per cent."""
+    """Returns the smallest delay, in per cent, from which all larger ones were named on a busy machine."""
     mine = sorted((c for c in cells.values() if c["busy"] and c["ranks"] == ranks), key=lambda c: -c["percent"])
     least = None
     for cell in mine:
@@ -77,7 +77,7 @@ def _least(cells: dict[str, Any], ranks: int) -> float | None:
 
 
 def _beside(cell: dict[str, Any]) -> str:
-    """What kept the machine busy meanwhile; `beside` is noted by hand."""
+    """Returns a note on the machine's other load; `beside` is entered by hand."""
     return (", two processes spin" if cell["busy"] else "") + (f", {cell['beside']}" if cell.get("beside") else "")
 
 
@@ -97,7 +97,7 @@ def _row(cell: dict[str, Any]) -> str:
 
 
 def _of(trials: list[dict[str, Any]]) -> str:
-    """How many, and of which causes."""
+    """Returns the number of trials, by cause."""
     counts = Counter(d[3] for t in trials for d in t["delays"][:1])
     return f"{len(trials)}: " + ", ".join(f"{cause} {n}" for cause, n in counts.items()) if trials else "0"
 

@@ -1,7 +1,7 @@
-"""The emulated Link against a real network: paced DDP on both, the same bandwidth, no latency.
+"""Compares the emulated Link with a real network: paced DDP on both, same bandwidth, no latency.
 
-Real: a process per rank in a network namespace of its own, gloo over its port, tc tbf on the port. Modelled: the
-same processes on the loopback, slowed to a Link. Also the record's bytes against what the port counted.
+Real: a process per rank in its own network namespace, gloo over its port, tc tbf on the port. Modelled: the same
+processes on the loopback, slowed to a Link. It also compares the record's bytes with the port's counter.
 
     python -m tests.bench.netns --out docs/data/netns.json          (Linux, root, iproute2)
 """
@@ -38,7 +38,7 @@ from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.tasks import Task
 
-WARM = 3  # steps before those that count
+WARM = 3  # steps before counting
 ROOT = Path(__file__).parents[2]
 
 
@@ -76,7 +76,7 @@ def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def cells(*rates: float, steps: int = 12) -> list[Cell]:
-    """Two bucket sizes at each rate; models whose exchange takes about as long as their compute."""
+    """Returns two bucket sizes at each rate, with models whose exchange takes about as long as their compute."""
     size = {50: 128, 200: 256, 1000: 512}
     buckets = {128: (0.26, 0.52), 256: (0.26, 1.04), 512: (1.04, 4.19)}
     return [Cell(mbit=r, width=size[r], bucket_mb=b, steps=steps) for r in rates for b in buckets[size[r]]]
@@ -86,7 +86,7 @@ def cells(*rates: float, steps: int = 12) -> list[Cell]:
 
 
 def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
-    """One rank's step times, the bytes of its record, and what its port sent meanwhile."""
+    """Returns one rank's step times, the bytes in its record, and the bytes that its port sent."""
     cell = Cell(**asked)
     session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation, secret=b"ours",
                       epoch=time.time(), loopback=not cell.real)
@@ -106,24 +106,25 @@ def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int],
 
 
 def idled() -> float:
-    """Seconds that this machine's cores have been idle, on average over cores."""
+    """Returns the idle seconds of this machine's cores, on average over cores."""
     return float(Path("/proc/uptime").read_text().split()[1]) / (os.cpu_count() or 1)
 
 
 def counted() -> int:
-    """Bytes that this namespace's port has sent, headers included; 0 where there is no such port."""
+    """Returns the bytes that this namespace's port has sent, headers included; 0 without such a port."""
     file = Path("/sys/class/net", INTERFACE, "statistics/tx_bytes")
     return int(file.read_text()) if file.exists() else 0
 
 
 def rank_main(rank: int, size: int, address: str, measured: Callable[..., Any]) -> NoReturn:
-    """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says where it is first.
+    """Answers one line of JSON per cell until none is left. Rank 0 first prints the address of the store.
 
-    measured: of a cell as a dict, rank, size, the store's address and the run's generation, what this rank has found
+    measured: function of (a cell as a dict, rank, size, the store's address, the run's generation) -> this rank's
+    results
     """
     torch.set_num_threads(1)
     with contextlib.suppress(PermissionError):
-        os.nice(-10)  # what else the machine does shall disturb neither side
+        os.nice(-10)  # so that other load disturbs neither side
     if rank == 0:
         _store, *where = host_store(address)
         print(json.dumps(where), flush=True)
@@ -138,9 +139,9 @@ def rank_main(rank: int, size: int, address: str, measured: Callable[..., Any]) 
 
 
 class Ranks:
-    """A process for each rank, in the namespaces of `network` or, without one, side by side on the loopback.
+    """A process for each rank, in the namespaces of `network` or, without one, on the loopback.
 
-    module: what each runs as `-m MODULE --rank RANK SIZE ADDRESS`, which is to call `rank_main`
+    module: runs as `-m MODULE --rank RANK SIZE ADDRESS` in each process and calls `rank_main`
     """
 
     def __init__(self, size: int, network: Network | None = None, module: str = "tests.bench.netns") -> None:
@@ -165,7 +166,7 @@ class Ranks:
             p.communicate()
 
     def run(self, cell: Any, within: float = 120) -> list[Any]:
-        """What each rank measured of a cell, a dataclass with its ports' `mbit`; raises TimeoutError."""
+        """Returns each rank's results of a cell, a dataclass with its ports' `mbit`. Raises TimeoutError."""
         if self.network:
             self.network.set_rate(cell.mbit)
         asked = json.dumps({"cell": asdict(cell), "where": self.where, "generation": uuid.uuid4().hex})
@@ -185,45 +186,44 @@ class Ranks:
 
 
 def awake() -> AbstractContextManager[None]:
-    """Keeps every core from going to sleep: a process of the lowest priority on each, that never rests.
+    """Keeps every core awake with a busy process of the lowest priority on each.
 
-    A virtual machine's core that halts is given back to its host, and comes again late, the later the busier the host
-    is. Every frame between two namespaces wakes one: ports of 1000 Mbit/s then carry 750 or less, with both cores
-    three quarters idle. Awake they carry more than 900, and the emulated Link is within 8 % at each rate.
+    A virtual machine's idle core returns to its host and comes back late, later on a busy host. Every frame between two
+    namespaces wakes a core. Ports of 1000 Mbit/s then carry at most 750, with both cores 75 % idle. If the cores stay
+    awake, ports carry more than 900, and the emulated Link is within 8 % at each rate.
     """
     return spinning(os.cpu_count() or 1, nice=19)
 
 
 def compare(real: Ranks, modelled: Ranks, cell: Cell) -> dict[str, Any]:
-    """Both sides of one cell, and what the port sends when there is next to nothing to exchange."""
+    """Runs both sides of one cell, and a control with hardly any exchange."""
     found = {"real": real.run(cell), "modelled": modelled.run(replace(cell, real=False))}
     found["control"] = real.run(replace(cell, layers=1, width=1, pace=10.0))
     return {"cell": asdict(cell), "ranks": real.size, **found}
 
 
 def ratio(found: dict[str, Any], quartile: int = 1) -> float:
-    """The modelled step over the real one."""
+    """Returns the modelled step over the real one."""
     return step(found["modelled"], quartile) / step(found["real"], quartile)
 
 
 def step(ranks: list[dict[str, Any]], quartile: int = 1) -> float:
-    """Seconds of a step: a quartile over steps of the mean over ranks.
+    """Returns the seconds of a step: a quartile over steps of the mean over ranks.
 
-    The first is that of a step that nobody disturbed: one that shares the cores with something else takes longer,
-    on either side, and none takes less time.
+    The first quartile is that of an undisturbed step: other load makes steps longer on either side, never shorter.
     """
     means = [statistics.fmean(s) for s in zip(*(r["steps"] for r in ranks), strict=True)]
     return statistics.quantiles(means, n=4)[quartile - 1]
 
 
 def excess(found: dict[str, Any]) -> list[float]:
-    """For each rank, by what share its port sent more than the record says, the control run taken off both."""
+    """Returns each rank's relative excess of sent bytes over the record, after subtracting the control run."""
     pairs = zip(found["real"], found["control"], strict=True)
     return [(a["sent"] - b["sent"]) / (a["payload"] - b["payload"]) - 1 for a, b in pairs]
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """One cell on one line."""
+    """Formats one cell as one line."""
     cell, over = found["cell"], excess(found)
     return (
         f"{found['ranks']} ranks, frames of {found['frame']}, {cell['mbit']:g} Mbit/s, {cell['bucket_mb']:g} MB: "

@@ -1,7 +1,7 @@
-"""What a step costs whose state does not all fit: stages of ZeRO and offload, switched live in blocks of one run.
+"""Measures steps whose state does not fit: stages of ZeRO and offload, switched live in blocks of one run.
 
-Compute is paced and the ways to host and disk are as slow as said, so that two ranks on two cores behave like devices.
-Which of the stages a device of so many MB admits is asked of the lab, as a person would.
+Compute is paced and the links to host and disk have fixed rates, so that two ranks on two cores behave like devices.
+The lab decides which stages fit on a device of so many MB, as for a person.
 
     python -m tests.bench.offload --out docs/data/offload.json
 """
@@ -36,7 +36,7 @@ STEPS = 6  # of a block; the first two after a switch do not count
 
 
 def admitted(e: Experiment) -> float:
-    """MB at which a device admits `e`: the least of which the lab says that it fits, by halves; within 1 %."""
+    """Returns the smallest memory in MB that the lab accepts for `e`, by bisection within 1 %."""
     low, high = 1.0, 64.0
     while high / low > 1.01:
         middle = (low * high) ** 0.5
@@ -49,7 +49,7 @@ def admitted(e: Experiment) -> float:
 
 
 def block(lab: Lab, run: Run, strategy: Strategy) -> dict[str, Any]:
-    """Some steps under a strategy: their middle, and what lies where."""
+    """Runs some steps under a strategy: their median, and the memory by place."""
     step = (lab.set("strategy", strategy).wait(60).applied_at or 0) + 2
     wait(run, step + STEPS)
     found = run.memory(STEPS)[0]

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""From a common state: what an outer momentum is worth, and what Local SGD loses, each at its best learning rate."""
+"""Compares outer momentum and the loss of Local SGD from a common state, each at its best learning rate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def method_label(name: str, knobs: dict[str, Any]) -> str:
 
 
 def outer_cells() -> list[Cell]:
-    """Every row, as far as its learning rate is known."""
+    """Returns the cells of every row, as far as its learning rate is known."""
     found = Results.of()
 
     def row(label: str, name: str, knobs: dict[str, Any]) -> list[Cell]:
@@ -52,13 +52,13 @@ def outer_cells() -> list[Cell]:
 
 
 def best(found: Results, row: str) -> tuple[tuning.Choice, dict[int, dict[str, Any]]] | None:
-    """(learning rate, what was found at it, by seed)."""
+    """Returns (learning rate, results at it by seed)."""
     chosen = tuning.choice(found, "outer", row, GRID)
     return chosen and (chosen, found.seeds("outer", row, tuning.where(chosen.rate)))
 
 
 def over(mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
-    """One row's mean over another's, of the seeds that both have: seeds differ by as much as rows; NaN without any."""
+    """Returns the ratio of two rows' means over common seeds, because seeds vary as much as rows; NaN without any."""
     both = [seed for seed in mine if seed in base]
     if not both:
         return math.nan
@@ -66,14 +66,14 @@ def over(mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], of: C
 
 
 def twin(name: str, knobs: Mapping[str, Any]) -> str:
-    """The row from the common state of a strategy with these knobs, whatever its period."""
+    """Returns the row from the common state of a strategy with these knobs, with any period."""
     usual = method(name).strategy({})
     own = {k: v for k, v in knobs.items() if k != "every" and v != getattr(usual, k)}
     return method_label(name, {"every": PERIOD, **own})
 
 
 def gained(found: Results, row: str) -> float:
-    """From the common state: the control's loss over that of `row`; 0 where either is lacking."""
+    """Returns the control's loss over that of `row` from the common state; 0 if either is missing."""
     mine, control = best(found, row), best(found, method_label(*CONTROL))
     ratio = over(control[1], mine[1], tuning.last) if mine and control else math.nan
     return 0.0 if math.isnan(ratio) else ratio
@@ -103,7 +103,7 @@ def _line(label: str, chosen: tuning.Choice, mine: dict[int, dict[str, Any]], ba
 
 
 def _asked(label: str, mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> str:
-    """What an outer momentum has to keep."""
+    """Returns the requirement for an outer momentum and its result."""
     gap, share = over(mine, base, tuning.last) - 1, over(mine, base, itemgetter("bytes"))
     return (
         f"{label}: {gap:+.1%} {kept(gap <= 0.02, 'at most +2 %')} with {share:.1%} of the bytes "
@@ -112,7 +112,7 @@ def _asked(label: str, mine: dict[int, dict[str, Any]], base: dict[int, dict[str
 
 
 def _bursts(largest: dict[str, int]) -> list[str]:
-    """The most that a streaming row sends in one step, over what sends all at once."""
+    """Returns a streaming row's largest bytes in one step over those of DiLoCo."""
     whole = largest.get(f"DiLoCo(every={PERIOD})")
     return [
         f"the largest bytes of one rank in one step of {label} are {most / whole:.2f} of DiLoCo's "
@@ -123,7 +123,7 @@ def _bursts(largest: dict[str, int]) -> list[str]:
 
 
 def _about(open_ended: list[str]) -> str:
-    """open_ended: rows whose best rate is at an edge beyond which none was tried yet."""
+    """open_ended: rows whose best rate is at an edge without a value beyond it yet."""
     rates = ", ".join(f"{r * TASK.lr:g}" for r in GRID)
     still = f"; of {', '.join(open_ended)} that one is still lacking" if open_ended else ""
     return (

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""docs/benchmarks.md from the raw samples in docs/data/: nothing in the page is typed by hand."""
+"""Writes docs/benchmarks.md from the raw samples in docs/data/, without any number typed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.bench import activations, activations_tuned, beyond, named_page, plan
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
-BEFORE = Path(__file__).parents[2] / "docs" / "data" / "ddp_before.json"  # cells of `ddp` under the layout of then
+BEFORE = Path(__file__).parents[2] / "docs" / "data" / "ddp_before.json"  # cells of `ddp` under the old layout
 
 HEAD = """# Benchmarks
 
@@ -27,7 +27,7 @@ same emulated Link and pace. A shortfall is said where it stands.
 
 
 def text(data: Path) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     machines = json.loads((data / "machines.json").read_text()) if (data / "machines.json").exists() else {}
     parts = [HEAD]
     for name, section in SECTIONS.items():
@@ -44,7 +44,7 @@ def text(data: Path) -> str:
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): the bootstrap's 95 % interval of the median."""
+    """Returns (median, low, high) with the bootstrap's 95 % interval of the median."""
     x, rng = np.array(values), np.random.default_rng(0)
     medians = np.median(rng.choice(x, (2000, len(x))), axis=1)
     return float(np.median(x)), *map(float, np.quantile(medians, [0.025, 0.975]))
@@ -56,7 +56,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def ddp(cells: list[dict[str, Any]]) -> str:
-    """Engine DDP against torch's own."""
+    """Section: engine DDP against torch's own."""
     about = (
         "Our engine with recording on against `DistributedDataParallel(gradient_as_bucket_view=True, static_graph=True)`"
         " in a plain loop, in alternating blocks of one run; median of rounds with its 95 % bootstrap interval."
@@ -72,7 +72,9 @@ def ddp(cells: list[dict[str, Any]]) -> str:
 
 
 def _mean_ratio(cells: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """(geometric mean over cells of ours / torch, low, high): the 95 % interval by drawing each cell's rounds anew."""
+    """Returns (geometric mean over cells of ours / torch, low, high), a 95 % interval by resampling each cell's
+    rounds.
+    """
     rng, found = np.random.default_rng(0), [np.log(ratios(c["rows"])["ours"]) for c in cells]
     drawn = np.mean([np.median(rng.choice(x, (2000, len(x))), axis=1) for x in found], axis=0)
     mid = float(np.mean([np.median(x) for x in found]))
@@ -80,7 +82,7 @@ def _mean_ratio(cells: list[dict[str, Any]]) -> tuple[float, float, float]:
 
 
 def fsdp(cells: list[dict[str, Any]]) -> str:
-    """Engine ZeRO3 against torch's own."""
+    """Section: engine ZeRO3 against torch's own."""
     about = (
         "Our `ZeRO3` with recording on against FSDP2 (`fully_shard` on the transformer's blocks, or on modules of a bucket's"
         " size, and on the whole model) in a plain loop over gloo, in alternating blocks of one run; median of rounds with"
@@ -127,12 +129,12 @@ def _against(title: str, about: str, cells: list[dict[str, Any]], asked: float, 
 
 
 def load(machine: dict[str, Any]) -> str:
-    """How busy the machine was, where that was noted."""
+    """Returns the machine's load, if it was recorded."""
     return f"15-minute load {machine['load']:.1f}" if "load" in machine else "load not noted"
 
 
 def pipeline(cells: list[dict[str, Any]]) -> str:
-    """The bubble of real stages."""
+    """Section: the bubble of real stages."""
     rows, off = [], []
     for c in cells:
         slots = c["micros"] * (3 if c["name"] == "ZB-H1" else c.get("pieces", 1))
@@ -156,7 +158,7 @@ def pipeline(cells: list[dict[str, Any]]) -> str:
 
 
 def offload(cells: list[dict[str, Any]]) -> str:
-    """What it costs where not all fits."""
+    """Section: the cost of a model that does not fit."""
     base = [b["step"] for b in cells[0]["blocks"]]
     rows = []
     for c in cells:
@@ -176,7 +178,7 @@ def offload(cells: list[dict[str, Any]]) -> str:
 
 
 def bound(rows: list[dict[str, Any]]) -> str:
-    """Paced steps over their bound, and bytes against the formula."""
+    """Section: paced steps over their bound, and bytes against the formula."""
     best: dict[tuple[int, float], dict[str, Any]] = {}
     for r in rows:
         key = r["ranks"], r["wire"]
@@ -208,7 +210,7 @@ def bound(rows: list[dict[str, Any]]) -> str:
 
 
 def live(d: dict[str, Any]) -> str:
-    """Change latency, recording's cost, start-up."""
+    """Section: change latency, cost of recording, start-up."""
     rows = []
     for name in ("DDP", "LocalSGD"):
         late, steps = sorted(d[name]["late"]), d[name]["steps"]
@@ -261,7 +263,7 @@ def live(d: dict[str, Any]) -> str:
 
 
 def slow_link(d: dict[str, Any]) -> str:
-    """What the live controls do on a wire eight times slower than compute."""
+    """Section: live controls on a link eight times slower than compute."""
     base = d["curves"]["TorchDDP"]
     steps, seconds, target = base[-1]
     rows = []
@@ -302,7 +304,7 @@ def slow_link(d: dict[str, Any]) -> str:
 
 
 def netns(found: list[dict[str, Any]]) -> str:
-    """The emulated Link against a real network."""
+    """Section: the emulated Link against a real network."""
     rows, late, fat = [], [], []
     for f in found:
         cell, over, off = f["cell"], excess(f), abs(ratio(f) - 1)
@@ -336,7 +338,7 @@ def netns(found: list[dict[str, Any]]) -> str:
 
 
 def record(d: dict[str, Any]) -> str:
-    """The record on disk."""
+    """Section: the record on disk."""
     return (
         f"## The record\n\n{d['spans']:,} spans: {d['bytes_per_span']:.1f} bytes each on disk (asked: under 40); loading "
         f"them took {', '.join(f'{s:.2f} s' for s in d['load_s'])} (asked: under 2 s).\n"
@@ -344,7 +346,7 @@ def record(d: dict[str, Any]) -> str:
 
 
 def checksums(d: dict[str, Any]) -> str:
-    """What the checksum of a batch costs the rank that writes it."""
+    """Section: the cost of a batch's checksum for the writing rank."""
     return (
         f"## Checksums of the record\n\nA rank writes a batch of {d['rows']} spans in {d['with_us']:.0f} us of CPU time "
         f"with its checksum, and in {d['without_us']:.0f} us without: {d['ratio']:.2f} times as much, {d['cost_us']:.0f} "
@@ -354,7 +356,7 @@ def checksums(d: dict[str, Any]) -> str:
 
 
 def record_hour(d: dict[str, Any]) -> str:
-    """How soon a long one is open."""
+    """Section: the time to open a long record."""
     return (
         f"## The record of an hour\n\nEight ranks, ten steps a second of twenty spans each: {d['spans']:,} spans are "
         f"open after {', '.join(f'{s:.2f} s' for s in d['load_s'])} (asked: 3 s).\n"
@@ -362,7 +364,7 @@ def record_hour(d: dict[str, Any]) -> str:
 
 
 def memory(samples: list[dict[str, float]]) -> str:
-    """Notebook 00 as Binder would run it."""
+    """Section: notebook 00 as Binder would run it."""
     parts = [{k: v for k, v in s.items() if k != "t"} for s in samples]
     peak = max(parts, key=lambda s: sum(s.values()))
     said = ", ".join(f"{k} {v:.0f}" for k, v in sorted(peak.items(), key=lambda kv: -kv[1]))
@@ -373,70 +375,70 @@ def memory(samples: list[dict[str, float]]) -> str:
 
 
 def second_order(d: dict[str, Any]) -> str:
-    """KFAC and Newton against SGD."""
-    from tests.bench.second_order_page import section  # which makes its table as this page does
+    """Section: KFAC and Newton against SGD."""
+    from tests.bench.second_order_page import section  # its table uses this module
 
     return section(d)
 
 
 def schedules(cells: list[dict[str, Any]]) -> str:
-    """Pipelines against torch's."""
+    """Section: pipelines against torch's."""
     from tests.bench.schedules_page import section
 
     return section(cells)
 
 
 def published_wire(d: dict[str, Any]) -> str:
-    """Bandwidths and overlap that papers tell, beside what the simulator predicts."""
+    """Section: published bandwidths and overlap, next to the simulator's predictions."""
     from tests.bench.published_wire_page import section
 
     return section(d)
 
 
 def published(d: dict[str, Any]) -> str:
-    """What papers say of large clusters beside what the simulator predicts."""
+    """Section: published results of large clusters, next to the simulator's predictions."""
     from tests.bench.published_page import section
 
     return section(d)
 
 
 def algorithms(d: list[dict[str, Any]]) -> str:
-    """Which all-reduce is over first."""
+    """Section: the fastest all-reduce."""
     from tests.bench.algorithms import section
 
     return section(d)
 
 
 def between(d: list[dict[str, Any]]) -> str:
-    """Sums of two sites, whole and compressed."""
+    """Section: sums of two sites, whole and compressed."""
     from tests.bench.between import section
 
     return section(d)
 
 
 def priorities(d: dict[str, Any]) -> str:
-    """ByteScheduler beside DDP's order."""
+    """Section: ByteScheduler next to DDP's order."""
     from tests.bench.priorities import section
 
     return section(d)
 
 
 def shadow(d: dict[str, Any]) -> str:
-    """Shadows beside foreground synchronisation."""
+    """Section: shadows next to foreground synchronisation."""
     from tests.bench.shadow import section
 
     return section(d)
 
 
 def shadow_tables_quality(d: dict[str, Any]) -> str:
-    """ShadowSync's loss beside its foreground forms', with the tables on a server."""
+    """Section: ShadowSync's loss next to its foreground forms', with the tables on a server."""
     from tests.bench.shadow_tables_quality import section
 
     return section(d)
 
 
 def shadow_quality(d: dict[str, Any]) -> str:
-    """Shadows' loss beside foreground synchronisation's."""
+    """Section: shadows' loss next to foreground synchronisation's."""
     from tests.bench.shadow_quality import section
 
     return section(d)

@@ -1,8 +1,8 @@
-"""The bubble of four real stages against (p-1) / (vm+p-1), or (p-1) / (3m+p-1), in alternating blocks of one run.
+"""Compares the bubble of four real stages with (p-1) / (vm+p-1), or (p-1) / (3m+p-1), in alternating blocks.
 
-Compute is paced, a forward of a micro-batch through one of a stage's v pieces to 100 ms and its backward to 200, or
-its halves to 100 each, so that four ranks on two cores behave like devices; how late a pass ends after that is measured
-beside it.
+Compute is paced, so that four ranks on two cores behave like devices. A micro-batch's forward through one of a stage's
+v pieces takes 100 ms, its backward 200, or the halves of it 100 each. The delay of each pass beyond that is measured
+too.
 
     python -m tests.bench.pipeline --out docs/data/pipeline.json
 """
@@ -25,7 +25,7 @@ from workbench.run import Run
 from workbench.tasks import Task
 
 STAGES, PASS = 4, {"forward": 0.1, "backward": 0.2}  # seconds of one micro-batch on one stage
-# What it is called, the schedule, micro-batches, pieces of the model on each stage.
+# Label, schedule, micro-batches, pieces of the model on each stage.
 KINDS = [("1F1B", "OneFOneB", 8, 1), ("GPipe", "GPipe", 8, 1), ("1F1B", "OneFOneB", 16, 1), ("GPipe", "GPipe", 16, 1),
          ("interleaved 1F1B", "Interleaved", 8, 2), ("interleaved 1F1B", "Interleaved", 16, 2),
          ("ZB-H1", "ZeroBubble", 8, 1), ("ZB-H1", "ZeroBubble", 16, 1), ("1F1B again", "OneFOneB", 8, 1),
@@ -40,7 +40,7 @@ def model() -> Any:
 
 
 def data(rank: int, ranks: int, seed: int) -> Any:
-    """One batch of sixteen, again and again."""
+    """Returns one batch of sixteen, over and over."""
     import torch
 
     return [(torch.ones(16, 32), torch.zeros(16, 32))]
@@ -61,12 +61,12 @@ def optimizer(params: Any) -> Any:
 
 
 def pace(micros: int, pieces: int = 1) -> float:
-    """ms of a step's compute on a whole model, at which a forward of one micro-batch through one piece takes 100."""
+    """Returns a whole model's ms of compute per step at which a micro-batch's forward through one piece takes 100."""
     return 1e3 * PASS["forward"] * micros * STAGES * pieces / 0.3
 
 
 def block(lab: Lab, run: Run, schedule: str, micros: int, pieces: int) -> dict[str, float]:
-    """One step of this kind, after one that does not count."""
+    """Runs one step of this kind, after one that does not count."""
     lab.set("pace", pace(micros, pieces))
     lab.set("partition.micros", micros)
     change = lab.set("partition.schedule", schedule)
@@ -81,7 +81,7 @@ def block(lab: Lab, run: Run, schedule: str, micros: int, pieces: int) -> dict[s
     for phase, seconds in PASS.items():
         mine, seconds = passes[passes.phase(phase)], 0.1 if halves else seconds
         place = np.unique([f"{r} {n}" for r, n in zip(mine.rank, mine.name, strict=True)], return_inverse=True)[1]
-        late += (np.bincount(place, mine.t1 - mine.t0) - seconds).tolist()  # one that stood still is several rows
+        late += (np.bincount(place, mine.t1 - mine.t0) - seconds).tolist()  # an interrupted pass has several rows
     bubble = 1.0 - busy / float(passes.t1.max() - passes.t0.min())
     return {"bubble": bubble, "late": statistics.median(late), "latest": max(late)}
 

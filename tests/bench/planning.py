@@ -1,9 +1,9 @@
-"""How long a plan for 4,096 ranks takes: in a process that has imported nothing of torch's yet, and in one that has.
+"""Measures how long a plan for 4,096 ranks takes, in a fresh process and in one that has loaded torch.
 
     python -m tests.bench.planning --out docs/data/planning.json
 
-Each plan has a process to itself. "Loaded": the same process has planned for a small model on 8 ranks before, which
-imports what of torch computes shapes without values; nothing of the plan itself is kept from that.
+Each plan has its own process. "Loaded": the process has planned for a small model on 8 ranks before, which imports
+torch's computation of shapes without values. It keeps no result of that plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS, ASKED, ROUNDS = 4096, 10.0, 5
 
 
 def one(loaded: bool) -> dict[str, Any]:
-    """Seconds of one plan in this process."""
+    """Returns the seconds of one plan in this process."""
     if loaded:
         plan(Experiment(task=ByteGPT(layers=2, width=16, heads=2, context=8), ranks=8, pace=100.0))
     began, cpu = time.perf_counter(), time.process_time()
@@ -35,7 +35,7 @@ def one(loaded: bool) -> dict[str, Any]:
 
 
 def section(rows: list[dict[str, Any]]) -> str:
-    """The section of docs/benchmarks.md."""
+    """Returns the section of docs/benchmarks.md."""
     lines = ["| process | seconds | of the process |", "| --- | --- | --- |"]
     middle = {}
     for loaded, name in ((False, "fresh"), (True, "torch's shapes loaded")):

@@ -1,9 +1,9 @@
-"""Predicted against measured step time, paced, over settings that the simulator was not calibrated on.
+"""Compares predicted with measured paced step times over settings outside the simulator's calibration.
 
     python -m tests.bench.prediction --out docs/data/prediction.json
 
-One run is recorded for calibration: one Link, one bucket size, each compressor once, DDP alone. Then every other
-setting is changed live in a second run, and predicted from the costs of the first.
+One run is recorded for calibration: one Link, one bucket size, each compressor once, only DDP. A second run then
+changes to every other setting live. The costs of the first run predict it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT
 
 PACE = 150.0  # ms: four ranks on two cores can keep it, codecs included
-SETTLE = 3  # steps after a change that are not counted
-STEPS = 20  # steps that are: whole rounds of every strategy here
+SETTLE = 3  # steps after a change that do not count
+STEPS = 20  # counted steps: whole rounds of every strategy here
 CODECS = {"dense": Dense(), "bf16": Cast(to="bf16"), "top-k 5 %": ErrorFeedback(of=TopK(density=0.05))}
 KNOWN = Experiment(task=ByteGPT(), pace=PACE, eval_every=0, bucket_mb=0.5, fabric=Fabric(link=Link(bandwidth=150)))
 
 
 def settings() -> Iterator[tuple[str, Experiment]]:
-    """What is predicted, by name; nothing of it is in the calibration run."""
+    """Yields the experiments to predict, by name; none is in the calibration run."""
     wires = ((60.0, 0.0), (250.0, 0.5), (1000.0, 2.0))
     for strategy, bucket, (bandwidth, latency), codec in itertools.product(
         (DDP(), LocalSGD(every=4)), (0.25, 1.5), wires, CODECS
@@ -52,7 +52,7 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 
 
 def stretch(lab: Lab, run: Run, wanted: Experiment) -> tuple[int, int]:
-    """Turns the run to `wanted` and lets it train; the steps [first, stop) made under it."""
+    """Changes the run to `wanted` and lets it train; returns the steps [first, stop) made under it."""
     at = 0
     for path in ("strategy", "compressor", "bucket_mb", "fabric"):
         change = lab.set(path, getattr(wanted, path)).wait(60)
@@ -66,7 +66,7 @@ def stretch(lab: Lab, run: Run, wanted: Experiment) -> tuple[int, int]:
 
 
 def seconds(run: Run, first: int, stop: int) -> float:
-    """The mean step, over steps and ranks."""
+    """Returns the mean step over steps and ranks."""
     return float(np.mean(analysis.breakdown(run.timeline, first, stop).seconds))
 
 
@@ -76,7 +76,7 @@ def predicted(wanted: Experiment, costs: Costs) -> float:
 
 
 def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """docs/prediction.md from the raw numbers."""
+    """Returns docs/prediction.md from the raw numbers."""
     rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"]]
     errors = sorted(abs(r["off"]) for r in rows)
     middle, worst = statistics.median(errors), errors[-1]

@@ -1,7 +1,7 @@
-"""ByteScheduler beside DDP's order on real ranks, the wire taking half to twice as long as compute; live, in blocks.
+"""Compares ByteScheduler with DDP's order on real ranks, on links 0.5 to 2 times as slow as compute.
 
 Compute is paced and the Link emulated, so that four ranks on two cores behave like devices. A step is the time from one
-beginning of forward to the next, for under ByteScheduler its exchange goes on beside the next one's forward.
+start of forward to the next, because ByteScheduler's exchange overlaps with the next step's forward.
 
     python -m tests.bench.priorities --out docs/data/priorities.json
 """
@@ -28,9 +28,9 @@ from workbench.tasks import ByteGPT
 
 RANKS, PACE, BUCKET = 4, 2000.0, 0.4  # ms of a step's compute; MB
 TASK = ByteGPT(layers=6)
-WIRES = (0.5, 1.0, 2.0)  # how many times as long as compute the wire takes
+WIRES = (0.5, 1.0, 2.0)  # time of the exchange relative to compute
 SLICE = 0.2  # MB: P3's 50,000 parameters
-FIRST = 8  # steps that the simulator is calibrated from
+FIRST = 8  # steps that calibrate the simulator
 STEPS = 4  # of a block; the first two after a switch do not count
 WAYS: dict[str, Strategy] = {
     "DDP": DDP(),
@@ -39,25 +39,25 @@ WAYS: dict[str, Strategy] = {
     "ByteScheduler": ByteScheduler(partition_mb=SLICE, credit_mb=2 * SLICE),
     "DDP again": DDP(),
 }
-TUNED = "ByteScheduler, tuned"  # its two sizes found by `tune` in the simulator, calibrated from the first steps
+TUNED = "ByteScheduler, tuned"  # `tune` in the simulator finds its two sizes, calibrated from the first steps
 WITHIN = {"partition_mb": (0.02, 2.0), "credit_mb": (0.02, 4.0)}  # MB
-ASKED = 1.15  # of the longer of compute and wire
+ASKED = 1.15  # of the longer of compute and exchange
 
 
 def bandwidth(wire: float, nbytes: int) -> float:
-    """Mbit/s with which an all-reduce of so many bytes takes `wire` times as long as compute."""
+    """Returns the Mbit/s at which an all-reduce of so many bytes takes `wire` times as long as compute."""
     return 2 * (RANKS - 1) / RANKS * nbytes * 8e-6 / (wire * PACE * 1e-3)
 
 
 def tuned(e: Experiment, costs: Costs) -> ByteScheduler:
-    """ByteScheduler with the sizes that the simulator finds for an experiment."""
+    """Returns ByteScheduler with the sizes that the simulator finds for an experiment."""
     begun = e.set("strategy", WAYS["ByteScheduler"])
     best = tune(begun, list(WITHIN), within=WITHIN, costs=costs).best.settings
     return ByteScheduler(**{name.removeprefix("strategy."): round(mb, 3) for name, mb in best.items()})
 
 
 def block(lab: Lab, run: Run, strategy: Strategy) -> float:
-    """Seconds of a step under a strategy: the mean of a block's, from a forward's beginning to the next one's."""
+    """Returns the mean seconds of a block's step under a strategy, from one start of forward to the next."""
     first = (lab.set("strategy", strategy).wait(60).applied_at or 0) + 2
     wait(run, first + STEPS)
     rows = run.timeline.spans.rows()
@@ -67,9 +67,9 @@ def block(lab: Lab, run: Run, strategy: Strategy) -> float:
 
 
 def section(d: dict[str, Any]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     rows: list[list[str]] = []
-    kept: list[float] = []  # of ByteScheduler, with its sizes tuned where they were
+    kept: list[float] = []  # of ByteScheduler, with tuned sizes if there are any
     sizes: list[str] = []
     for cell in d["cells"]:
         longer = max(1.0, cell["wire"]) * PACE * 1e-3

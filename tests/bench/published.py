@@ -1,14 +1,14 @@
 # ruff: noqa: E501
-"""What the simulator predicts for clusters that nobody here has, beside what was published of them.
+"""Predicts results of large published clusters with the simulator, next to the published values.
 
-Two checks, sizes only, in virtual time. Megatron-LM's interleaved schedule on the 175-billion-parameter GPT of Narayanan
-et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
+Two checks, sizes only, in virtual time. Megatron-LM's interleaved schedule on the 175-billion-parameter GPT of
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
 https://arxiv.org/abs/2104.04473: 96 layers, hidden size 12,288, sequences of 2,048, 96 GPUs, micro-batches of one
-sequence (sections 2.2 and 5.3.2). And the bytes and memory of ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
-Training Trillion Parameter Models", 2020, https://arxiv.org/abs/1910.02054, sections 5 and 7.
+sequence (sections 2.2 and 5.3.2). And the bytes and memory of ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", 2020, https://arxiv.org/abs/1910.02054, sections 5 and 7.
 
-One GPU of each stage is simulated, of the eight that share a stage in one host: its layers are as wide as its eighth of
-what crosses between stages, and what the eight tell each other inside of the host is taken for compute.
+Of the eight GPUs of a host that share a stage, one is simulated. Its layers are as wide as its eighth of the traffic
+between stages. Traffic among the eight inside the host counts as compute.
 
     python -m tests.bench.published --out docs/data/published.json
 """
@@ -35,7 +35,7 @@ from workbench.tasks import ByteGPT, Task
 
 LAYERS, WIDTH, SEQUENCE, VOCABULARY, GPUS, INSIDE = 96, 12_288, 2048, 51_200, 96, 8
 STAGES = GPUS // INSIDE
-RATE = 150e12  # FLOP/s of a GPU while it computes: 149 are told of this model on 768 GPUs, all in all (table 2)
+RATE = 150e12  # FLOP/s of a computing GPU; the paper reports 149e12 for this model on 768 GPUs in total (table 2)
 PORT = 200_000.0  # Mbit/s: eight 200 Gbit/s adapters in a host of eight GPUs (section 5)
 BATCHES = (12, 24, 36, 48, 60)
 CHUNKS = (1, 2, 4)
@@ -44,7 +44,7 @@ ZEROS: tuple[Strategy, ...] = (DDP(), ZeRO1(), ZeRO2(), ZeRO3())
 
 
 def flops(sequences: int) -> float:
-    """Of one batch, with activations computed again (the paper's section 5.1)."""
+    """Returns the FLOPs of one batch with recomputed activations (the paper's section 5.1)."""
     s, h, n = SEQUENCE, WIDTH, LAYERS
     return 96.0 * sequences * s * n * h**2 * (1 + s / (6 * h) + VOCABULARY / (16 * n * h))
 
@@ -59,7 +59,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def gpt(features: int) -> Task:
-    """A stack whose layers are alike and hand on `features` numbers of 2 bytes for each of a sequence's positions."""
+    """Returns a stack of equal layers that pass on `features` numbers of 2 bytes for each position of a sequence."""
 
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(features, features, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)))
@@ -68,9 +68,9 @@ def gpt(features: int) -> Task:
 
 
 def step(batch: int, chunks: int, stages: int = STAGES, scattered: bool = True, wire: bool = True) -> dict[str, float]:
-    """Seconds of a step of one replica, and bytes that a stage in the middle sends in it.
+    """Returns the seconds of a replica's step, and the bytes that a middle stage sends in it.
 
-    scattered: does each GPU send its eighth of what crosses (the paper's scatter/gather), or all of it?
+    scattered: whether each GPU sends its eighth of the traffic (the paper's scatter/gather), or all of it
     """
     schedule = OneFOneB() if chunks == 1 else Interleaved(chunks=chunks)
     e = Experiment(
@@ -86,7 +86,7 @@ def step(batch: int, chunks: int, stages: int = STAGES, scattered: bool = True, 
 
 
 def interleaved() -> list[dict[str, Any]]:
-    """Steps by batch and pieces per stage: without a wire, and each GPU sending its eighth, or all."""
+    """Returns steps by batch and pieces per stage: without a network, sending an eighth per GPU, or all."""
     rows = []
     for batch in BATCHES:
         for chunks in CHUNKS:
@@ -100,7 +100,7 @@ def interleaved() -> list[dict[str, Any]]:
 
 
 def zero_run(strategy: Strategy, ranks: int, layers: int) -> dict[str, Any]:
-    """Bytes that a rank sends in a step and those that it keeps, hosts of eight ranks."""
+    """Returns the bytes that a rank sends in a step and those that it keeps, with hosts of eight ranks."""
     e = Experiment(
         task=ByteGPT(layers=layers, width=256), ranks=ranks, optimizer=AdamW(), batch=8, pace=60.0, bucket_mb=1.0,
         steps=4, eval_every=0, strategy=strategy,

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The section of docs/benchmarks.md that holds published scaling beside what the simulator predicts."""
+"""Writes the section of docs/benchmarks.md that compares published scaling with the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ZERO = """Rajbhandari et al., 2020 (arXiv 1910.02054): stage 3 sends 1.5 times w
 
 
 def section(d: dict[str, Any]) -> str:
-    """Both checks, with what is kept and what is not."""
+    """Returns both checks, with kept and missed claims."""
     return "\n".join(["## Published scaling\n", MEGATRON, "", _megatron(d["interleaved"]), ZERO, "", _zero(d["zero"])])
 
 

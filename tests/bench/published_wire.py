@@ -1,9 +1,10 @@
 # ruff: noqa: E501
-"""What bandwidth a method needs, and what overlap is worth, as the simulator predicts it, beside what was published.
+"""Predicts the bandwidth that methods need and the gain of overlap, next to published values.
 
-Two checks, sizes only, in virtual time. The bandwidth at which ranks compute a share of their time (CU): Douillard et al.,
-"Streaming DiLoCo with Overlapping Communication", 2025, https://arxiv.org/abs/2501.18512, table 4, its model of 1 billion
-parameters: 24 layers, 0.1 s of computing a step, H = 100, fragments of three layers. And what overlapping is worth to
+Two checks, sizes only, in virtual time. The bandwidth at which ranks compute a share of their time (CU): Douillard et
+al., "Streaming DiLoCo with Overlapping Communication", 2025, https://arxiv.org/abs/2501.18512, table 4, its model of 1
+billion
+parameters: 24 layers, 0.1 s of computing a step, H = 100, fragments of three layers. And the gain of overlap in
 DistributedDataParallel: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704, abstract and section 5.
 
     python -m tests.bench.published_wire --out docs/data/published_wire.json
@@ -30,9 +31,9 @@ from workbench.tasks import Task
 
 LAYERS, WIDTH, STEP, PERIOD, FRAGMENTS = 24, 6455, 0.1, 100, 8  # 24 layers of 6455 x 6455 are 1.0 billion parameters
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
-RANKS = 2  # replicas: the table does not say how many it has
-DELAY = 5  # steps of overlap: the table does not say, the paper finds fewer than 5 robust
-CLOSE = 0.02  # to which a bandwidth is found
+RANKS = 2  # replicas: the table does not give their number
+DELAY = 5  # steps of overlap: the table does not give them, the paper finds fewer than 5 robust
+CLOSE = 0.02  # relative precision of a bandwidth
 METHODS: dict[str, tuple[Strategy, tuple[float, ...]]] = {  # table 4, 1 billion parameters: Gbit/s for each share
     "data parallel": (DDP(), (86.8, 152.6, 184.2, 222.3, 569.0)),
     "DiLoCo": (DiLoCo(every=PERIOD), (1.4, 6.2, 13.3, 23.3, 86.8)),
@@ -41,7 +42,7 @@ METHODS: dict[str, tuple[Strategy, tuple[float, ...]]] = {  # table 4, 1 billion
     "Streaming DiLoCo, overlapped, 4 bits": (StreamingDiLoCo(every=PERIOD, fragments=FRAGMENTS, delay=DELAY), (0.4, 0.9, 1.7, 2.0, 3.0)),
 }  # fmt: skip
 RESNET, V100S = 25.6e6, 8  # parameters of ResNet-50, in fp32; GPUs of a host
-OVERLAP = {"ResNet-50": 0.380, "BERT": 0.352}  # NCCL, section 5: by how much a step is shorter with it
+OVERLAP = {"ResNet-50": 0.380, "BERT": 0.352}  # NCCL, section 5: how much shorter a step is with overlap
 SIZES = (2, 8, 32, 128, 256)
 
 
@@ -64,7 +65,7 @@ def stack(layers: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Task:
 
 
 def needed(quick: Quick, e: Experiment, share: float, known: dict[float, float]) -> float:
-    """The bandwidth in Gbit/s at which `share` of a step is computing, by bisection."""
+    """Returns the bandwidth in Gbit/s at which `share` of a step is computing, by bisection."""
     low, high = 0.05, 3000.0
     while high / low > 1 + CLOSE:
         middle = (low * high) ** 0.5
@@ -75,7 +76,7 @@ def needed(quick: Quick, e: Experiment, share: float, known: dict[float, float])
 
 
 def table(methods: tuple[str, ...] = tuple(METHODS)) -> list[dict[str, Any]]:
-    """Gbit/s by method and share, predicted and published."""
+    """Returns Gbit/s by method and share, predicted and published."""
     task = stack(LAYERS, WIDTH)
     quick, rows = Quick(Experiment(task=task, ranks=RANKS), Costs(forward=STEP / 3, backward=STEP * 2 / 3)), []
     for name in methods:
@@ -89,7 +90,7 @@ def table(methods: tuple[str, ...] = tuple(METHODS)) -> list[dict[str, Any]]:
 
 
 def overlap() -> dict[str, Any]:
-    """By how much overlapping can shorten a step at most, over how long computing takes, and a step by ranks, of DDP."""
+    """Returns DDP's largest gain from overlap by duration of compute, and its step by ranks."""
     width, layers = 1031, 24  # 25.5 million parameters
     task, rows = stack(layers, width, torch.float32), []
     wire = {"fabric": Fabric(link=Link(bandwidth=100_000 / V100S, latency=0.014))}

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The section of docs/benchmarks.md that holds published bandwidths and overlap beside what the simulator predicts."""
+"""Writes the section of docs/benchmarks.md on published bandwidths and overlap, next to predictions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from tests.bench.page import table
 from tests.bench.published_wire import DELAY, OVERLAP, RANKS, SHARES
 
-NEAR = 0.35  # the table's own bandwidths stand a fifth apart from each other
+NEAR = 0.35  # bandwidths in the table are 20 % apart
 DILOCO = f"""Douillard et al., 2025 (arXiv 2501.18512), table 4: the Gbit/s at which ranks compute so large a share of their time, 1 billion parameters in 24 layers, 0.1 s of computing a step, H = 100, fragments of 3 layers. The table gives neither the number of replicas ({RANKS} here) nor its overlap ({DELAY} steps here), and its bandwidths are those of a grid whose steps are a factor of 1.2. Ours: parameters of two bytes, a third of a step forward, no latency."""
 WHY = f"""Why: the authors' simulator has every exchange go beside the backward pass of its step (as its page at arthurdouillard.com/diloco says), ours begins DiLoCo's when the step has ended. So here nothing of an exchange is hidden that has no delay: the less ranks may wait the farther off, and fragments alone gain nothing. With delay ours needs less, since {DELAY} steps are more than the table can have: a fragment of 2 Gbit in one step and a backward pass is 12 Gbit/s, and it has 11 at 99 %."""
 DDP = """Li et al., VLDB 2020 (arXiv 2006.15704): overlapping shortens a step of ResNet-50 by 38.0 % and of BERT by 35.2 % on NCCL (section 5, as quoted elsewhere; the paper itself was not at hand), and DDP scales nearly linearly to 256 GPUs (abstract; no number). What a step's computing took is not told, so it is varied: 25 million parameters in fp32, 32 ranks, buckets of 25 MB against one of everything, 12.5 Gbit/s a rank and 14 us a message (eight ranks behind one 100 Gbit/s adapter: an assumption)."""
 
 
 def section(d: dict[str, Any]) -> str:
-    """Both checks, with what is kept and what is not."""
+    """Returns both checks, with kept and missed claims."""
     return "\n".join(["## Published bandwidths\n", DILOCO, "", _diloco(d["bandwidth"]), DDP, "", _ddp(d["ddp"])])
 
 

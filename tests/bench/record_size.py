@@ -1,10 +1,10 @@
-"""How large a million spans are on disk, how long they take to load, and what recording costs.
+"""Measures the size of a million spans on disk, the time to load them, and the cost of recording.
 
     python -m tests.bench.record_size [--rows N] [--out docs/data/record.json]
     python -m tests.bench.record_size --checksums [--out docs/data/checksums.json]
 
-Prints one JSON object. The rows are those of eight ranks, written through the Recorder's own Writer in batches
-as large as a second's worth of rows; times keep all digits that a real clock would give.
+Prints one JSON object. The rows are those of eight ranks, written by the Recorder's own Writer in batches of one
+second. Times keep all digits of a real clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANKS = 8
 
 
 def rows_like_an_engines(n: int) -> Rows:
-    """About `n` spans of `RANKS` ranks; clock readings of different ranks and threads share no digits."""
+    """Returns about `n` spans of `RANKS` ranks; clock readings of different ranks and threads share no digits."""
     steps = max(n // (RANKS * 20), 2)
     rows = synthetic.timeline(ranks=RANKS, steps=min(steps, 2000)).spans.rows()
     repeats = -(-n // len(rows))
@@ -60,7 +60,7 @@ def written(path: Path, rows: Rows) -> list[int]:
 
 
 def cost_of_recording(path: Path, per_second: int = 500, seconds: float = 5.0) -> dict[str, float]:
-    """CPU time of the recorder's thread at a steady rate, and of one call."""
+    """Returns the CPU time of the recorder's thread at a steady rate, and of one call."""
     r = Recorder(0, path, lambda new: None)
     began, calls = time.perf_counter(), 0.0
     for tick in range(int(seconds * 20)):
@@ -79,7 +79,7 @@ def cost_of_recording(path: Path, per_second: int = 500, seconds: float = 5.0) -
 
 
 class PlainWriter(Writer):
-    """Writes batches without checksums, as versions before did."""
+    """Writes batches without checksums, as earlier versions did."""
 
     def append(self, columns: Mapping[str, Any]) -> None:
         self._stream.write_batch(self._batch(columns))
@@ -87,7 +87,7 @@ class PlainWriter(Writer):
 
 
 def cost_of_checksums(path: Path, rounds: int = 400) -> dict[str, float]:
-    """CPU time of writing a batch with and without checksums. The two take turns, so that both meet the same load.
+    """Returns the CPU time of writing a batch with and without checksums, in turns so that both meet the same load.
 
     A batch is one second of a rank that steps 25 times a second. The medians are microseconds.
     """
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def give(answer: dict[str, Any], out: Path | None) -> None:
-    """Prints the figures, and writes them into a file if one is named."""
+    """Prints the figures, and writes them into `out` if it is given."""
     text = json.dumps({k: np.round(v, 4).tolist() for k, v in answer.items()}, indent=1)
     print(text)
     if out:

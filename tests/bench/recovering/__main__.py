@@ -1,12 +1,12 @@
-"""One of four workers killed while they train: ours, torchrun, torchft and Ray Train, in the same test.
+"""Kills one of four workers while they train: ours, torchrun, torchft and Ray Train, in the same test.
 
     python -m tests.bench.recovering [NAME ...] --python PYTHON --out docs/data/recovering.json [--busy] [--kills 10]
 
-PYTHON is one that has the others: in an environment of its own, `pip install torch torchft opentelemetry-api
-opentelemetry-exporter-otlp-proto-http 'ray[train]'`. Each trains the same small network, a step of which takes a little
-more than 50 ms; each kill is a SIGKILL from one to three seconds after all four train. Written down is how long it took
-until anybody noticed, until those of a new group had made a step, and until four had, and how many finished steps were
-made again. With `--busy` two processes spin beside. What is in the file stays, so begun again it goes on.
+PYTHON is an environment with the other systems: `pip install torch torchft opentelemetry-api
+opentelemetry-exporter-otlp-proto-http 'ray[train]'`. Each system trains the same small network with steps of slightly
+over 50 ms. Each kill is a SIGKILL one to three seconds after all four train. The output has the seconds until a process
+noticed, until a new group made a step, and until four workers did, and the number of repeated steps. With `--busy` two
+processes compute at the same time. Results in the file stay, so the benchmark resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Kill = Callable[[random.Random], dict[str, Any]]
 
 @contextmanager
 def apart(group: Callable[..., Any], python: str) -> Iterator[Kill]:
-    """A group of processes in a folder of their own."""
+    """Runs a group of processes in its own folder."""
     with tempfile.TemporaryDirectory() as folder, group(Path(folder), python):
         yield partial(killing.kill, Path(folder))
 
@@ -45,7 +45,7 @@ def here(spare: int, python: str) -> Iterator[Kill]:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Beside so many that spin, each of which gets a share of its own of the processors."""
+    """Runs processes that compute all the time, each with its own share of the processors."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         for _ in range(processes):
             stack.enter_context(running([sys.executable, "-c", "while True: pass"], Path(folder)))
@@ -65,14 +65,14 @@ PACKAGES = ("torch", "torchft", "ray")
 
 
 def versions(python: str) -> dict[str, str]:
-    """Of what the others are, in that Python."""
+    """Returns the versions of the other systems in that Python."""
     ask = "import importlib.metadata as m, sys; print(*(m.version(name) for name in sys.argv[1:]))"
     said = subprocess.run([python, "-c", ask, *PACKAGES], capture_output=True, text=True, check=True).stdout
     return dict(zip(PACKAGES, said.split(), strict=True))
 
 
 def kills(name: str, python: str, numbers: range, seed: int) -> Iterator[dict[str, Any]]:
-    """So many of one kind, in one group; after one that was not survived, in another."""
+    """Makes kills of one kind in one group, and starts a new group after a kill that was not survived."""
     left = list(numbers)
     while left:
         with WAYS[name](python) as kill:

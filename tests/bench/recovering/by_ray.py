@@ -1,4 +1,4 @@
-"""Ray Train: all workers are started again, and load the newest checkpoint. As a module: the driver.
+"""Ray Train: restarts all workers, which load the newest checkpoint. As a module: the driver.
 
 After https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html
 """
@@ -21,7 +21,7 @@ ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_raylet_
 
 @contextmanager
 def group(folder: Path, python: str) -> Iterator[None]:
-    """A Ray of this machine's own, and a driver in it."""
+    """Runs a private Ray on this machine, and a driver in it."""
     with running([python, "-m", __name__, str(folder)], folder, **ENV):
         yield
 

@@ -1,6 +1,6 @@
-"""torchft: those left go on, and one that comes takes its state from them. As a module: one replica.
+"""torchft: survivors go on, and a new replica takes its state from them. As a module: one replica.
 
-After torchft's README and train_ddp.py: a lighthouse, and a torchrun for each replica, which starts it again.
+After torchft's README and train_ddp.py: a lighthouse, and a torchrun for each replica, which restarts it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def group(folder: Path, python: str, limit: int = 5, by: str = "Manager") -> Iterator[None]:
-    """A lighthouse that misses a replica after so many seconds without a heartbeat, and the replicas.
+    """Runs the replicas, and a lighthouse that drops a replica after `limit` seconds without a heartbeat.
 
-    limit: that of an all-reduce, too
+    limit: also of an all-reduce
     by: whether torchft's DistributedDataParallel averages gradients ("DDP"), or the script, by `Manager.allreduce`
     """
     port, *others = free_ports(1 + SIZE)
@@ -70,7 +70,7 @@ def main() -> None:
     model, optimizer = DistributedDataParallel(manager, plain) if wrapped else plain, Optimizer(manager, adam)
 
     def mean() -> None:
-        """As one bucket; an error is the manager's to tell."""
+        """Averages the gradients as one bucket; the manager reports errors."""
         gradients = [p.grad for p in plain.parameters()]
         flat = torch.cat([g.flatten() for g in gradients])
         manager.allreduce(flat).wait()
@@ -87,7 +87,7 @@ def main() -> None:
             optimizer.step()
             if manager.current_step() == step:
                 write("failed", step, manager.num_participants())
-            elif manager.is_participating():  # one whose state is on its way gives nothing to the sum
+            elif manager.is_participating():  # a replica without its state yet adds nothing to the sum
                 write("made", manager.current_step(), manager.num_participants())
 
 

@@ -1,4 +1,4 @@
-"""torchrun: all workers are started again, and load the newest snapshot. As a module: one worker.
+"""torchrun: restarts all workers, which load the newest snapshot. As a module: one worker.
 
 After https://docs.pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tests.bench.recovering.starting import SIZE, running
 
-# by default workers share the agent's store, and read there what those before them wrote: pytorch issue 135712
+# by default workers share the agent's store and read there what earlier workers wrote: pytorch issue 135712
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @contextmanager
 def group(folder: Path, python: str) -> Iterator[None]:
-    """Workers under one agent, which starts them again as often as it takes."""
+    """Runs workers under one agent, which restarts them whenever needed."""
     with running([python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}",
                   "--max-restarts=1000", "-m", __name__, str(folder)], folder, **OWN_STORE):  # fmt: skip
         yield
