@@ -96,7 +96,7 @@ SPREAD = {
 }
 
 
-HALVES = {"TopK": ("bucket_mb", 0.25)}  # set in the middle of a calibration: a codec's line needs sizes that differ
+HALVES = {"TopK": ("bucket_mb", 0.25)}  # set in mid-calibration: a codec's fit needs two sizes
 WARM = 4  # warm-up steps if the usual number exceeds the measured steps
 SHORTER: dict[str, dict[str, Any]] = {name: {"warmup": WARM} for name in ("OneBitAdam", "PostLocalSGD", "QAdam")}
 SHORTER["Newton"] = {"iterations": 3}  # each takes as long as another method's pass
@@ -205,7 +205,7 @@ class Campaign:
 
     def _keep(self) -> None:
         if self._out:
-            write_atomically(self._out, json.dumps(self.found, indent=1))  # a file that is whole, whenever killed
+            write_atomically(self._out, json.dumps(self.found, indent=1))  # complete whenever this process is killed
 
 
 def _longer(ran: Callable[..., Run], e: Experiment, then: tuple[str, Any] | None = None) -> Run:

@@ -1,11 +1,11 @@
-"""Writes docs/reliability.md: what labs were put through, what they survived, and how long it took.
+"""Writes docs/reliability.md: stress tests of labs, their results and their times.
 
     python -m tests.bench.reliability
 
-Nothing is measured here. Campaigns: `python -m tests.campaign --seed N --out docs/data/campaigns/N.json`; changes
-without faults: `python -m tests.torture --seed N --out docs/data/torture.json --minutes 30`; interrupts:
-`python -m tests.interrupts --out docs/data/interrupts.json`; an hour: `python -m tests.soak --out docs/data/soak.json`;
-kills: `python -m tests.deaths --out docs/data/deaths/quiet.json`; others in the same test: `make recovering`.
+This module measures nothing. Campaigns: `python -m tests.campaign --seed N --out docs/data/campaigns/N.json`; changes
+without faults: `python -m tests.torture --seed N --out docs/data/torture.json --minutes 30`; interrupts: `python -m
+tests.interrupts --out docs/data/interrupts.json`; an hour: `python -m tests.soak --out docs/data/soak.json`;
+kills: `python -m tests.deaths --out docs/data/deaths/quiet.json`; other systems in the same test: `make recovering`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.bench import cycles_page, damage_page, deaths_page, joins_page, last_
 from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
-# Sections that stand between "A hundred kills" and "Changes without faults": heading, file in docs/data, text from it.
+# Sections between "A hundred kills" and "Changes without faults": heading, file in docs/data, function for the text.
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("Faults while ranks join", "joins.json", joins_page.describe),
     ("Damaged checkpoints and records", "damage.json", damage_page.describe),
     ("Checkpoints of a last step", "last_steps.json", last_steps_page.describe),
     ("Labs that open and close", "cycles.json", cycles_page.describe),
 )
-CHANGES, FAULTS = 10_000, 500  # asked for
+CHANGES, FAULTS = 10_000, 500  # required
 KINDS = {
     "kill": "the engine of a rank killed (SIGKILL)",
     "freeze": "the engine of a rank stopped for up to 3 s (SIGSTOP)",
@@ -68,11 +68,11 @@ checkpoint; saving and loading are the training function's own. | \
 """
 
 
-Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs that were changed without faults
+Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs changed without faults
 
 
 def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each, Each, dict[str, Any]]:
-    """The rounds of all campaigns, the interrupts, the labs without faults, the hour, others, kills, and `SECTIONS`."""
+    """Returns rounds of campaigns, interrupts, labs without faults, the hour, other systems, kills, and `SECTIONS`."""
     rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
               for one in json.loads(file.read_text())["each"]]  # fmt: skip
     broken, calm = (json.loads(file.read_text())["each"] if file.exists() else []
@@ -97,7 +97,7 @@ def gathered(rounds: Each, what: str) -> dict[str, list[float]]:
 
 
 def table(rounds: Each) -> str:
-    """By kind: injected, survived, seconds until it was said, seconds until all made steps again."""
+    """Returns a table by kind: injected, survived, seconds until reported, seconds until all make steps again."""
     done = Counter[str]()
     for one in rounds:
         done.update(one["done"])
@@ -139,7 +139,7 @@ def without_faults(calm: Each) -> str:
 
 
 def interrupts(broken: Each) -> str:
-    """What came of the interrupts, by what the kernel was about."""
+    """Returns the results of the interrupts, by the kernel's activity."""
     lines = ["| interrupted while it | times | in the middle | trains ten steps after | closed, nothing left | wrong |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for point in sorted({one["point"] for one in broken}):
@@ -151,13 +151,13 @@ def interrupts(broken: Each) -> str:
 
 
 def counted(rounds: Each) -> tuple[int, int]:
-    """Changes that were applied in these rounds, and faults."""
+    """Returns the numbers of applied changes and of faults in these rounds."""
     done = sum((Counter(one["done"]) for one in rounds), Counter[str]())
     return done["applied"], sum(done[kind] for kind in KINDS)
 
 
 def wrongs(rounds: Each, broken: Each, calm: Each) -> list[str]:
-    """Whatever ended wrong, each in a line; what was mended since says so."""
+    """Returns a line for each wrong result, with later repairs."""
     found = [(f"seed {one['seed']}, after {one['at']}", one) for one in rounds if one["wrong"]]
     found += [(f"without faults, seed {one['seed']}", one) for one in calm if one["wrong"]]
     lines = [f"- {where}: {one['wrong'].splitlines()[0][:160]}… "
@@ -168,7 +168,7 @@ def wrongs(rounds: Each, broken: Each, calm: Each) -> list[str]:
 
 
 def since(rounds: Each, broken: Each) -> str:
-    """How much held in a row, in sentences, where a round did not."""
+    """Returns sentences on the successes since the last wrong round, if there is one."""
     last = max((number for number, one in enumerate(rounds) if one["wrong"]), default=None)
     if last is None:
         return ""
@@ -182,7 +182,7 @@ def since(rounds: Each, broken: Each) -> str:
 
 
 def against(rounds: Each, broken: Each, calm: Each) -> str:
-    """What was run so far against what is asked, in sentences."""
+    """Returns sentences that compare the results so far with the requirement."""
     (applied, faults), quietly = counted(rounds), sum(one.get("applied", 0) for one in calm)
     changes, harmed, wrong = applied + quietly, faults + len(broken), wrongs(rounds, broken, calm)
     text = (f"Asked are {CHANGES:,} changes and {FAULTS:,} faults with nothing lost. Run so far: {changes:,} of "
@@ -198,7 +198,7 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
 
 def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None,
          kills: Each | None = None, more: dict[str, Any] | None = None) -> str:  # fmt: skip
-    """docs/reliability.md. more: by file name what the sections of `SECTIONS` are written from."""
+    """Returns docs/reliability.md. more: the data of each section in `SECTIONS`, by file name."""
     sections = "".join(f"## {head}\n\n{describe((more or {}).get(name, {}))}\n" for head, name, describe in SECTIONS)
     files = ", ".join(f"`docs/data/{name}`" for _, name, _ in SECTIONS)
     return f"""# What labs were put through, and how they came through it

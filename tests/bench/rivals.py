@@ -1,6 +1,7 @@
-"""Rivals tuned by one budget: a grid of rates by two settings, widened once at its edge; the best with other seeds.
+"""Tunes competing methods with one budget: a grid of rates by two settings, then the best with other seeds.
 
-What the pages on shadows' losses share. What was run is kept beside the result, a line each, so begun again it goes on.
+The pages on shadows' losses share this module. A grid is widened once at its edge. Runs are kept next to the result,
+one per line, so a campaign resumes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from tests.bench.page import interval, table
 from workbench.strategies import Strategy
 
-SEEDS, OTHERS = (0, 1, 2), (10, 11, 12, 13, 14)  # of a trial; of the best one, afterwards
+SEEDS, OTHERS = (0, 1, 2), (10, 11, 12, 13, 14)  # of a trial; of the best trial afterwards
 HEAD = ["", "best rate", "best setting", "normalised entropy", "gap", "beside its foreground form"]
 BUDGET = (
     "Twelve trials of three seeds each (six rates, two settings), the best with five other seeds: median with a 95 % "
@@ -25,7 +26,7 @@ Run = Callable[[Strategy, float, int], tuple[float, float]]  # of a rate and a s
 
 
 class Kept:
-    """What was run before, and what is run now, a line each."""
+    """Runs that are kept in a file, one per line, and new runs."""
 
     def __init__(self, path: Path, run: Run) -> None:
         self.path, self._run = path, run
@@ -43,7 +44,7 @@ class Kept:
 
 
 def tuned(run: Run, pair: Sequence[Strategy], rates: Sequence[float]) -> list[dict[str, Any]]:
-    """The trials: those of the grid, and of one rate more where the best lies at its edge."""
+    """Returns the trials of the grid, and of one more rate if the best is at its edge."""
     seen: list[dict[str, Any]] = []
 
     def tried(lr: float) -> None:
@@ -62,7 +63,7 @@ def best(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cell(run: Run, pair: Sequence[Strategy], rates: Sequence[float]) -> dict[str, Any]:
-    """One of the rivals: its trials, the best of them, and that with other seeds."""
+    """Returns one method's trials, the best of them, and its results with other seeds."""
     trials = tuned(run, pair, rates)
     found = best(trials)
     strategy = pair[found["setting"]]
@@ -71,10 +72,10 @@ def cell(run: Run, pair: Sequence[Strategy], rates: Sequence[float]) -> dict[str
 
 
 def compared(cells: Mapping[str, dict[str, Any]], beside: Mapping[str, str], every_step: str = "") -> str:
-    """A table of them.
+    """Returns a table of the methods.
 
-    beside:     the one that each is compared with, seed by seed
-    every_step: the one that synchronises in each step, so its gap is 1
+    beside:     the method to compare each one with, seed by seed
+    every_step: the method that synchronises in each step, so its gap is 1
     """
     rows = []
     for way, its in cells.items():

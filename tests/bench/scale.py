@@ -1,13 +1,12 @@
-"""How long the simulator takes for a thousand ranks: every strategy, 100 steps, sizes only.
+"""Measures the simulator's time for a thousand ranks: every strategy, 100 steps, sizes only.
 
-Once as it is asked where ranks are alike (`alike=True`: one replica stands for all), and once each rank by itself.
+Each strategy runs once with one simulated replica (`alike=True`) if it permits that, and once with every rank.
 
     python -m tests.bench.scale --out docs/data/scale.json [--only NAME ...]
 
-Seconds are the process's own (`time.process_time`), so that what else the machine does counts little; each strategy has
-a process to itself, and its peak of memory. Shared caches and cores make those seconds longer, too, so the load beside
-it is written down. It is given up after ten times what is asked. Goes on where it stopped: what the file holds is not
-run again.
+Seconds are processor time (`time.process_time`), so other load counts little. Each strategy has its own process, with
+its own peak of memory. Shared caches and cores also lengthen these seconds, so the load is recorded. A simulation is
+abandoned after ten times the required time. The benchmark resumes: results in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from workbench.tasks import ByteGPT
 
 RANKS, STEPS = 1024, 100
 ASKED, OF_DDP = 30.0, 10.0  # seconds
-LIMIT = 10 * ASKED  # seconds of the process's own after which a simulation is given up
+LIMIT = 10 * ASKED  # processor seconds after which a simulation is abandoned
 
 
 def experiment(name: str, ranks: int = RANKS, steps: int = STEPS) -> Experiment:
-    """What is simulated: ByteGPT and all knobs as usual, at a pace, on 10 Gbit/s."""
+    """Returns the simulated experiment: ByteGPT with default knobs, at a pace, on 10 Gbit/s."""
     fabric = Fabric(link=Link(bandwidth=10_000.0, latency=0.05))
     usual = members(Strategy)[name].usual()
     return Experiment(task=ByteGPT(), ranks=ranks, steps=steps, strategy=usual, pace=100.0, eval_every=0, fabric=fabric)
 
 
 def once(name: str, ranks: int, steps: int, alike: bool = False) -> dict[str, Any]:
-    """One simulation; where that cannot be, why."""
+    """Runs one simulation; returns the reason if it is impossible."""
     began, wall = time.process_time(), time.perf_counter()
     try:
         run = simulate(experiment(name, ranks, steps), alike=alike)
@@ -57,12 +56,12 @@ def once(name: str, ranks: int, steps: int, alike: bool = False) -> dict[str, An
 
 
 def names() -> list[str]:
-    """All strategies that ship, by name."""
+    """Returns the names of all shipped strategies."""
     return [name for name, cls in members(Strategy).items() if cls.__module__.startswith("workbench.")]
 
 
 def apart(name: str, ranks: int, steps: int, alike: bool) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Runs `once` in its own process."""
     command = [sys.executable, "-m", "tests.bench.scale", "--one", name, "--ranks", str(ranks), "--steps", str(steps)]
     done = subprocess.run(command + ["--alike"] * alike, capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGXCPU:
@@ -74,7 +73,7 @@ def apart(name: str, ranks: int, steps: int, alike: bool) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The section of docs/benchmarks.md."""
+    """Returns the section of docs/benchmarks.md."""
     rows = {name: row for name, row in found["rows"].items() if "refused" not in row["each"]}
     lines = ["| strategy | seconds, alike | seconds, each | spans | peak of memory (GB) | load |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip

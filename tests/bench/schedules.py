@@ -1,9 +1,9 @@
-"""Our pipelines against torch's own (`torch.distributed.pipelining`), in alternating blocks of one run.
+"""Compares our pipelines with torch's own (`torch.distributed.pipelining`) in alternating blocks of one run.
 
 Each of four ranks is a process that holds both: our session (recording on) and torch's stage in a plain loop, of the
-same model. Its layers sleep, so that four ranks on two cores behave like devices, and note when. Blocks of a few steps
-alternate ours, torch, torch, ...; the second torch block of each round is the A/A control. Before, one step of each is
-compared: how far gradients are apart.
+same model. Its layers sleep, so that four ranks on two cores behave like devices, and record the times. Blocks of a few
+steps alternate ours, torch, torch, ...; the second torch block of each round is the A/A control. Before that, one step
+of each is compared for the distance of their gradients.
 
     python -m tests.bench.schedules --out docs/data/schedules.json
 """
@@ -31,16 +31,16 @@ from workbench.partitions import Pipeline
 from workbench.tasks import Task
 
 STAGES, LAYERS, MICROS, WIDTH, ROWS = 4, 8, 8, 32, 16
-FORWARD, BACKWARD = 0.01, 0.02  # seconds of a micro-batch in one layer, of which a stage has two
+FORWARD, BACKWARD = 0.01, 0.02  # seconds of a micro-batch in one layer; a stage has two
 BLOCK, LR = 2, 0.1
 KINDS = [("GPipe", "GPipe", 1), ("1F1B", "OneFOneB", 1), ("interleaved 1F1B", "Interleaved", 2)]
 
 Pass = tuple[float, float]
-noted: list[Pass] = []  # when the layers of this process computed, since somebody looked
+noted: list[Pass] = []  # times of this process's layers since the last reset
 
 
 class _Padded(torch.autograd.Function):
-    """As it is, and so much later, there and back."""
+    """The identity with a delay in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _sleep(seconds: float) -> None:
 
 
 class Layer(nn.Module):
-    """A linear layer in double precision that takes as long as a device would."""
+    """A linear layer in double precision that takes as long as on a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class Layer(nn.Module):
 
 
 def model() -> nn.Module:
-    """Eight equal layers, the same on all who make it."""
+    """Returns eight equal layers, the same in all processes."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(*[Layer() for _ in range(LAYERS)])
 
 
 def data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One batch, again and again."""
+    """Returns one batch, over and over."""
     rng = torch.Generator().manual_seed(5)
     both = torch.randn(2, ROWS, WIDTH, generator=rng, dtype=torch.float64)
     return [(both[0], both[1])]
@@ -96,7 +96,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Torchs:
-    """torch's own schedule of the same pieces, as its documentation would have it."""
+    """Torch's own schedule of the same pieces, as in its documentation."""
 
     def __init__(self, kind: str, pieces: int, rank: int) -> None:
         from torch.distributed import pipelining
@@ -126,7 +126,7 @@ class Torchs:
 
 
 def ours(kind: str, rank: int, where: tuple[str, int], out: Path) -> Ours:
-    """Our session with the same pieces on the same stages."""
+    """Returns our session with the same pieces on the same stages."""
     partition = Pipeline(stages=STAGES, micros=MICROS)
     task = Task(model=model, data=data, loss=loss, optimizer=sgd)
     e = Experiment(task=task, ranks=STAGES, eval_every=0, partition=partition).set("partition.schedule", kind)
@@ -134,7 +134,7 @@ def ours(kind: str, rank: int, where: tuple[str, int], out: Path) -> Ours:
 
 
 def apart(mine: Ours, theirs: Torchs) -> float:
-    """The largest difference between what one step made of a stage's parameters, over that of any of them there."""
+    """Returns the largest difference between both results of one step on a stage, relative to the largest change."""
     before = theirs.weights()
     mine.block(1)
     theirs.block(1)
@@ -147,7 +147,7 @@ def apart(mine: Ours, theirs: Torchs) -> float:
 
 @contextmanager
 def among_all(store: Any, rank: int) -> Iterator[None]:
-    """torch's default group, while it is needed."""
+    """Provides torch's default group while the block runs."""
     store = torch.distributed.PrefixStore("default", store)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=STAGES)
     yield
@@ -172,7 +172,7 @@ def rank_main(rank: int, where: tuple[str, int], rounds: int, out: str) -> None:
                     began = time.perf_counter()
                     sides[side].block(BLOCK)
                     meet.wait(meet.all_reduce(torch.zeros(1)))
-                    if number:  # the first round is not like the others
+                    if number:  # the first round differs from later ones
                         rows.append((number - 1, side, position, (time.perf_counter() - began) / BLOCK))
                         passes.append(_by_step(list(noted)))
             cells.append({"name": name, "pieces": pieces, "apart": found, "rows": rows, "passes": passes})
@@ -181,14 +181,14 @@ def rank_main(rank: int, where: tuple[str, int], rounds: int, out: str) -> None:
 
 
 def _by_step(passes: list[Pass]) -> list[tuple[float, float, float]]:
-    """By step of a block: when the first pass began, when the last one ended, and how long they were in all."""
+    """Returns by step of a block: start of the first pass, end of the last one, and total duration of passes."""
     each = len(passes) // BLOCK
     steps = [passes[k * each : (k + 1) * each] for k in range(BLOCK)]
     return [(step[0][0], step[-1][1], sum(b - a for a, b in step)) for step in steps]
 
 
 def bubbles(ranks: list[list[list[tuple[float, float, float]]]]) -> list[float]:
-    """By block the share of the time from the first pass to the last that a stage stands still, in the mean."""
+    """Returns by block the mean share of time from first to last pass in which a stage is idle."""
     found = []
     for block in zip(*ranks, strict=True):
         steps = list(zip(*block, strict=True))  # of all ranks

@@ -1,4 +1,4 @@
-"""The page's section on torch's own schedules beside ours."""
+"""Writes the page's section on torch's own schedules next to ours."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from tests.bench.ddp import ratios
 from tests.bench.page import interval, table
 
-CLOSE = 1e-6  # what is asked of gradients
+CLOSE = 1e-6  # required of gradients
 
 
 def section(cells: list[dict[str, Any]]) -> str:
-    """Step time and bubble of each schedule, ours and torch's, and how far their gradients are apart."""
+    """Returns step time and bubble of each schedule, ours and torch's, and the distance of their gradients."""
     rows = []
     for c in cells:
         r = ratios([row[:4] for row in c["rows"]])

@@ -1,11 +1,10 @@
-"""Steps to a loss under KFAC, Newton and SGD with momentum, each tuned by the same rule, and what a step costs.
+"""Measures steps to a loss under KFAC, Newton and SGD with momentum, tuned alike, and the cost of a step.
 
-Steps are counted on the simulator with real tensors, where nothing depends on how busy the machine is. Two numbers of
-each method are tuned, by the worse of two seeds: from a window of three by three, as long as the best has a neighbour,
-across corners too, that was not tried, those are tried; no run is longer than the best so far, for what has not come
-there by then is worse, and needs no second seed. Then the best runs with seeds that it has not seen. Seconds
-come from real processes that hold one session of each method and alternate; bytes from sizes alone. What was found
-stays: a campaign can be broken off and goes on where it was.
+The simulator with real tensors counts the steps, independent of the machine's load. Two settings of each method are
+tuned, by the worse of two seeds, from a window of three by three. While the best has an untried neighbour, also
+diagonal, the neighbours are tried. No run is longer than the best so far: a later result is worse and needs no second
+seed. The best then runs with new seeds. Seconds come from real processes that hold one session of each method and
+alternate, bytes from sizes alone. Results stay, so a campaign resumes.
 
     python -m tests.bench.second_order --out docs/data/second_order.json
 """
@@ -34,13 +33,13 @@ from workbench.optimizers import SGD
 from workbench.strategies import DDP, KFAC, Newton
 from workbench.tasks import ByteGPT, Digits
 
-RANKS, TUNING, SEEDS = 4, (0, 1), (2, 3, 4)  # where steps are counted
+RANKS, TUNING, SEEDS = 4, (0, 1), (2, 3, 4)  # of the simulations that count steps
 PROCESSES, ROUNDS, BLOCK = 2, 12, 10  # where seconds are: ranks, alternations, and steps in each: all of KFAC's periods
-PERIOD = 20  # steps over which bytes are counted, from the same number on: two of KFAC's periods
+PERIOD = 20  # steps over which bytes are counted: two of KFAC's periods
 
 
 class Goal(NamedTuple):
-    """A task, the held-out loss that is asked for, and for how many steps and how often it is looked for."""
+    """A task, the target held-out loss, the largest number of steps, and the steps between evaluations."""
 
     task: Any
     loss: float
@@ -49,9 +48,9 @@ class Goal(NamedTuple):
 
 
 class Method(NamedTuple):
-    """Two ladders of what is tuned, the first of them the learning rate, and where on them the first window begins.
+    """Two ladders of settings, the first for the learning rate, and the start of the first window.
 
-    share: of a goal's steps, for one whose steps take so much longer
+    share: of a goal's steps, for a method with much longer steps
     """
 
     ladders: tuple[tuple[float, ...], tuple[float, ...]]
@@ -71,14 +70,14 @@ PAIRS = [("Digits", "SGD"), ("Digits", "KFAC"), ("Digits", "Newton"), ("ByteGPT"
 
 
 def experiment(goal: str, method: str, rate: float, other: float, **rest: Any) -> Experiment:
-    """A method at these two settings."""
+    """Returns an experiment of a method with these two settings."""
     strategy: Any = DDP() if method == "SGD" else {"KFAC": KFAC, "Newton": Newton}[method](damping=other)
     optimizer = SGD(momentum=other if method == "SGD" else 0.9)
     return Experiment(task=GOALS[goal].task, strategy=strategy, optimizer=optimizer, lr=rate, **rest).checked()
 
 
 def curve(goal: str, method: str, at: tuple[int, int], seed: int, steps: int) -> list[tuple[int, float]]:
-    """(step, held-out loss) of one run."""
+    """Returns (step, held-out loss) of one run."""
     (rates, others), g = METHODS[method].ladders, GOALS[goal]
     e = experiment(goal, method, rates[at[0]], others[at[1]], ranks=RANKS, steps=steps, eval_every=g.every, seed=seed,
                    pace=1.0)  # fmt: skip
@@ -88,19 +87,19 @@ def curve(goal: str, method: str, at: tuple[int, int], seed: int, steps: int) ->
 
 
 def reached(goal: str, found: list[Any]) -> float:
-    """The first step after which the loss was there; infinite if it never was."""
+    """Returns the first step with the target loss; infinite if there is none."""
     return min((step for step, loss in found if loss <= GOALS[goal].loss), default=math.inf)
 
 
 def score(goal: str, curves: list[Any]) -> tuple[float, float]:
-    """What is to be small: the steps of the worst run, then the worst loss there, or at the end where it never came."""
+    """Returns the score to minimise: the worst run's steps, then the worst loss there or, without it, at the end."""
     steps = [reached(goal, found) for found in curves]
     there = [dict(map(tuple, found)).get(step, found[-1][1]) for step, found in zip(steps, curves, strict=True)]
     return max(steps), max(x if math.isfinite(x) else math.inf for x in there)
 
 
 def wanted(goal: str, method: str, cells: dict[str, Any]) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """What is still to be run of one pair, one after the other, as (place on the ladders, seed, steps)."""
+    """Yields the missing runs of one pair in order, as (place on the ladders, seed, steps)."""
     m = METHODS[method]
     most = round(m.share * GOALS[goal].steps)
     window = [(m.begin[0] + i, m.begin[1] + k) for i in range(3) for k in range(3)]
@@ -121,13 +120,13 @@ def key(goal: str, method: str, at: tuple[int, int], seed: int) -> str:
 
 
 def tried(goal: str, method: str, cells: dict[str, Any]) -> list[tuple[int, int]]:
-    """Every place that was run with all seeds of tuning, or with enough to know that it is not the best."""
+    """Returns every place that all tuning seeds have tried, or enough seeds to exclude it."""
     done = [at for at in _places(method) if len(_curves(goal, method, at, cells)) == len(TUNING)]
     return done + [at for at in _places(method) if at not in done and _hopeless(goal, method, at, cells)]
 
 
 def best_of(goal: str, method: str, cells: dict[str, Any]) -> tuple[int, int]:
-    """The place with the best score of those that were run with all seeds of tuning."""
+    """Returns the place with the best score among those that all tuning seeds have tried."""
     whole = [at for at in _places(method) if len(_curves(goal, method, at, cells)) == len(TUNING)]
     return min(whole, key=lambda at: score(goal, _curves(goal, method, at, cells)))
 
@@ -138,24 +137,24 @@ def _places(method: str) -> list[tuple[int, int]]:
 
 
 def _curves(goal: str, method: str, at: tuple[int, int], cells: dict[str, Any]) -> list[Any]:
-    """What was run at a place for tuning."""
+    """Returns the tuning runs at a place."""
     return [cells[k] for seed in TUNING if (k := key(goal, method, at, seed)) in cells]
 
 
 def _least(goal: str, method: str, cells: dict[str, Any]) -> float:
-    """The steps of the best place so far; infinite before there is one."""
+    """Returns the steps of the best place so far; infinite without one."""
     found = (_curves(goal, method, at, cells) for at in _places(method))
     return min((score(goal, curves)[0] for curves in found if len(curves) == len(TUNING)), default=math.inf)
 
 
 def _hopeless(goal: str, method: str, at: tuple[int, int], cells: dict[str, Any]) -> bool:
-    """Is one run there already worse than the best place so far?"""
+    """Whether one run of a place is already worse than the best place so far."""
     curves = _curves(goal, method, at, cells)
     return bool(curves) and score(goal, curves)[0] > _least(goal, method, cells)
 
 
 def nbytes(goal: str, method: str, at: tuple[int, int]) -> float:
-    """Bytes that rank 0 of the simulated ones sends in a step on average."""
+    """Returns the mean bytes that simulated rank 0 sends in a step."""
     (rates, others), steps = METHODS[method].ladders, 2 * PERIOD
     e = experiment(goal, method, rates[at[0]], others[at[1]], ranks=RANKS, steps=steps, eval_every=0, pace=1.0)
     spans = simulate(e, real=False).timeline.spans.rows()
@@ -167,7 +166,7 @@ def nbytes(goal: str, method: str, at: tuple[int, int]) -> float:
 
 
 class Held:
-    """One method's session in this process, driven a block at a time."""
+    """One method's session in this process, driven block by block."""
 
     def __init__(self, e: Experiment, rank: int, where: tuple[str, int], name: str, out: Path) -> None:
         session = Session(e, rank=rank, size=PROCESSES, store=where, generation=name, secret=b"bench",
@@ -202,7 +201,7 @@ def rank_main(rank: int, where: tuple[str, int], goal: str, settings: dict[str, 
 
 
 def seconds(goal: str, settings: dict[str, tuple[float, float]]) -> list[list[Any]]:
-    """(round, method, seconds per step) of rank 0."""
+    """Returns (round, method, seconds per step) of rank 0."""
     kept, *where = host_store()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:

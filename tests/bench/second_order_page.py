@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The section of docs/benchmarks.md on second order: what `tests.bench.second_order` found, and no number by hand."""
+"""Writes the section of docs/benchmarks.md on second order from the results of `tests.bench.second_order`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bench.page import interval, table
 
 
 def section(d: dict[str, Any]) -> str:
-    """Steps, seconds and bytes to a loss, over those of SGD with momentum."""
+    """Returns steps, seconds and bytes to a loss, relative to those of SGD with momentum."""
     rows, said = [], []
     for goal, method in bench.PAIRS:
         if bench.tried(goal, method, d["cells"]):
@@ -23,18 +23,18 @@ def section(d: dict[str, Any]) -> str:
 
 
 def steps_of(d: dict[str, Any], goal: str, method: str) -> list[float]:
-    """Steps to the loss with each seed that tuning has not seen, as far as they were run."""
+    """Returns the steps to the loss with each seed that tuning has not used, as far as they have run."""
     return [bench.reached(goal, found) for found in _fresh(d, goal, method)]
 
 
 def steps_to_the_end(d: dict[str, Any], goal: str, method: str) -> list[float]:
-    """Steps to the loss that SGD has at its last look, the median of seeds, with each of these seeds."""
+    """Returns by seed the steps to SGD's final loss, the median of its seeds."""
     level = statistics.median(found[-1][1] for found in _fresh(d, goal, "SGD"))
     return [min((step for step, loss in found if loss <= level), default=math.inf) for found in _fresh(d, goal, method)]
 
 
 def slower(d: dict[str, Any], goal: str, method: str) -> list[float]:
-    """By round, seconds of a step over SGD's in the same round."""
+    """Returns by round the seconds of a step over SGD's in the same round."""
     by = {(r, name): s for r, name, s in d["seconds"].get(goal, [])}
     return [s / by[r, "SGD"] for (r, name), s in by.items() if name == method]
 

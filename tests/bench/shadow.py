@@ -1,8 +1,8 @@
-"""ShadowSync's claim on real ranks: examples per second while a synchronisation takes one to ten times as long.
+"""Tests ShadowSync's claim on real ranks: examples per second while a synchronisation takes 1 to 10 steps.
 
-Compute is paced and the Link emulated. Shadows synchronise beside the steps as often as the wire lets; the foreground
-forms of the same formulas every so many steps, while all stand still. Each is switched to live, in alternating blocks.
-Then ShadowSync with its tables on a server (tests/bench/shadow_tables.py).
+Compute is paced and the Link emulated. Shadows synchronise during the steps, as often as the link permits. Foreground
+forms of the same formulas do so every few steps while all ranks wait. A live run switches between them in alternating
+blocks. Then follows ShadowSync with its tables on a server (tests/bench/shadow_tables.py).
 
     python -m tests.bench.shadow --out docs/data/shadow.json
 """
@@ -27,7 +27,7 @@ from workbench.tasks import ClickThrough
 
 RANKS, PACE, BATCH, EVERY = 4, 60.0, 64, 5  # PACE: ms of a step's compute; EVERY: the paper's FR-5
 TASK = ClickThrough(ids=500)
-TIMES = (1.0, 3.0, 10.0)  # how long an all-reduce of the model takes, in steps
+TIMES = (1.0, 3.0, 10.0)  # duration of an all-reduce of the model, in steps
 STEPS = 40  # of a block, without the first ten after a switch
 WAYS: dict[str, Strategy] = {
     "ShadowMA": ShadowMA(),
@@ -38,30 +38,30 @@ WAYS: dict[str, Strategy] = {
     "BMUF": BMUF(every=EVERY),
     "EASGD": EASGD(every=EVERY),
 }
-ASKED = 0.05  # by how much a shadow's examples per second may change from the first to the last of TIMES
+ASKED = 0.05  # allowed change of a shadow's examples per second from the first to the last of TIMES
 
 
 def bandwidth(steps: float, nbytes: int) -> float:
-    """Mbit/s with which an all-reduce of so many bytes takes as long as `steps` steps compute."""
+    """Returns the Mbit/s with which an all-reduce of so many bytes takes as long as `steps` steps of compute."""
     return 2 * (RANKS - 1) / RANKS * nbytes * 8e-6 / (steps * PACE * 1e-3)
 
 
 def block(lab: Lab, run: Run, strategy: Strategy) -> tuple[float, float]:
-    """Examples per second of all ranks under a strategy, and how many steps of a rank one synchronisation takes."""
+    """Returns the examples per second of all ranks under a strategy, and the first measured step."""
     first = (lab.set("strategy", strategy).wait(120).applied_at or 0) + 10
     wait(run, first + STEPS)
     return shadow_tables.rate(run.timeline, RANKS, BATCH, first, STEPS), first
 
 
 def gap(run: Run, since: int) -> float:
-    """The mean number of steps between two synchronisations of a rank, from the shadows' Samples."""
+    """Returns the mean number of steps between two synchronisations of a rank, from the shadows' Samples."""
     samples = run.samples
     gaps = samples[(samples["name"] == "sync gap") & (samples["step"] >= since)]["value"]
     return float(gaps.mean()) if len(gaps) else float(EVERY)
 
 
 def section(d: dict[str, Any]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     rows, worst = [], 0.0
     for way in WAYS:
         cells = [cell["blocks"][way] for cell in d["cells"]]

@@ -1,9 +1,8 @@
-"""ShadowSync's other claim: a loss no worse than foreground synchronisation's at the same gap, both tuned alike.
+"""Tests ShadowSync's other claim: a loss no worse than foreground synchronisation's at the same gap.
 
-In the simulator with real tensors, on clicks whose best loss is known. Each shadow and its foreground form get twelve
-trials of three seeds (six learning rates, two settings of one knob); a grid whose best rate lies at its edge is widened
-once. The best of each is run with five other seeds. What was run is kept beside the result, in `.runs.jsonl`: begun
-again, it goes on.
+The simulator runs with real tensors, on clicks with a known best loss. Each shadow and its foreground form get twelve
+trials of three seeds (six learning rates, two settings of one knob). A grid is widened once if its best rate is at the
+edge. The best of each runs with five other seeds. Runs are kept in `.runs.jsonl` next to the result, so it resumes.
 
     python -m tests.bench.shadow_quality --out docs/data/shadow_quality.json
 """
@@ -36,9 +35,9 @@ PAIRS = {"ShadowMA": "averaging (LocalSGD)", "ShadowBMUF": "BMUF", "ShadowEASGD"
 
 
 def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
-    """Normalised entropy after STEPS steps of each rank, and the mean gap."""
+    """Returns the normalised entropy after STEPS steps of each rank, and the mean gap."""
     nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model().parameters())
-    port = 1.3 if isinstance(strategy, ShadowEASGD) else 0.99  # a server's carries more: so the gap is about the same
+    port = 1.3 if isinstance(strategy, ShadowEASGD) else 0.99  # a server's port carries more, so the gap is about equal
     link = Link(bandwidth=port * bandwidth(GAP, nbytes))
     e = Experiment(task=TASK, ranks=RANKS, steps=STEPS, strategy=strategy, lr=lr, batch=BATCH, pace=PACE, seed=seed,
                    eval_every=STEPS, fabric=Fabric(link=link))  # fmt: skip
@@ -49,7 +48,7 @@ def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
 
 
 def section(d: dict[str, Any]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     about = (
         f"{RANKS} simulated ranks with real tensors, ClickThrough, {STEPS} steps of {BATCH} examples each, Adam; a "
         f"Link on which a shadow synchronises every {GAP} steps or so, as the foreground forms do. {BUDGET}"

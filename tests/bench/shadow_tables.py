@@ -1,7 +1,7 @@
-"""ShadowSync on real ranks, tables on a server: examples per second while a round takes one to ten times as long.
+"""Measures ShadowSync on real ranks with tables on a server, while a round takes 1 to 10 steps.
 
-Each block is a run of its own, in turn, for the foreground forms (tests/bench/foreground.py) are not switched to live.
-A part of `python -m tests.bench.shadow`.
+Each block is a separate run, in turn, because the foreground forms (tests/bench/foreground.py) have no live switch.
+This is a part of `python -m tests.bench.shadow`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from workbench.record.timeline import Timeline
 from workbench.strategies import ShadowSync, ShadowSyncBMUF, ShadowSyncMA, Strategy
 from workbench.tasks import ClickThrough
 
-TRAINERS, SERVERS, PACE, BATCH, EVERY, PIECE = 4, 1, 100.0, 8, 5, 1.0  # PIECE: kB on the slowest wire
-TASK = ClickThrough(fields=2, ids=500, width=4, hidden=256)  # a batch's rows are small beside all but the tables
-TIMES = (1.0, 3.0, 10.0)  # how long an all-reduce of all but the tables takes, in steps
+TRAINERS, SERVERS, PACE, BATCH, EVERY, PIECE = 4, 1, 100.0, 8, 5, 1.0  # PIECE: kB on the slowest link
+TASK = ClickThrough(fields=2, ids=500, width=4, hidden=256)  # a batch's rows are small next to the other parameters
+TIMES = (1.0, 3.0, 10.0)  # duration of an all-reduce of all parameters but the tables, in steps
 FIRST, STEPS = 6, 24  # of a block: left out, and measured
 ASKED = 0.05
 WAYS: dict[str, Strategy] = {
@@ -39,13 +39,13 @@ WAYS: dict[str, Strategy] = {
 
 
 def replicated(task: ClickThrough) -> int:
-    """The bytes of all but the tables."""
+    """Returns the bytes of all parameters except the tables."""
     named = task.build().model().named_parameters()
     return 4 * sum(p.numel() for name, p in named if not name.startswith("tables"))
 
 
 def experiment(strategy: Strategy, steps: float) -> Experiment:
-    """A block, on a Link on which an all-reduce of all but the tables takes as long as so many steps."""
+    """Returns a block on a Link where an all-reduce of all parameters but the tables takes `steps` steps."""
     strategy = replace(strategy, piece_kb=PIECE * TIMES[-1] / steps)  # type: ignore[call-arg]  # as long on each wire
     link = Link(bandwidth=2 * (TRAINERS - 1) / TRAINERS * replicated(TASK) * 8e-6 / (steps * PACE * 1e-3))
     return Experiment(task=TASK, ranks=TRAINERS + SERVERS, steps=FIRST + STEPS + 1, strategy=strategy, batch=BATCH,
@@ -53,7 +53,7 @@ def experiment(strategy: Strategy, steps: float) -> Experiment:
 
 
 def rate(timeline: Timeline, trainers: int, batch: int, first: int, steps: int) -> float:
-    """Examples per second of all trainers, over so many steps of each from its step `first` on."""
+    """Returns the examples per second of all trainers, over `steps` steps of each from its step `first` on."""
     rows = timeline.spans.rows()
     rows = rows[rows.equal("lane", "compute") & rows.equal("name", "forward") & (rows.step >= first)]
     begins = [np.sort(rows.t0[rows.rank == rank])[: steps + 1] for rank in range(trainers)]
@@ -61,7 +61,7 @@ def rate(timeline: Timeline, trainers: int, batch: int, first: int, steps: int) 
 
 
 def cells(runs: Path, rounds: int) -> list[dict[str, Any]]:
-    """By time of a round, every way's blocks: examples per second and the mean gap."""
+    """Returns every way's blocks by duration of a round: examples per second and the mean gap."""
     found: list[dict[str, Any]] = [{"steps": steps, "blocks": {way: [] for way in WAYS}} for steps in TIMES]
     with Lab(ranks=TRAINERS + SERVERS, name="shadow-tables") as lab:
         for number in range(rounds):
@@ -78,7 +78,7 @@ def cells(runs: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def section(found: list[dict[str, Any]]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     rows, worst = [], 0.0
     for way in WAYS:
         cells = [cell["blocks"][way] for cell in found]

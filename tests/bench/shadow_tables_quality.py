@@ -1,9 +1,9 @@
-"""ShadowSync's loss beside its foreground forms', at the same gap, with the same tables on a server, tuned alike.
+"""Compares ShadowSync's loss with its foreground forms' at the same gap, with tables on a server.
 
-In the simulator with real tensors, on clicks whose best loss is known. Each form gets twelve trials of three seeds (six
-learning rates, two settings of one knob); a grid whose best rate lies at its edge is widened once. The best of each is
-run with five other seeds. Each shadow has a Link on which it synchronises every ten steps or so. What was run is kept
-beside the result, in `.runs.jsonl`: begun again, it goes on.
+The simulator runs with real tensors, on clicks with a known best loss. Each form gets twelve trials of three seeds (six
+learning rates, two settings of one knob). A grid is widened once if its best rate is at the edge. The best of each runs
+with five other seeds. Each shadow has a Link on which it synchronises about every ten steps. Runs are kept in
+`.runs.jsonl` next to the result, so it resumes.
 
     python -m tests.bench.shadow_tables_quality --out docs/data/shadow_tables_quality.json
 """
@@ -47,7 +47,7 @@ def experiment(strategy: Strategy, mbit: float, lr: float = 1e-3, seed: int = 0)
 
 @cache
 def bandwidth(kind: type[Strategy]) -> float:
-    """Mbit/s on which shadows of this kind synchronise every GAP steps: found with sizes only, by halving."""
+    """Returns the Mbit/s at which shadows of this kind synchronise every GAP steps, by bisection with sizes only."""
     if kind.__name__.startswith("Foreground"):
         return 1000.0
     least, most = 0.02, 200.0
@@ -60,7 +60,7 @@ def bandwidth(kind: type[Strategy]) -> float:
 
 
 def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
-    """Normalised entropy after STEPS steps of each trainer, and the mean gap."""
+    """Returns the normalised entropy after STEPS steps of each trainer, and the mean gap."""
     samples = simulate(experiment(strategy, bandwidth(type(strategy)), lr, seed), real=True).samples
     loss = samples[samples["name"] == "held_out:normalised entropy"]["value"].iloc[-1]
     gaps = samples[(samples["name"] == "sync gap") & (samples["value"] > 0)]["value"]
@@ -68,7 +68,7 @@ def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
 
 
 def section(d: dict[str, Any]) -> str:
-    """The page's section, from the raw numbers."""
+    """Returns the page's section, from the raw numbers."""
     about = (
         f"{RANKS - 1} simulated trainers and a server that has the tables, with real tensors; ClickThrough with "
         f"{replicated(TASK) / 1e3:.0f} kB beside the tables, {STEPS} steps of {BATCH} examples each, Adam. Each shadow "

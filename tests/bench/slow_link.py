@@ -1,7 +1,6 @@
-"""A wire eight times slower than compute: torch's DDP for 800 steps, then what the live controls can do instead.
+"""Runs torch's DDP for 800 steps on a link eight times slower than compute, then tries the live controls.
 
-Every setting starts as DDP and is turned live at its second step. Time is the sum of rank 0's steps, so evaluation
-is left out on all sides.
+Every setting starts as DDP and changes live at its second step. Time is the sum of rank 0's steps, without evaluations.
 
     python -m tests.bench.slow_link --out docs/data/slow_link.json
 """
@@ -31,7 +30,7 @@ SETTINGS: dict[str, list[tuple[str, Any]]] = {
 
 
 def curve(run: Run) -> list[tuple[int, float, float]]:
-    """(step, seconds of stepping so far, held-out loss) at every evaluation."""
+    """Returns (step, seconds of stepping so far, held-out loss) at every evaluation."""
     s, v = run.timeline.spans.rows(), run.timeline.samples.rows()
     mine = (s.rank == 0) & (s.lane == "step")
     switch = (s.rank == 0) & (s.lane == "switch")
@@ -45,13 +44,13 @@ def curve(run: Run) -> list[tuple[int, float, float]]:
 
 
 def bandwidth() -> float:
-    """Mbit/s at which a dense step's wire time is eight times its compute."""
+    """Returns the Mbit/s at which a dense step's exchange takes eight times its compute."""
     nbytes = 4 * sum(p.numel() for p in TASK.build().model().parameters())
     return traffic("all_reduce", nbytes, RANKS)[0] * 8e-6 / (8 * PACE * 1e-3)
 
 
 def one(lab: Lab, e: Experiment, turns: list[tuple[str, Any]], out: Path, target: float | None, limit: float) -> Run:
-    """Runs `e`, turned live, until the held-out loss is `target` or `limit` seconds are over."""
+    """Runs `e` with live changes until the held-out loss is `target` or `limit` seconds are over."""
     run = lab.run(e, out=out)
     while run.live and not (run.timeline.spans.rows().step >= 1).any():
         time.sleep(0.05)

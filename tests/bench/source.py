@@ -1,4 +1,4 @@
-"""What a member's code is, apart from its words: two of the same hash do the same."""
+"""Hashes a member's code without its prose, so that members with equal hashes do the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import sys
 from functools import cache
 from types import ModuleType
 
-# For whoever lists members, for the laws, and for a switch, before which no cell has anything that these are about.
+# These labels serve lists of members, the laws and switches; they do not affect a cell.
 LABELS = ("kinds", "kind", "starter", "plain", "own", "drops", "formerly_called", "skips", "follows")
-SHOWN = ("doc", "unit", "log")  # of a knob: what only people see
+SHOWN = ("doc", "unit", "log")  # of a knob: only for people
 
 
 @cache
 def code(cls: type) -> str:
-    """A hash of a strategy's file and of the private files of its family that it imports, without their words."""
+    """Returns a hash of a strategy's file and of the private family files that it imports, without their prose."""
     todo, seen = [sys.modules[cls.__module__]], dict[str, str]()
     while todo:
         module = todo.pop()
@@ -34,7 +34,7 @@ def code(cls: type) -> str:
 
 
 def _without_words(tree: ast.Module) -> str:
-    """The syntax without docstrings and comments, and without what only a list of compressors shows."""
+    """Returns the syntax without docstrings, comments, and labels for lists of compressors."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef):
             node.body = [one for one in node.body if not _said(one)]
@@ -48,7 +48,7 @@ def _without_words(tree: ast.Module) -> str:
 
 
 def _said(node: ast.stmt) -> bool:
-    """A label that nothing is computed from, or an import: it says where a thing lies, not what it does."""
+    """Whether it is an import or a label that no computation uses."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in LABELS

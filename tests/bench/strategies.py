@@ -1,9 +1,9 @@
-"""Every strategy against DDP on four simulated networks, and what has to hold besides: docs/strategies.md.
+"""Compares every strategy with DDP on four simulated networks, and tests more claims: docs/strategies.md.
 
     python -m tests.bench.strategies [--minutes 45] [--only PART ...] [--plan] [--page-only]
 
-A cell that was run before and would come out the same is not run again, so a campaign that was broken off, or that
-ran out of minutes, goes on where it stopped. Strategies that are not there yet are named and left out.
+Cells with unchanged inputs are not run again, so an interrupted campaign, or one without minutes left, resumes.
+Strategies that do not exist yet are reported and left out.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from workbench.lab import Lab
 from workbench.settings import KnobError
 from workbench.sim import Costs
 
-CALIBRATION = 80  # steps of the run that says what compute costs
+CALIBRATION = 80  # steps of the run that measures the cost of compute
 PAGE = ROOT / "docs" / "strategies.md"
 CORES = os.cpu_count() or 1
 
 
 def calibrated(folder: Path = DATA) -> Costs:
-    """What compute and the bare wire cost on this machine: measured once, then kept with the data.
+    """Returns the costs of compute and of the bare network on this machine, measured once and kept with the data.
 
-    On as many ranks as there are cores, for ranks that share a core would measure each other. Evaluations are priced
-    at nothing, so that times hold training only.
+    The run has as many ranks as cores, because ranks that share a core would disturb each other. Evaluations cost
+    nothing, so times contain only training.
     """
     path = folder / "about.json"
     if path.exists():
@@ -55,7 +55,7 @@ def calibrated(folder: Path = DATA) -> Costs:
 
 
 def planned(only: Iterable[str] = ()) -> tuple[list[Cell], list[str]]:
-    """(all cells of strategies that are there, why others are not)."""
+    """Returns (all cells of existing strategies, reasons why others do not exist)."""
     every = [*tables(), *(cell for part in PARTS for cell in part.cells())]
     every = [cell for cell in every if not only or cell.part in only]
     cells, lacking = [], dict[str, str]()
@@ -72,7 +72,7 @@ def planned(only: Iterable[str] = ()) -> tuple[list[Cell], list[str]]:
 
 
 def rate(costs: Costs) -> float:
-    """Seconds that a step of one rank takes this machine per layer, from a short cell."""
+    """Measures this machine's seconds for one rank's step per layer, from a short cell."""
     short = Cell(part="trial", row="DDP", where="fast", seed=0, method="DDP", steps=15, every=15)
     measured(short, costs)
     began = time.perf_counter()
@@ -81,13 +81,13 @@ def rate(costs: Costs) -> float:
 
 
 def ran(cell: Cell, costs: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """In a process of the pool: what a cell came to, and how long it took."""
+    """Runs a cell in a process of the pool; returns its result and its duration."""
     began = time.perf_counter()
     return measured(cell, costs_from_plain(costs)), time.perf_counter() - began
 
 
 def campaign(cells: list[Cell], costs: Costs, until: float, folder: Path = DATA, workers: int = CORES) -> int:
-    """Runs what is not kept yet, `workers` at a time, beginning no cell after `until`; how many are left."""
+    """Runs the cells that are not kept, `workers` at a time, none after `until`; returns how many are left."""
     todo = [cell for cell in cells if kept(cell, costs, folder) is None]
     now = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
     plain, under_way = costs_as_plain(costs), dict[Future[Any], Cell]()
@@ -115,7 +115,7 @@ def campaign(cells: list[Cell], costs: Costs, until: float, folder: Path = DATA,
 def rounds(
     plan: Callable[[], list[Cell]], costs: Costs, until: float, folder: Path = DATA, workers: int = CORES
 ) -> int:
-    """Campaigns until nothing is left: which learning rate a row needs with all seeds follows from the first."""
+    """Runs campaigns until no cell is left, because the first seed decides the learning rate of other seeds."""
     while (todo := [cell for cell in plan() if kept(cell, costs, folder) is None]) and time.time() < until:
         if left := campaign(todo, costs, until, folder, workers):
             return left
@@ -123,7 +123,7 @@ def rounds(
 
 
 def on_real_ranks(costs: Costs, until: float, folder: Path = DATA) -> None:
-    """Each strategy once on real ranks, and torch's DDP."""
+    """Runs each strategy and torch's DDP once on real ranks."""
     first = {name: (label, knobs) for label, name, knobs in reversed(rows())}
     every = [
         ("TorchDDP", None, {}),
@@ -150,7 +150,7 @@ def on_real_ranks(costs: Costs, until: float, folder: Path = DATA) -> None:
 
 
 def say_plan(cells: list[Cell], lacking: list[str], costs: Costs) -> None:
-    """How many cells there are, and about how long they take."""
+    """Prints the number of cells and their approximate duration."""
     each = rate(costs)
     print("\n".join(lacking))
     for part in dict.fromkeys(cell.part for cell in cells):

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""docs/strategies.md from the cells in docs/data/strategies/: every number in it is computed here from what was kept."""
+"""Computes docs/strategies.md and all its numbers from the cells in docs/data/strategies/."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNTUNED = (
     "These are the settings of the four tables, which were not tuned: what shows here costs the loss that stands beside it, and what does not may "
     "still show [on its home ground](#each-on-its-home-ground), where method and baseline were tuned alike."
 )
-APART = 1.05  # the worst seed over the best: where it is more, each is named
+APART = 1.05  # worst seed over the best; from here on each seed is named
 SAID = {
     FAST: "Each rank's port carries 10 Gbit/s, a message takes 0.05 ms more.",
     LINK: "Each rank's port carries 100 Mbit/s, a message takes 5 ms more.",
@@ -38,7 +38,7 @@ SAID = {
 
 
 def text(folder: Path = DATA) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     found = Results.of(folder)
     about = json.loads((folder / "about.json").read_text()) if (folder / "about.json").exists() else {}
     parts = [HEAD, home_page.text(folder.parent / "home"), _setting(found, about)]
@@ -73,7 +73,7 @@ def _setting(found: Results, about: dict[str, Any]) -> str:
 
 
 def _fabric(found: Results, where: str) -> str:
-    """One table; rows without a cell are named below it."""
+    """Returns one table, with rows without a cell named below it."""
     if not (base := found.seeds("table", "DDP", where)):
         return missing("DDP")
     lines, lacking = [], []
@@ -104,7 +104,7 @@ def _fabric(found: Results, where: str) -> str:
 
 
 def _lacking(labels: list[str]) -> str:
-    """What is not in a table; of those whose losses are DDP's by what they claim, that is said."""
+    """Returns the rows that are not in a table; exact strategies are listed as having DDP's losses."""
     exact = [label for label, name, _ in rows() if label in labels and find(Strategy, name).exact]
     others = [label for label in labels if label not in exact]
     same = f"\nNot in this table, for every step of theirs is DDP's: {', '.join(exact)}; their memory and pace: [benchmarks](benchmarks.md).\n" if exact else ""
@@ -140,7 +140,7 @@ def _ratio(values: list[float]) -> str:
 
 
 def _linked(label: str, name: str) -> str:
-    """A row's name, leading to what it is, and to its figure."""
+    """Returns a row's name, linked to its reference and its figure."""
     return f"[{label}](reference/strategies.md#{name.lower()})"
 
 
@@ -153,19 +153,19 @@ def _papers(found: Results) -> str:
 
 
 def _headline(m: Method) -> str:
-    """What the paper claims; where these tables quote nothing, what is looked for on its home ground."""
+    """Returns the paper's claim; if the tables quote none, the claim of its home regime."""
     at_home = next((c for c in CLAIMS if c.method.split(",")[0] == m.name), None)
     return m.paper if m.paper != NOT_QUOTED or at_home is None else f"{at_home.paper} ({at_home.source})"
 
 
 def _unmeasured(m: Method) -> str:
-    """Of what is not in the tables; they are made whole, or not at all, for one price of compute."""
+    """Returns the note of a row without cells; tables are complete or absent for one price of compute."""
     at_home = any(c.method.split(",")[0] == m.name for c in CLAIMS)
     return "not in these tables; on its home ground above" if at_home else "not measured yet"
 
 
 def _seen(found: Results, m: Method, label: str) -> str:
-    """What the tables say of a row in a sentence, and whether the claim shows."""
+    """Returns a sentence with a row's results in the tables, and whether the claim shows."""
     if label == "DDP":
         return ""
     pairs = {where: found.pairs("table", label, "DDP", where) for where in FABRICS}
@@ -187,7 +187,7 @@ def _seen(found: Results, m: Method, label: str) -> str:
 
 
 def _claimed(found: Results, m: Method, label: str) -> str:
-    """The number that was looked at, what it cost in loss, and whether it is the paper's claim that shows in it."""
+    """Returns the measured number, its cost in loss, and whether it shows the paper's claim."""
     assert m.claim is not None
     where, value = m.claim.where, measure(found, m.claim.measure, label, m.claim.where)
     if m.claim.measure == "control" and not value:
@@ -207,7 +207,7 @@ def _claimed(found: Results, m: Method, label: str) -> str:
 
 
 def _shows(found: Results, claim: Claim, label: str, value: float) -> str:
-    """Does the paper's headline show? Where it is of a time, too, each is said on its own."""
+    """Returns whether the paper's headline shows; a claim about time is judged separately."""
     good = value > claim.least
     if not claim.time:
         return "it shows" if good else f"it does NOT show. {claim.why}"
@@ -218,12 +218,12 @@ def _shows(found: Results, claim: Claim, label: str, value: float) -> str:
 
 
 def _twin(label: str) -> str:
-    """The row from a common state that a row of the tables is to be judged by: its knobs, another period."""
+    """Returns the row from a common state that judges a row of the tables: same knobs, another period."""
     return next(twin(name, knobs) for row, name, knobs in rows() if row == label)
 
 
 def _next_to(found: Results, label: str, claim: Claim) -> str:
-    """Loss and bytes of a row and of the one that it is to be held against."""
+    """Returns loss and bytes of a row and of its comparison row."""
     each = [(row, list(found.seeds("table", row, claim.where).values())) for row in (label, claim.beside)]
     if not claim.beside or not all(seeds for _, seeds in each):
         return ""
@@ -233,12 +233,12 @@ def _next_to(found: Results, label: str, claim: Claim) -> str:
 
 
 def _elsewhere(name: str) -> str:
-    """Those that begin slowly are measured from a common state, too."""
+    """Returns a note for strategies with a slow start, which are also measured from a common state."""
     return " from a cold start (from a common state, see below)" if name in {n for n, _ in OUTER} else ""
 
 
 def measure(found: Results, what: str, label: str, where: str) -> float:
-    """A row's number over DDP's, median of the seeds: more is better."""
+    """Returns a row's number over DDP's, median of the seeds; more is better."""
     pairs = found.pairs("table", label, "DDP", where)
     each = {
         "pace": lambda: [a["samples_per_s"] / b["samples_per_s"] for a, b in pairs],
@@ -250,7 +250,7 @@ def measure(found: Results, what: str, label: str, where: str) -> float:
 
 
 def _beside(found: Results) -> str:
-    """Each strategy once on real ranks, paced, against its simulation and against torch's DDP."""
+    """Compares each strategy, run once on paced real ranks, with its simulation and with torch's DDP."""
     cells = {f["row"]: f["found"] for f in found.files if f["part"] == "real" and "step_s" in f["found"]}
     if not cells:
         return missing("any strategy on real ranks")

@@ -1,11 +1,10 @@
-"""What a stream of many ranks sends to the page and costs the kernel, on a virtual clock.
+"""Measures the bytes that a stream of many ranks sends to the page and its kernel time, on a virtual clock.
 
     python -m tests.bench.stream --ranks 64 --seconds 60
 
-Ranks make 20 steps/s (dashboard_source.py) and push 4 times a second; the board is looked at 6 times a second, as its
-timer does. Counted are the bytes of all messages as they go out, and the CPU time of decoding rows, keeping them, and
-making the messages, whatever else the machine does. `dashboard_budget` measures the same in a real JupyterLab, where
-plotly and Jupyter count, too.
+Ranks make 20 steps/s (dashboard_source.py) and push 4 times a second. The board is read 6 times a second, as by its
+timer. Results are the bytes of all messages, and the CPU time to decode rows, keep them and make the messages,
+independent of other load. `dashboard_budget` measures the same in a real JupyterLab, including plotly and Jupyter.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LOOKS = 6.0  # per second
 
 
 class Streamed(NamedTuple):
-    """Per second of the stream, once it is under way."""
+    """Rates per second of the stream after its start."""
 
     kilobytes: float
     messages: float
@@ -34,7 +33,7 @@ class Streamed(NamedTuple):
 
 
 def streamed(ranks: int, seconds: float, warm: float = 4.0) -> Streamed:
-    """`seconds` of a stream of `ranks`, after `warm` that do not count."""
+    """Measures `seconds` of a stream of `ranks`, after `warm` uncounted seconds."""
     made = [Rank(r) for r in range(ranks)]
     run = Run({"ranks": ranks, "strategy": {"DDP": {}}}, name="stream", live=True)
     feed, now = Feed(run), 0.0

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The part of docs/compression.md that compression_studies measures: Accordion, levels at equal bits, Zen's schemes."""
+"""Writes the part of docs/compression.md on Accordion, levels at equal bits and Zen's schemes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from workbench.compressors._schemes import SCHEMES
 
 
 def text(found: Results, folder: Path, old: list[str] | None = None) -> str:
-    """All three; what was not measured says so. old: rows of which some seeds ran with code that has changed since."""
+    """Returns all three studies, with notes on missing measurements.
+
+    old: rows with seeds that ran with older code
+    """
     unfitted = [row for row in old or [] if row.startswith(("ALQ", "AMQ"))]
     return "\n".join([_accordion(found), _levels(found, _rows(folder / "variance.json"), _rows(folder / "tails.json"), unfitted), _zen(folder)])
 
@@ -50,7 +53,7 @@ def _accordion(found: Results) -> str:
 
 
 def _between(found: Results, of: str) -> list[str]:
-    """In words: which share of the two ratios' difference in bytes and in loss Accordion has."""
+    """Returns Accordion's position between its two ratios, in bytes and in loss."""
     names = [f"{of}: {word}" for word in ("gentle", "Accordion", "harsh")]
     losses = [_ends(found, "accordion", name) for name in names]
     if not all(losses):
@@ -65,7 +68,7 @@ def _between(found: Results, of: str) -> list[str]:
 
 
 def _tails(tails: dict[str, dict[str, float]] | None) -> str:
-    """What ALQ and AMQ cost on numbers that are normal, and on some that are not: ALQ solves for normal ones."""
+    """Returns the errors of ALQ and AMQ on normal numbers, which ALQ assumes, and on other ones."""
     if not tails:
         return ""
     each = "; ".join(f"on {kind} numbers {', '.join(f'{name} {v:.3g}' for name, v in at.items())}" for kind, at in tails.items())
@@ -118,7 +121,7 @@ def _zen(folder: Path) -> str:
 
 
 def _measured_schemes(seen: list[dict[str, Any]]) -> str:
-    """Real ranks: milliseconds by scheme, and whether the least is what the formulas say."""
+    """Returns milliseconds by scheme on real ranks, and whether the fastest is the formulas' choice."""
     by = {(s["ids"], s["scheme"]): s for s in seen}
     head = ["rows per table", "density", *SCHEMES, "auto", "quickest", "the formulas' choice"]
     lines, agreed = [], 0

@@ -1,4 +1,4 @@
-"""SVG by hand: shapes as text, one class per look. Knows no run and no strategy."""
+"""Draws SVG by hand: shapes as text, one class per look. Knows no run and no strategy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from xml.sax.saxutils import escape
 
 TEXT = 14  # px, the smallest text
-WIDE = 0.56  # of the text's size: what a character takes on average in a plain sans-serif
+WIDE = 0.56  # of the text's size: mean width of a character in a plain sans-serif
 
 
 def n(x: float) -> str:
-    """A coordinate: at most two decimals, always written the same way."""
+    """Formats a coordinate with at most two decimals, always in the same way."""
     words = f"{x:.2f}".rstrip("0").rstrip(".")
     return "0" if words == "-0" else words
 
@@ -32,12 +32,12 @@ def _rest(more: dict[str, object]) -> str:
 
 
 def width(words: str, size: float = TEXT) -> float:
-    """About how wide a text is; nobody can know exactly without the reader's font."""
+    """Estimates the width of a text; the exact width depends on the reader's font."""
     return len(words) * size * WIDE
 
 
 def wrapped(words: str, room: float, size: float = TEXT) -> list[str]:
-    """A text in lines that fit into `room` px."""
+    """Wraps a text into lines that fit into `room` px."""
     lines: list[str] = []
     for word in words.split():
         if lines and width(f"{lines[-1]} {word}", size) <= room:
@@ -48,12 +48,12 @@ def wrapped(words: str, room: float, size: float = TEXT) -> list[str]:
 
 
 def fitting(names: tuple[str, ...], room: float, size: float = TEXT) -> str:
-    """The first of some names, from long to short, that fits into a box; else none."""
+    """Returns the first of some names, from long to short, that fits into a box; "" if none does."""
     return next((name for name in names if width(name, size) <= room - 4), "")
 
 
 def ticks(length: float, most: int = 10) -> list[float]:
-    """Round numbers from 0 to `length`, at most `most` + 1 of them.
+    """Returns round numbers from 0 to `length`, at most `most` + 1 of them.
 
     >>> ticks(250)
     [0.0, 50.0, 100.0, 150.0, 200.0, 250.0]

@@ -1,10 +1,10 @@
-"""What a search finds on three fabrics, beside a sweep of all settings, and what it costs: on paced ranks that train.
+"""Compares a search on three fabrics with a sweep of all settings, in result and cost, on paced training ranks.
 
     python -m tests.bench.tuned --out docs/data/tuned.json [--fabrics NAME ...]
 
-A search (`lab.tune`), and after it every setting of its space, measured as a trial is on the same ranks in the same
-run. Nothing is learned meanwhile, so the loss stays on its trend: what counts is the step. What was measured before and
-is not asked for again stays.
+A search (`lab.tune`) runs first. Then every setting of its space is measured like a trial, on the same ranks in the
+same run. The ranks learn nothing in this time, so the loss stays on its trend and only the step counts. Earlier
+measurements stay unless you ask for them again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workbench.sim.plan.trials import Trial
 from workbench.sim.tune.on_ranks import Asked, OnRanks
 from workbench.tasks import ByteGPT
 
-PACE, WORSE, LR = 60.0, 0.5, 1e-6  # ms; share by which the loss may be worse; so slow that nothing is learned
+PACE, WORSE, LR = 60.0, 0.5, 1e-6  # ms; share by which the loss may be worse; too slow to learn
 SPACE = {
     "bucket_mb": [0.05, 0.2, 1.0], "compressor": ["Dense", "Cast", "TopK"],
     "strategy": ["DDP", {"LocalSGD": {"every": 4}}, {"LocalSGD": {"every": 8}}],
@@ -32,11 +32,11 @@ LINKS = {
     "slow bandwidth": Link(bandwidth=40, latency=2.0), "high latency": Link(bandwidth=1000, latency=10.0),
     "fast": Link(bandwidth=20_000, latency=0.01),
 }  # fmt: skip
-WITHIN, SHARE = 1.05, 0.25  # asked: of the sweep's best, and of its steps
+WITHIN, SHARE = 1.05, 0.25  # required, of the sweep's best, and of its steps
 
 
 def searched(lab: Lab, link: Link) -> dict[str, Any]:
-    """A search on this wire, and a sweep after it. Both in steps; what they found in seconds per step, by the sweep."""
+    """Runs a search on this link and then a sweep; returns both in steps, and seconds per step from the sweep."""
     e = Experiment(task=ByteGPT(layers=2, width=64, heads=2), ranks=2, batch=4, steps=0, pace=PACE, bucket_mb=0.05,
                    lr=LR, eval_every=0, fabric=Fabric(link=link))  # fmt: skip
     run = lab.run(e)
@@ -57,12 +57,12 @@ def searched(lab: Lab, link: Link) -> dict[str, Any]:
 
 
 def ratio(cell: dict[str, Any]) -> float:
-    """What was found over the sweep's best, in seconds per step."""
+    """Returns the search's result over the sweep's best, in seconds per step."""
     return float(cell["seconds"][cell["found"]] / cell["seconds"][cell["best"]])
 
 
 def section(cells: dict[str, Any]) -> str:
-    """The section of docs/benchmarks.md. `noted` is by hand."""
+    """Returns the section of docs/benchmarks.md. `noted` is entered by hand."""
     noted = " " + cells["noted"] if "noted" in cells else ""
     cells = {name: cells[name] for name in LINKS if name in cells}
     lines = ["| wire | search / best of the sweep | steps | of the sweep's | found | the sweep's best |",
@@ -86,7 +86,7 @@ def section(cells: dict[str, Any]) -> str:
 
 
 def _short(settings: str) -> str:
-    """Their values, without the names of paths."""
+    """Returns settings as values without paths."""
     values = re.sub(r"'[a-z_]+': ", "", settings.strip("{}"))
     return f"`{values}`"
 

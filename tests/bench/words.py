@@ -1,4 +1,4 @@
-"""Words that the pages of measurements have in common."""
+"""Texts that several pages of measurements share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def missing(*what: str) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and half the distance between the lowest and the highest; fewer seeds than were planned are said."""
+    """Formats the mean and half the range; notes missing seeds."""
     if len(values) < len(SEEDS):
         return f"{statistics.fmean(values):.3f} ({len(values)} of {len(SEEDS)} seeds)"
     return f"{statistics.fmean(values):.3f} ± {(max(values) - min(values)) / 2:.3f}"

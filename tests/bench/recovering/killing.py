@@ -1,4 +1,4 @@
-"""One worker killed at a random moment, and what the others then wrote down about it."""
+"""Kills one worker at a random moment and reads what the other workers then wrote."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from tests.bench.recovering.starting import SIZE
 
 LIMIT = 120.0  # seconds after which a kill counts as not survived
-START = 300.0  # seconds that four may take until they train
-LOOK = 0.3  # seconds between two looks at what was written down, times and all: looking costs time that others want
-RANDOMLY = (1.0, 3.0)  # seconds that all four train before one is killed
+START = 300.0  # seconds that four workers may take until they train
+LOOK = 0.3  # seconds between two reads of the files: reading takes time from the workers
+RANDOMLY = (1.0, 3.0)  # seconds that all four train before a kill
 
 
 class Row(NamedTuple):
-    """What one process did at time `t`: it "made" a step in a group of `size`, or that "failed"."""
+    """An event of one process at time `t`: "made" a step in a group of `size`, or "failed"."""
 
     t: float
     word: str
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """A step that all members of a group have made: when the last of them ended it."""
+    """A step that all members of a group have made, at the time when the last one ended it."""
 
     t: float
     step: int
@@ -38,7 +38,7 @@ class Steps(NamedTuple):
 
 
 def rows(folder: Path) -> list[Row]:
-    """What its processes wrote down so far, in order; a line that is being written is left out."""
+    """Returns the rows that the processes have written so far, in order, without an incomplete last line."""
     found = []
     for file in folder.iterdir():
         if file.name.isdigit():
@@ -48,7 +48,7 @@ def rows(folder: Path) -> list[Row]:
 
 
 def whole(found: list[Row]) -> list[Steps]:
-    """The steps that as many have made as there were in the group, in order."""
+    """Returns the steps that all members of their group have made, in order."""
     out, by = [], dict[tuple[int, int], set[int]]()
     for row in found:
         if row.word == "made":
@@ -61,22 +61,23 @@ def whole(found: list[Row]) -> list[Steps]:
 
 
 def measured(found: list[Row], began: float, victim: int) -> dict[str, Any]:
-    """Of a kill at `began`: seconds until it was noticed, until those of a new group had made a step, and until as many
-    as before had; and how many steps they made again. None: not yet.
+    """Returns the seconds from a kill at `began` until noticed, until a step of a new group, and until a full group.
+
+    It also returns the number of repeated steps. None: not yet.
     """
     reached = max(row.step for row in found if row.word == "made" and row.pid == victim)
     after = [row for row in found if row.t > began and row.pid != victim]
     steps = whole(after)
     failed = [row.t - began for row in after if row.word == "failed"]
     on, full = steps[0] if steps else None, next((s for s in steps if len(s.pids) == SIZE), None)
-    if on:  # one that died between two steps is missed without a step that fails
+    if on:  # if a worker dies between two steps, no step fails
         failed.append(on.t - began)
     return {"noticed": min(failed, default=None), "on": on and on.t - began, "full": full and full.t - began,
             "again": on and max(0, reached - on.step + 1)}  # fmt: skip
 
 
 def waited(condition: Callable[[], Any], seconds: float) -> bool:
-    """Whether it came true within so many."""
+    """Waits until `condition()` holds; returns False after `seconds`."""
     end = time.monotonic() + seconds
     while not (true := bool(condition())) and time.monotonic() < end:
         time.sleep(LOOK)
@@ -84,7 +85,7 @@ def waited(condition: Callable[[], Any], seconds: float) -> bool:
 
 
 def kill(folder: Path, rng: random.Random) -> dict[str, Any]:
-    """Kills one of four that train, and waits until four do again."""
+    """Kills one of four training workers, and waits until four train again."""
 
     def members() -> frozenset[int]:
         steps = whole(rows(folder))
@@ -106,5 +107,5 @@ def kill(folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def middle(values: list[float], digits: int) -> str:
-    """Their median and the worst; "" of none."""
+    """Returns the median and the worst value; "" if there are none."""
     return f"{statistics.median(values):.{digits}f}, {max(values):.{digits}f}" if values else ""

@@ -1,4 +1,4 @@
-"""Ours: those left go on, and an engine that comes takes its state from them; cold, or one that waits warm."""
+"""Ours: survivors go on, and a new engine takes its state from them; the engine starts cold or waits warm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench import Digits, Experiment, Lab, Run
 
 @contextmanager
 def lab(spare: int) -> Iterator[Lab]:
-    """A lab of four that trains, with so many engines that wait."""
+    """A training lab of four with `spare` waiting engines."""
     e = Experiment(task=Digits(), ranks=SIZE, steps=0, on_death="replace", eval_every=0, pace=1000 * PACE)
     with Lab(ranks=SIZE, name=f"recovering-{os.getpid()}-{time.time_ns()}", spare=spare) as found:
         found.wait(START)
@@ -31,7 +31,7 @@ def lab(spare: int) -> Iterator[Lab]:
 def kill(lab: Lab, rng: random.Random) -> dict[str, Any]:
     """Kills the engine of one of four ranks, and waits until four make steps again.
 
-    All times are what ranks wrote down, but for when it was noticed: then the lab said so, or they had agreed to go on.
+    All times come from the ranks' records, except the notice: either a note of the lab or the survivors' agreement.
     """
     if not waited(lambda: _ready(lab), START):
         return {"never": "four did not train together"}
@@ -49,8 +49,8 @@ def kill(lab: Lab, rng: random.Random) -> dict[str, Any]:
 
 
 def measured(run: Run, began: float) -> dict[str, Any]:
-    """Of a kill at `began`, by the run's clock: seconds until those left had agreed, until all of a new group had made
-    a step, and until as many as before had; and how many finished steps were made again.
+    """Returns the seconds from a kill at `began`, by the run's clock, until survivors agreed, until a step of a new
+    group, and until a full group. It also returns the number of repeated steps.
     """
     out: dict[str, Any] = dict.fromkeys(("noticed", "on", "full", "again"))
     spans = run.timeline.spans.rows()
@@ -71,7 +71,7 @@ def measured(run: Run, began: float) -> dict[str, Any]:
 
 
 def _ready(lab: Lab) -> bool:
-    """Whether four train, and whoever is to wait for them is warm."""
+    """Whether four ranks train and the waiting engines are warm."""
     live, spares = lab._live, lab.cluster.spares
     warm = spares.warm.intersection(spares.there())
     return live is not None and live.step > 3 and len(live.members) == SIZE and len(warm) >= spares.count

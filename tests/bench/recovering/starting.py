@@ -1,4 +1,4 @@
-"""Commands that run meanwhile, and end with all that they started."""
+"""Runs commands in the background, and ends them with all their child processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def running(command: list[str], folder: Path, **env: str) -> Iterator[None]:
-    """It writes into a file `*.log` of `folder`. Its session is its own: Linux shares the processors out by session."""
+    """Runs `command` in its own session, because Linux shares processors by session; logs to a `*.log` in `folder`."""
     number = len(list(folder.glob("*.log")))
     with (folder / f"{number}.log").open("w") as log:
         own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
@@ -27,7 +27,7 @@ def running(command: list[str], folder: Path, **env: str) -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    import psutil  # the others' processes import this module, and need not have it
+    import psutil  # the other systems' processes import this module without psutil
 
     its = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.terminate()

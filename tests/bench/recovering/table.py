@@ -1,4 +1,4 @@
-"""The part of docs/reliability.md on what others do in the same test."""
+"""Writes the part of docs/reliability.md on other systems in the same test."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KEYS = ("noticed", "on", "full", "again")
 
 
 def rows(found: list[dict[str, Any]]) -> list[list[str]]:
-    """One for each way and condition."""
+    """Returns a row for each system and condition."""
     out = []
     for one in found:
         each = [kill for kill in one["each"] if "never" not in kill]
@@ -77,7 +77,7 @@ def rows(found: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def section(found: list[dict[str, Any]]) -> str:
-    """The table, and under what it holds; "" where nothing was measured."""
+    """Returns the table and its conditions; "" without measurements."""
     if not found:
         return ""
     versions = ", ".join(f"{name} {number}" for name, number in found[0]["versions"].items())

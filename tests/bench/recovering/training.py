@@ -1,6 +1,6 @@
-"""What the processes of the others train, in plain torch, and how each writes down what it did.
+"""The plain torch training of the other systems' processes, and their logs.
 
-Imported by their processes, so nothing of the workbench is. The layers are those of `Digits`.
+Those processes import this module, so it imports nothing of the workbench. The layers are those of `Digits`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-PACE = 0.05  # seconds of each step beside its arithmetic
+PACE = 0.05  # seconds of each step in addition to its arithmetic
 SAVES = 20  # steps between two checkpoints
 
-Write = Callable[[str, int, int], None]  # what happened, at which step, in a group of how many
+Write = Callable[[str, int, int], None]  # event, step, size of the group
 
 
 def network() -> nn.Sequential:
@@ -28,21 +28,21 @@ def network() -> nn.Sequential:
 
 
 def begun() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """The model and its optimizer, on one thread."""
+    """Returns the model and its optimizer, on one thread."""
     torch.set_num_threads(1)
     model = network()
     return model, torch.optim.Adam(model.parameters(), 1e-3)
 
 
 def loss(model: nn.Module) -> Tensor:
-    """That of a batch of noise, after the pace: what is learned does not matter here."""
+    """Returns the loss of a batch of noise, after the pace; learning does not matter here."""
     time.sleep(PACE)
     return nn.functional.cross_entropy(model(torch.randn(32, 1, 8, 8)), torch.randint(0, 10, (32,)))
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Write]:
-    """Into a file named after this process, a line each."""
+    """Writes lines into a file named after this process."""
     with (folder / str(os.getpid())).open("w", buffering=1) as file:
         yield lambda word, step, size: print(time.time(), word, step, size, file=file)
 
@@ -50,7 +50,7 @@ def writing(folder: Path) -> Iterator[Write]:
 def train(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, size: int, save: Callable[[int], None]
 ) -> None:
-    """Steps without end, from after `step`; one that fails ends the process, as whoever starts it expects."""
+    """Makes steps for ever from `step` on. A failed step ends the process, as its launcher expects."""
     with writing(folder) as write:
         while True:
             try:
