@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Predicts results of large published clusters with the simulator, next to the published values.
 
 Two checks, sizes only, in virtual time. Megatron-LM's interleaved schedule on the 175-billion-parameter GPT of

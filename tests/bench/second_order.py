@@ -34,7 +34,7 @@ from workbench.strategies import DDP, KFAC, Newton
 from workbench.tasks import ByteGPT, Digits
 
 RANKS, TUNING, SEEDS = 4, (0, 1), (2, 3, 4)  # of the simulations that count steps
-PROCESSES, ROUNDS, BLOCK = 2, 12, 10  # where seconds are: ranks, alternations, and steps in each: all of KFAC's periods
+PROCESSES, ROUNDS, BLOCK = 2, 12, 10  # for seconds: ranks, alternations, steps in each
 PERIOD = 20  # steps over which bytes are counted: two of KFAC's periods
 
 
