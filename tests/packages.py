@@ -2,9 +2,9 @@
 
     python -m tests.packages [--torch 2.11.0 --torch newest] [--python python3.11 --python python3.13]
 
-The command tries each version of torch under each Python. `newest` takes the newest torch that pip finds and ignores
-`constraints.txt`. The command skips a Python that the machine lacks, and prints its name. Exit status: the number of
-environments in which something failed.
+The command tries each version of torch under each Python. `newest` takes the newest torch that pip finds. Only the
+torch that `constraints.txt` pins comes with the other pins of that file. The command skips a Python that the machine
+lacks, and prints its name. Exit status: the number of environments in which something failed.
 """
 
 from __future__ import annotations
@@ -59,13 +59,9 @@ def make_environment(folder: Path, wheel: Path, torch: str, python: str = sys.ex
     """Makes an empty environment, installs the wheel with this torch, and returns its interpreter."""
     run_command(python, "-m", "venv", folder)
     inside = folder / "bin" / "python"
-    pins = folder / "constraints.txt"
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    if torch != find_pinned_torch():  # another torch brings its own triton and CUDA packages
-        lines = [line for line in lines if not line.startswith(("torch", "triton", "nvidia"))]
-    pins.write_text("" if torch == "newest" else "\n".join(lines))
+    pins = ["--constraint", ROOT / "constraints.txt"] if torch == find_pinned_torch() else []
     asked = "torch" if torch == "newest" else f"torch=={torch}"
-    run_command(inside, "-m", "pip", "install", "--quiet", "--constraint", pins, asked, wheel)
+    run_command(inside, "-m", "pip", "install", "--quiet", *pins, asked, wheel)
     return inside
 
 
