@@ -222,6 +222,28 @@ def test_an_engine_that_came_again_keeps_its_device_and_shares_it_with_nobody() 
 
 
 @pytest.mark.parametrize(
+    ("there", "asked", "answer"),
+    [
+        ("4 1 1", "auto", (["cuda:0", "cuda:0", "cuda:0"], "gloo")),
+        ("1 4 4", "auto", (["cuda:0", "cuda:0", "cuda:1"], "nccl")),
+        ("1 4 4", 1, (["cuda:0", "cuda:0", "cuda:0"], "gloo")),
+        ("4 0 0", "auto", (["cpu", "cpu", "cpu"], "gloo")),
+    ],
+)
+def test_each_host_uses_its_own_gpus(there: str, asked: Any, answer: Any) -> None:
+    hosts = zip(("a", "b", "b"), map(int, there.split()), strict=True)
+    assert devices([replace(engine(r, gpus, where), pid=r) for r, (where, gpus) in enumerate(hosts)], asked) == answer
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "text"), [(1, 2, r"device=2 on b: .*\[1, 1\] GPUs"), (0, "cuda", "on b: there is no GPU")]
+)
+def test_a_host_with_too_few_gpus_is_refused_by_name(gpus: int, asked: Any, text: str) -> None:
+    with pytest.raises(KnobError, match=text):
+        devices([engine(0, 4, "a"), engine(1, gpus, "b")], asked)
+
+
+@pytest.mark.parametrize(
     ("gpus", "asked", "text"),
     [(0, "cuda", "there is no GPU"), (2, 3, r"device=3: must be an integer in \[1, 2\] GPUs"), (1, "tpu", "auto, cpu")],
 )

@@ -122,23 +122,29 @@ def _comparable(what: str, version: str) -> str:
 def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
     """Returns (the device of each rank, "nccl" or "gloo"). NCCL needs one GPU per rank.
 
-    Raises KnobError if `asked` is invalid.
+    Each host uses its own GPUs. "auto" chooses CPUs if a host has no GPU.
+    Raises KnobError if `asked` is invalid, or if a host has too few GPUs.
     """
-    gpus = min((e.gpus for e in engines if e.host == engines[0].host), default=0)
-    if asked == "cpu" or (asked == "auto" and not gpus):
+    gpus: dict[str, int] = {}  # by host
+    for engine in engines:
+        gpus[engine.host] = min(engine.gpus, gpus.get(engine.host, engine.gpus))
+    scarce = min(gpus, key=lambda name: gpus[name], default="")
+    fewest = gpus.get(scarce, 0)
+    if asked == "cpu" or (asked == "auto" and not fewest):
         return ["cpu"] * len(engines), "gloo"
     if asked not in ("auto", "cuda") and not isinstance(asked, int):
         raise KnobError(f"device={asked!r}: must be one of auto, cpu, cuda, or how many GPUs to use")
-    use = gpus if isinstance(asked, str) else asked
-    if not 1 <= use <= gpus:
-        allowed = f"must be an integer in [1, {gpus}] GPUs, or auto, cpu, cuda" if gpus else "there is no GPU; use cpu"
-        raise KnobError(f"device={asked!r}: {allowed}")
+    if not fewest or (isinstance(asked, int) and not 1 <= asked <= fewest):
+        where = f" on {scarce}" if len(gpus) > 1 else ""
+        few = f"must be an integer in [1, {fewest}] GPUs, or auto, cpu, cuda" if fewest else "there is no GPU; use cpu"
+        raise KnobError(f"device={asked!r}{where}: {few}")
+    use = {name: count if isinstance(asked, str) else asked for name, count in gpus.items()}
     places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, the index of each process
     chosen = []
     for engine in engines:
         there = places.setdefault(engine.host, {})
-        chosen.append(f"cuda:{there.setdefault(engine.process, len(there)) % use}")
-    alone = all(len(there) <= use for there in places.values())
+        chosen.append(f"cuda:{there.setdefault(engine.process, len(there)) % use[engine.host]}")
+    alone = all(len(there) <= use[name] for name, there in places.items())
     return chosen, "nccl" if alone else "gloo"
 
 
