@@ -57,6 +57,36 @@ def test_a_place_is_private_and_unlike_any_other() -> None:
     assert Place(one.path).read()["more"] == 1 and Place(one.path).read()["owner"] == this_process()
 
 
+def test_an_owner_and_a_guest_keep_what_the_other_wrote() -> None:
+    owner = Place.new("shared")
+    guest = Place(owner.path)
+    guest.write(run={"generation": 1})
+    owner.add_process([7, 1.0], "engine 0")
+    guest.write(run={"generation": 2})
+    owner.add_process([8, 1.0], "engine 1")
+    owner.drop_process(7)
+    for place in (owner, guest, Place(owner.path)):
+        assert place.state["run"] == {"generation": 2} and place.state["processes"] == [[8, 1.0, "engine 1"]]
+
+
+def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
+    place = Place.new("busy")
+    code = "import sys; from pathlib import Path; from workbench.cluster.processes.place import Place\n" \
+           "p = Place(Path(sys.argv[1]))\nfor i in range(20): p.add_process([i, 0.0], sys.argv[2])"  # fmt: skip
+    others = [subprocess.Popen([sys.executable, "-c", code, str(place.path), name]) for name in ("a", "b")]
+    for i in range(20):
+        place.add_process([i, 0.0], "here")
+    assert [other.wait(60) for other in others] == [0, 0]
+    assert len(place.state["processes"]) == 60
+
+
+def test_a_place_whose_file_is_gone_still_knows_its_processes() -> None:
+    place = Place.new("removed")
+    place.add_process([7, 1.0], "engine 0")
+    place.remove()
+    assert place.state["processes"] == [[7, 1.0, "engine 0"]]
+
+
 def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runtime").symlink_to(tmp_path)
     assert root() == tmp_path / "data" / "training-workbench" / "runtime"
@@ -175,14 +205,15 @@ def test_a_place_that_another_kernel_removes_while_it_is_looked_at_harms_nobody(
                 self.remove()
         return found
 
-    monkeypatch.setattr(Place, "read", until_removed)
     for look in (lambda: Place.new("new"), lambda: find("other")):
         Place.new("other").write(engines=[])
         done.clear()
-        try:
-            look()
-        except ClusterError as error:
-            assert "there is no live lab called 'other'" in str(error)
+        with monkeypatch.context() as patch:
+            patch.setattr(Place, "read", until_removed)
+            try:
+                look()
+            except ClusterError as error:
+                assert "there is no live lab called 'other'" in str(error)
         assert len(done) >= reads
 
 

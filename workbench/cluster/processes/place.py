@@ -15,6 +15,8 @@ import stat
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +79,8 @@ class Place:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / "lab.json"
-        self._state: dict[str, Any] = {}
-        self._writing = threading.RLock()  # spare engines start on another thread
+        self._state: dict[str, Any] = {}  # as this process last saw it, for when the file cannot be read
+        self._writing = threading.Lock()  # spare engines start on another thread
 
     @classmethod
     def new(cls, name: str) -> Place:
@@ -101,26 +103,45 @@ class Place:
 
     def write(self, **fields: Any) -> None:
         """Changes some fields of the state: one atomic replace, readable by this user only."""
-        with self._writing:
-            self._state = {**(self._state or self.read()), **fields}
+        self._change(lambda state: fields)
+
+    def add_process(self, process: list[float], what: str) -> None:
+        """Notes a process that this lab started, so that it ends with the lab."""
+        self._change(lambda state: {"processes": [*state["processes"], [*process, what]]})
+
+    def drop_process(self, pid: int) -> None:
+        """Forgets a process that has ended."""
+        self._change(lambda state: {"processes": [p for p in state["processes"] if int(p[0]) != pid]})
+
+    def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Merges the fields that `change` makes of the newest state into it. The lab's other kernels wait for it."""
+        with self._writing, self._locked():
+            state = self.state
+            self._state = {**state, **change(state)}
             fresh = self.file.with_suffix(f".{os.getpid()}")
             with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
                 json.dump(self._state, f)
             os.replace(fresh, self.file)
 
-    def add_process(self, process: list[float], what: str) -> None:
-        """Notes a process that this lab started, so that it ends with the lab."""
-        with self._writing:
-            self.write(processes=[*self.state["processes"], [*process, what]])
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds a lock that the owner's kernel and guests share."""
+        import fcntl  # Windows has none; a lab does not start there, but this module is imported
 
-    def drop_process(self, pid: int) -> None:
-        """Forgets a process that has ended."""
-        with self._writing:
-            self.write(processes=[p for p in self.state["processes"] if int(p[0]) != pid])
+        with open(self.path / "lab.lock", "w") as f:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(f, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    fcntl.flock(f, fcntl.LOCK_UN)  # a forked child may have this descriptor too
 
     @property
     def state(self) -> dict[str, Any]:
-        return self._state or self.read()
+        """The newest state that any kernel wrote; the last one that was read if the file is gone."""
+        self._state = self.read() or self._state
+        return self._state
 
     def remove(self) -> None:
         """Deletes the directory with its keys and logs."""
