@@ -69,3 +69,24 @@ def test_a_sink_that_fails_does_not_stop_the_training() -> None:
     with Capture("rank ", sink):
         run_as("rank 0 training", lambda: (print("x"), done.append(1)))
     assert done == [1]
+
+
+def test_text_without_a_newline_is_handed_on_when_its_thread_has_ended() -> None:
+    said: list[str] = []
+    with Capture("rank ", lambda stream, text: said.append(text)) as ours:
+        for number in range(3):  # the system gives the id of an ended thread to the next one
+            run_as("rank 0 worker", lambda number=number: print(f"begun {number}", end=""))  # type: ignore[misc]
+        run_as("rank 0 worker", lambda: print("whole"))
+        assert said == ["begun 0", "begun 1", "begun 2", "whole"]
+        run_as("rank 0 training", lambda: (print("last words", end=""), ours.end_lines()))
+        assert said[4:] == ["last words"]
+        run_as("rank 0 training", lambda: print("left over", end=""))
+    assert said[5:] == ["left over"]
+
+
+def test_a_line_without_end_keeps_a_bounded_beginning() -> None:
+    said: list[str] = []
+    with Capture("rank ", lambda stream, text: said.append(text)):
+        run_as("rank 0 training", lambda: [print("x" * 1000, end="\r") for _ in range(100)])
+        assert all(len(text) <= capture.LONGEST for text in vars(sys.stdout)["_begun"].values())
+    assert [len(text) for text in said] == [capture.LONGEST]

@@ -163,6 +163,7 @@ class Bench(Answers):
             kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
             **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
         )  # fmt: skip
+        session.before_end = self._capture.end_lines
         with self._life:
             # before the job: a reader of the job finds these
             self.session, self.where, self.learned = session, where, learned

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 PER_SECOND = 40  # lines captured each second; further lines are only counted
+LONGEST = 4000  # characters of a line that are kept
 
 Sink = Callable[[str, str], None]
 
@@ -48,18 +49,25 @@ class Capture:
 
     def _hand_on(self, stream: str, text: str) -> None:
         try:
-            self.sink(stream, text[:4000])
+            self.sink(stream, text[:LONGEST])
         except Exception:  # noqa: S110 (a print must never stop the training)
             pass
 
+    def end_lines(self) -> None:
+        """Hands on what threads have printed without a newline. A session calls this before its record closes."""
+        for split in self._splits:
+            split.end_lines()
+
     def __enter__(self) -> Capture:
-        sys.stdout, sys.stderr = _Split(self, "stdout", sys.stdout), _Split(self, "stderr", sys.stderr)
+        self._splits = [_Split(self, "stdout", sys.stdout), _Split(self, "stderr", sys.stderr)]
+        sys.stdout, sys.stderr = self._splits
         self._show, warnings.showwarning = warnings.showwarning, self._warn  # type: ignore[assignment]
         self._handler = _Log(self)
         logging.getLogger().addHandler(self._handler)
         return self
 
     def __exit__(self, *rest: object) -> None:
+        self.end_lines()
         logging.getLogger().removeHandler(self._handler)
         warnings.showwarning = self._show
         for name in ("stdout", "stderr"):
@@ -78,17 +86,25 @@ class _Split:
 
     def __init__(self, capture: Capture, name: str, usual: Any) -> None:
         self.capture, self.name, self.usual = capture, name, usual
-        self._begun: dict[int, str] = {}
+        self._begun: dict[threading.Thread, str] = {}  # text without a newline yet, at most LONGEST characters
 
     def write(self, text: str) -> int:
         if not self.capture.mine():
             return self.usual.write(text)
-        me = threading.get_ident()
-        *lines, rest = (self._begun.get(me, "") + text).split("\n")
-        self._begun[me] = rest
+        self.end_lines(only_ended=True)
+        me = threading.current_thread()
+        *lines, rest = (self._begun.pop(me, "") + text).split("\n")
+        if rest:
+            self._begun[me] = rest[:LONGEST]
         for line in lines:
             self.capture.say(self.name, line)
         return len(text)
+
+    def end_lines(self, only_ended: bool = False) -> None:
+        """Hands on the begun lines of all threads, or only of threads that have ended."""
+        for thread in list(self._begun):
+            if not (only_ended and thread.is_alive()) and (text := self._begun.pop(thread, "")):
+                self.capture.say(self.name, text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:

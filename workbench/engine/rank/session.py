@@ -82,6 +82,7 @@ class Session:
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)
         self.record = Recorder(rank, run_dir, push)
+        self.before_end: Callable[[], None] = lambda: None  # tear_down calls it while the record is still open
         self.run_dir, self.resume = run_dir, resume
         self.profiler = Profiler(rank, run_dir, device, self.mark)
         self.planned = sorted(changes, key=lambda c: c.at_step)
@@ -256,7 +257,7 @@ class Session:
 
     def tear_down(self) -> None:
         """Gives everything back. Even if that fails, the record's last row states that this rank has left."""
-        for give_back in (self._give_back, self.children.end):
+        for give_back in (self._give_back, self.children.end, self.before_end):
             try:
                 give_back()
             except Exception:
