@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,22 @@ def test_advice_lists_causes_although_nothing_can_be_simulated(
     assert (told[0].cause, told[0].ranks, told[0].suggestions) == ("forward", (1,), ())
     assert f"No setting could be simulated: {error}." in repr(told) and f"{error}." in told._repr_html_()
 
+
+def test_advice_names_the_causes_that_it_could_not_simulate_next_to_those_that_it_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [Cause(cause, (), 0.01, 0.1, "Seen.") for cause in ("network", "codec")]
+
+    def best(asked: Any, kind: str) -> tuple[advising.Suggestion, ...]:
+        if kind == "codec":
+            raise RuntimeError("a task's own function failed.")
+        return (advising.Suggestion({"bucket_mb": 4.0}, 0.2, 0.0, False),)
+
+    monkeypatch.setattr(advising, "causes", lambda timeline, last: found)
+    monkeypatch.setattr(advising, "why_unjudged", lambda timeline, last: "")
+    monkeypatch.setattr(advising, "Asked", lambda run: None)
+    monkeypatch.setattr(advising, "_best", best)
+    advised = advising.advice(SimpleNamespace(timeline=None))  # type: ignore[arg-type]
+    for text in (repr(advised), advised._repr_html_()):
+        assert "turn bucket_mb to 4" in text
+        assert "No setting against codec could be simulated: a task" in text

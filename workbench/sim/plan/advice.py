@@ -6,14 +6,14 @@ setting, if the gain is clear. For causes that no setting can change, it says wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.analysis.steps.words import duration
-from workbench.analysis.stragglers.causes import LAST, causes, why_unjudged
+from workbench.analysis.stragglers.causes import LAST, Cause, causes, why_unjudged
 from workbench.analysis.stragglers.naming import listed
 from workbench.compressors.cast import Cast
 from workbench.compressors.dense import Dense
@@ -92,10 +92,17 @@ class Advised(list[Advice]):
     """Rows, the costliest cause first. It shows itself as a table.
 
     unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
+    causes:      the causes that `unsimulated` holds for; (): all of them
     unjudged:    why the record does not say what costs a step most; "" if it says
     """
 
     unsimulated = unjudged = ""
+    causes: tuple[str, ...] = ()
+
+    def note_failures(self, reasons: Iterable[str], causes: Iterable[str], everywhere: bool) -> None:
+        """Keeps why no setting could be simulated against `causes`. everywhere: no other cause was simulated."""
+        self.unsimulated = "; ".join(dict.fromkeys(reasons))
+        self.causes = () if everywhere else tuple(dict.fromkeys(causes))
 
     def __repr__(self) -> str:
         if not self:
@@ -110,7 +117,8 @@ class Advised(list[Advice]):
 
     @property
     def _note(self) -> str:
-        return f"No setting could be simulated: {self.unsimulated}."
+        against = f" against {', '.join(self.causes)}" if self.causes else ""
+        return f"No setting{against} could be simulated: {self.unsimulated}."
 
     def _repr_html_(self) -> str:
         if not self:
@@ -129,20 +137,26 @@ def advice(run: Run, last: int = LAST) -> Advised:
     simulated and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
     """
     found, asked = causes(run.timeline, last), None
-    rows, known = Advised(), dict[str, tuple[Suggestion, ...]]()
+    rows, known, failed = Advised(), dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # the latter two by kind
     rows.unjudged = why_unjudged(run.timeline, last)
     with doing("asking the simulator what to try", len(found)) as work:
         for f in found:
-            kind = f.cause if f.cause in ("network", "codec") else "waiting" if f.ranks else ""
+            kind = _kind(f)
             if kind and kind not in known:
                 try:
                     asked = asked or Asked(run)
                     known[kind] = _best(asked, kind)
                 except Exception as error:  # a user's own functions may fail; the causes remain valid
-                    known[kind], rows.unsimulated = (), text_of(error).rstrip(".") or class_of(error)
+                    known[kind], failed[kind] = (), text_of(error).rstrip(".") or class_of(error)
             rows.append(Advice(*f, known.get(kind, ())))
             work.step()
+    rows.note_failures(failed.values(), [f.cause for f in found if _kind(f) in failed], len(failed) == len(known))
     return rows
+
+
+def _kind(found: Cause) -> str:
+    """Which settings may help against a cause; "" if none may."""
+    return found.cause if found.cause in ("network", "codec") else "waiting" if found.ranks else ""
 
 
 def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
