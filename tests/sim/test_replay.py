@@ -129,6 +129,17 @@ def test_a_server_takes_the_next_recorded_message_after_its_senders_have_paused(
     assert asked == told and len(asked) == 2 * 24
 
 
+@pytest.mark.parametrize("name", [n for n, cls in APART.items() if cls.background is not Strategy.background])
+def test_backgrounds_go_on_after_the_end_of_the_record(name: str) -> None:
+    e = experiment(4, 8, strategy=APART[name](), pace=4.0)
+    recorded = simulate(e)
+    longer = simulate(e.set("steps", 24), replay=recorded)
+    for rank in range(4):
+        rounds, before = (samples(r, "again", rank).tolist() for r in (longer, recorded))
+        assert rounds[: len(before) - 1] == before[:-1], "within the record both are the same"
+        assert sum(rounds) >= 2 * sum(before)
+
+
 def test_a_replay_needs_as_many_ranks() -> None:
     e = experiment(2, 4, strategy=AsyncServer(), pace=4.0)
     with pytest.raises(KnobError, match="the run to replay had 3; take as many"):

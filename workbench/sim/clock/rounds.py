@@ -60,8 +60,8 @@ class Rounds:
     @property
     def _is_new(self) -> bool:
         replay = self.host.world.replay
-        if replay is not None:
-            return self.is_idle or self._steps >= replay.round(self.host.index).steps
+        if replay is not None and (recorded := replay.round(self.host.index)) is not None:
+            return self.is_idle or self._steps >= recorded.steps
         return self.is_idle or (self._steps > self._seen and self.host.clock.now >= self._until)
 
     def _wake(self) -> None:
@@ -77,9 +77,8 @@ class Rounds:
         if not self._alone:
             return self.host.world.ask_again(fiber, self._group)
         replay = self.host.world.replay
-        if replay is not None:
-            step = replay.answer(self.host.index)
-        else:
+        step = None if replay is None else replay.answer(self.host.index)
+        if step is None:
             step = 0 if self.is_idle else self.newest
         self.host.note("again", step > 0)
         return step

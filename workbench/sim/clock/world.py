@@ -204,7 +204,12 @@ class World:
         def answer(_: list[Any]) -> list[int]:
             idle = all(host.rounds.is_idle for host in hosts)
             steps = [0 if idle else host.rounds.newest for host in hosts]
-            answers = steps if self.replay is None else [self.replay.answer(host.index) for host in hosts]
+            answers = steps
+            if self.replay is not None:
+                recorded = [self.replay.answer(host.index) for host in hosts]
+                answers = [step for step in recorded if step is not None]
+                if len(answers) < len(steps):  # beyond the record of a rank, and ranks go on or end together
+                    answers = steps
             for host, step in zip(hosts, answers, strict=True):
                 host.note("again", step > 0)
             return answers

@@ -22,10 +22,12 @@ class Asked(NamedTuple):
 
 
 class Replay:
-    """The recorded order of arrivals and rounds. After its end, the simulator picks senders, and backgrounds end."""
+    """The recorded order of arrivals and rounds. Beyond the end of the record, the simulator decides."""
 
-    def __init__(self, timeline: Timeline, ranks: int) -> None:
-        rows = timeline.samples.rows()
+    def __init__(self, timeline: Timeline, ranks: int, steps: int) -> None:
+        """steps: that each rank makes now, which may be more than it made in the record."""
+        spans, rows = timeline.spans.rows(), timeline.samples.rows()
+        self._goes_on = steps > spans.step[spans.lane == "step"].max(initial=-1) + 1
         self._senders: dict[tuple[int, str], deque[int]] = {}
         self._rounds: list[deque[Asked]] = [deque() for _ in range(ranks)]
         for i in np.argsort(rows.t, kind="stable"):
@@ -44,11 +46,18 @@ class Replay:
         """Returns an unused sender: `rank` received no message and takes this one at its next request."""
         self._senders[rank, kind].appendleft(sender)
 
-    def round(self, rank: int) -> Asked:
-        """Returns the next recorded round of a rank's background."""
-        return self._rounds[rank][0] if self._rounds[rank] else Asked(0, False)
+    def round(self, rank: int) -> Asked | None:
+        """Returns the next recorded round of a rank's background; None beyond the record."""
+        return self._rounds[rank][0] if self._rounds[rank] else None
 
-    def answer(self, rank: int) -> int:
-        """Returns the recorded answer to `rank` in its next round (a step, or 0), and advances by one round."""
-        round = self._rounds[rank].popleft() if self._rounds[rank] else Asked(0, False)
-        return round.steps if round.again else 0
+    def answer(self, rank: int) -> int | None:
+        """Returns the recorded answer to `rank` in its next round (a step, or 0), and advances by one round.
+
+        None beyond the record. The last round of a record only says that its run ended, so a longer run ignores it.
+        """
+        if not self._rounds[rank]:
+            return None
+        round = self._rounds[rank].popleft()
+        if round.again:
+            return round.steps
+        return None if self._goes_on and not self._rounds[rank] else 0

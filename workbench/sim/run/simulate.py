@@ -154,7 +154,7 @@ def _followed(run: Run | None, experiment: Experiment) -> Replay | None:
         return None
     if run.experiment.ranks != experiment.ranks:
         raise KnobError(f"ranks={experiment.ranks}: the run to replay had {run.experiment.ranks}; take as many")
-    return Replay(run.timeline, experiment.ranks)
+    return Replay(run.timeline, experiment.ranks, experiment.steps)
 
 
 def _environment(real: bool) -> dict[str, Any]:
