@@ -17,12 +17,16 @@ from workbench.host.checkpoint.image import beside, parameters
 from workbench.host.checkpoint.tree import Reader
 from workbench.host.core.dealing import NO_INDEX, may_come_again
 from workbench.host.memory.batches import Numbers, Stand
+from workbench.host.memory.budget import OutOfMemory
 from workbench.host.reconfigure.unfreezing import unfreeze
 from workbench.host.sharding.trial import Trial
 from workbench.settings import Change, KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import at_rate
 
 FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # of a misfit
+SAY_WHY = (OutOfMemory, torch.OutOfMemoryError)  # errors that already name their own cause
+OF_MACHINE = ("can't allocate memory", "CUDA error", "NCCL error")  # in a RuntimeError of torch
 OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; residuals by heir
 
 
@@ -44,10 +48,15 @@ class Regained:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Inside, an image that does not fit raises KnobError with the checkpoint's name."""
+        """Inside, an image that does not fit raises KnobError with the checkpoint's name.
+
+        If a device runs out of memory, the settings are not the cause. Such an error passes unchanged.
+        """
         try:
             yield
         except FITS_NOT as error:
+            if isinstance(error, SAY_WHY) or any(words in text_of(error) for words in OF_MACHINE):
+                raise
             said = f"it holds no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
             raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
                             f"that it was made with, and change them afterwards") from error  # fmt: skip
