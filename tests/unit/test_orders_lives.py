@@ -51,8 +51,8 @@ def engine() -> Iterator[tuple[Bench, Line]]:
         yield it
 
 
-def begun(bench: Bench, path: Path, generation: str, rank: int) -> Brief:
-    return begin(bench, Brief, path, generation, rank)  # type: ignore[no-any-return]
+def begun(bench: Bench, path: Path, generation: str, rank: int, kind: type[Brief] = Brief) -> Brief:
+    return begin(bench, kind, path, generation, rank)  # type: ignore[no-any-return]
 
 
 def orders(line: Line, generation: str) -> Orders:
@@ -112,3 +112,27 @@ def test_who_is_dismissed_before_it_has_begun_does_not_wait_for_an_invitation(
     assert begun(bench, tmp_path, "a", 0).over
     assert until(lambda: line.ask(0, "status", timeout=10)[0]["over"])
     assert not begun(bench, tmp_path, "a", 3).over and not begun(bench, tmp_path, "b", 0).over
+
+
+class NeverStarts(Brief):
+    """A session whose start fails."""
+
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_an_engine_whose_session_did_not_start_answers_every_order(
+    engine: tuple[Bench, Line], tmp_path: Path
+) -> None:
+    bench, line = engine
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        begun(bench, tmp_path, "a", 0, NeverStarts)
+    late = orders(line, "a")
+    late.put("request", request={"kind": "stop"})
+    late.put("hurry", everyone=True)
+    late.put("abort", everyone=True, asked=True)
+    carried(late)
+    assert line.ask(0, "request", request={"kind": "stop"})[0] is None
+    assert line.ask(0, "outlive")[0] == "its engine has no run"
+    assert line.ask(0, "status")[0]["state"] == "idle" and line.ask(0, "files")[0] == []
+    assert not begun(bench, tmp_path, "b", 0).over

@@ -51,7 +51,8 @@ class Answers:
                 "runs": runs}  # fmt: skip
 
     def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
-        self.session.request(request)
+        if self.session is not None:
+            self.session.request(request)
 
     def on_hurry(self, blob: bytes) -> None:
         if self.busy:
@@ -66,6 +67,8 @@ class Answers:
 
         Returns why this rank cannot go on, or "".
         """
+        if self.session is None:
+            return "its engine has no run"
         said: str = self.session.outlive(so)
         return said
 

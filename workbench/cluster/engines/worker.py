@@ -176,7 +176,9 @@ class Bench(Answers):
         try:
             session.start()
         except BaseException:
-            self.session = None  # a session that never started would be waited for
+            with self._life:
+                self.session = None  # a session that never started would be waited for
+                self.job = {"rank": job["rank"]}  # it ignores orders of this generation; the kernel may fetch its files
             raise
         return str(where)
 
