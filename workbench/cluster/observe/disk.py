@@ -49,8 +49,9 @@ class Folder:
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None
-        self.there = self.path is not None and _there(self.path)
+        self.there = False
         self._asking: threading.Thread | None = None
+        self.look()
 
     def look(self) -> bool:
         """Returns whether the run was there when the disk last answered."""

@@ -57,7 +57,9 @@ class Recording:
 
     def look(self) -> None:
         """Checks whether the run directory exists. Call it about once a second."""
-        gone = self._expected and not self._folder.look()
+        there = self._folder.look()
+        self._expected |= there  # a slow disk may give its first answer only now
+        gone = self._expected and not there
         if gone != self._gone:
             self._gone, self._was = gone, True
             self._tell(fresh=True)
