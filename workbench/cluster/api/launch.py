@@ -25,7 +25,6 @@ from workbench.cluster.run.changes import Changes, PendingChange, classes
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.live import Live
 from workbench.cluster.run.resizing import resize as resize
-from workbench.cluster.transport.line import Silence
 from workbench.experiment import Experiment, given
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
@@ -98,7 +97,7 @@ def renewed(cluster: Cluster) -> Cluster:
         return cluster
     cluster.close()
     made = Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection, cluster.spares.count)
-    made.spares.used = cluster.spares.used
+    made.spares.used, made.renewal.ahead = cluster.spares.used, cluster.renewal.ahead
     return made.start()
 
 
@@ -200,14 +199,23 @@ def _local(state: dict[str, Any]) -> list[list[float]]:
 
 
 def _asked_of_any(cluster: Cluster, ranks: int) -> tuple[dict[str, Any], bytes]:
-    """Returns the job and the pickled experiment from the first engine that answers; all engines have the same."""
+    """Returns the job and the pickled experiment of the first engine that has a run; all engines have the same.
+
+    ({}, b"") if no engine that answers has one. Raises ClusterError if no engine answers.
+    """
+    error, answered = ClusterError("all engines of the run have ended"), False
     for rank in range(ranks):
+        if cluster.death(rank):
+            continue
         try:
-            blob = cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]
-            return cluster.line.ask(rank, "job", timeout=ATTACH)[0] if blob else {}, blob
-        except Silence as silence:
-            last = silence
-    raise last
+            if blob := cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]:
+                return cluster.line.ask(rank, "job", timeout=ATTACH)[0], blob
+            answered = True
+        except ClusterError as failed:
+            error = failed
+    if answered:
+        return {}, b""
+    raise error
 
 
 def _opened(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:

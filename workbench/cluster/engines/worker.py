@@ -178,7 +178,8 @@ class Bench(Answers):
         except BaseException:
             with self._life:
                 self.session = None  # a session that never started would be waited for
-                self.job = {"rank": job["rank"]}  # it ignores orders of this generation; the kernel may fetch its files
+                # it ignores orders of this generation, and no kernel attaches to it; the kernel may fetch its files
+                self.job, self.blob = {"rank": job["rank"]}, b""
             raise
         return str(where)
 
