@@ -119,6 +119,25 @@ def test_a_stand_in_raises_torchs_own_errors(asked: Any) -> None:
     assert said[0] == said[1]
 
 
+def test_it_follows_a_default_dtype_that_changes_in_a_simulation() -> None:
+    counts = shaped.shaped(torch.empty(3, dtype=torch.int64, device="meta"))
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (counts / 2).dtype is dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_one_simulation_remembers_a_bounded_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shaped, "MOST", 20)
+    monkeypatch.setattr(shaped, "_known", {})
+    for n in range(100):
+        assert vector(200)[n:].shape == (200 - n,)
+        assert len(shaped._known) <= 20
+
+
 class Unbound(DDP):
     """A strategy that calls torch's class and its C functions, some of which read tensor memory."""
 

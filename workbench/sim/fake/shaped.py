@@ -17,14 +17,13 @@ from torch import Tensor
 from workbench.rank import Bucket
 from workbench.sim.fake.kinds import Shaped, kind_of
 
-MOST = 50_000  # remembered operations above which `begin` forgets them
+MOST = 50_000  # remembered operations
 _CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 
 Known = tuple[Any, ...]
 
 
-_known: dict[Any, Known] = {}  # by operation and arguments
-_default: list[torch.dtype] = [torch.get_default_dtype()]  # the default dtype of `_known`
+_known: dict[Any, Known] = {}  # by operation, default dtype and arguments
 
 
 def shaped(x: Any) -> Any:
@@ -38,20 +37,13 @@ def stands_in(bucket: Bucket) -> Bucket:
     return bucket
 
 
-def begin() -> None:
-    """Before a simulation, forgets the results if the default dtype has changed or they are too many."""
-    if _default[0] is not torch.get_default_dtype() or len(_known) > MOST:
-        _known.clear()
-        _default[0] = torch.get_default_dtype()
-
-
 # -- results of operations --
 
 
 def _answer(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Returns the result of `func`. plain: it is arithmetic, and numbers do not affect its shapes."""
     try:
-        key = (func, *[x.kind if type(x) is Shaped else _told(x, plain) for x in args])
+        key = (func, torch.get_default_dtype(), *[x.kind if type(x) is Shaped else _told(x, plain) for x in args])
         if kwargs:
             key += tuple([(name, _told(x, plain)) for name, x in kwargs.items()])
         known = _known.get(key)
@@ -60,6 +52,8 @@ def _answer(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
     if known is None:
         made, found = _asked(func, args, kwargs)
         if found is not None and func not in _NEVER:
+            if len(_known) >= MOST:
+                _known.clear()
             _known[key] = found
         return made
     return _again(known, args)

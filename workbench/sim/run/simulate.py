@@ -28,7 +28,6 @@ from workbench.sim.compute.sizes import Sizes
 from workbench.sim.costs.alike import unlike
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.replay import Replay
-from workbench.sim.fake import shaped
 from workbench.sim.fake.shapes import Shapes
 from workbench.sim.model.outline import Outline, outline
 from workbench.sim.model.tensors import Tensors
@@ -104,7 +103,6 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
          changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
          resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip
     planned = sorted(changes, key=lambda c: c.at_step)
-    shaped.begin()
     with _apart(real), nullcontext() if real else Shapes():
         world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
         world.keeper = Kept(checkpoints, experiment.ranks) if checkpoints is not None and real else None
