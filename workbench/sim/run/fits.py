@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,11 @@ from workbench import analysis
 from workbench.experiment import Experiment
 from workbench.host.memory.budget import BETWEEN, MB, OutOfMemory, in_mb
 from workbench.policies import ByHand
+from workbench.rank import StrategyError
 from workbench.settings import Change, KnobError, each, knobs, resolve
+from workbench.settings.said import said
 from workbench.sim.run.simulate import simulate
+from workbench.tasks import TaskError
 
 FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # use memory
 STEPS = 3  # before a change, and after it: the optimizer has state from the second step on
@@ -29,6 +33,7 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
     path, value: a change that must fit during the switch and after it
 
     If the experiment cannot be simulated, it raises nothing. The ranks then find out for themselves.
+    Warns if the simulation fails in another way.
     """
     wanted = e.set(path, value) if path else e.checked()
     changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
@@ -39,7 +44,14 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
         found = _foreseen(e, change)
     except OutOfMemory as error:
         raise KnobError(_said(e, change, error)) from None
-    except Exception:
+    except (KnobError, StrategyError, TaskError):  # it cannot be simulated, or ranks will say what fails
+        return
+    except Exception as error:
+        warnings.warn(
+            f"memory_mb={wanted.memory_mb:g} was not checked before the start, because the simulation of the settings "
+            f"failed: {said(error)}; ranks still count their memory as they train",
+            stacklevel=4,
+        )
         return
     require_room(wanted, found)
 
