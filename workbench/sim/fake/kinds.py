@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Kind:
-    """All properties of a `Shaped` except its memory. Equal properties share one object."""
+    """All properties of a `Shaped` except its memory. Equal properties share one object while it is remembered."""
 
     __slots__ = ("dtype", "nbytes", "numel", "offset", "shape", "strides", "width")
 
@@ -21,6 +21,7 @@ class Kind:
         self.nbytes = reach * self.width  # of the memory of a tensor that is not a view
 
 
+MOST = 50_000  # remembered kinds, and remembered operations on them
 _kinds: dict[Any, Kind] = {}
 
 
@@ -36,6 +37,8 @@ def kind_of(x: Any) -> Kind | None:
 def _kind(*told: Any) -> Kind:
     found = _kinds.get(told)
     if found is None:
+        if len(_kinds) >= MOST:
+            _kinds.clear()  # torch answers once more for each kind that comes again
         found = _kinds[told] = Kind(*told)
     return found
 

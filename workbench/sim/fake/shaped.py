@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from workbench.rank import Bucket
-from workbench.sim.fake.kinds import Shaped, kind_of
+from workbench.sim.fake.kinds import MOST, Shaped, kind_of
 
-MOST = 50_000  # remembered operations
 _CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 
 Known = tuple[Any, ...]
