@@ -1,4 +1,4 @@
-"""No value of a tensor is left out of a checkpoint."""
+"""A checkpoint has every value of a tensor."""
 
 from __future__ import annotations
 
