@@ -1,13 +1,12 @@
-"""Labs that are changed and harmed at random while they train, and what must hold however that falls.
+"""Changes and harms labs at random while they train, and checks invariants.
 
     python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaigns/7.json]
 
-A round is one lab of five engines and a run that begins with four: live changes in waves (`torture`), and after some
-waves a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
-interrupted. In every eighth round kernels are killed instead, with their lab detached or not. What is done depends on
-the seed of the round and on how many ranks there are; the moments at which it falls do not. After each fault all who
-are left make steps again within a bound; at the end they agree, the record has no row twice and none lost, and nothing
-is left behind.
+A round is one lab of 5 engines and a run that begins with 4. Live changes come in waves (`torture`), and a fault
+follows some waves (`harm`). Faults kill and stop engines, add and remove ranks, cut connections, kill the controller
+and interrupt the kernel. Every eighth round kills kernels instead, with their lab detached or not. The seed of the
+round and the number of ranks decide the actions, but not their moments. After each fault all ranks left make steps
+again within a bound. At the end they agree, the record has no row twice and lacks none, and no resource is left behind.
 """
 
 from __future__ import annotations
@@ -45,17 +44,18 @@ ENGINES, RANKS = 5, 4
 FAULTS = 20  # of one round
 WAVES = 2  # of changes before each fault
 CHANGES = 48  # of one wave at most
-KERNELS = 8  # each so many rounds kernels are killed
+KERNELS = 8  # every so many rounds kernels are killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
-WHY = ("cannot go on without it", "nobody watches, so the run ends")  # as notes say it; the latter of a loss of nan
-NONE = ("none", "refused")  # so begins what a fault says that harmed nothing
+# texts in notes; the second one is about a loss of nan
+WHY = ("cannot go on without it", "nobody watches, so the run ends")
+NONE = ("none", "refused")  # beginnings of a fault's text if it harmed nothing
 
 Say = Callable[[str], None]
 
 
 def round_of(seed: int, say: Say) -> dict[str, Any]:
-    """One round; what was done in it, and "wrong": a sentence, or "" where all held; "at": after what the run ended."""
+    """Plays one round. "wrong": a sentence, or "" if all checks passed; "at": the last fault before the run ended."""
     rng, done, begun, patient = random.Random(seed), Counter[str](), time.monotonic(), None
     out: dict[str, Any] = {"seed": seed, "wrong": "", "at": "", "noticed": {}, "recovered": {}}
     try:
@@ -80,17 +80,17 @@ def round_of(seed: int, say: Say) -> dict[str, Any]:
 
 
 def harmed(p: Patient, done: Counter[str], say: Say) -> None:
-    """A run through all of its faults and to its end. One that says why it cannot go on may end there."""
+    """Takes a run through all of its faults to its end. It may end earlier if it states why it cannot go on."""
     run = p.lab.run(replace(start(RANKS), on_death="go on"))
     p.goes_on("start")
     for number, (fault, seed) in enumerate([(fault, p.rng.random()) for fault in planned(p.rng, FAULTS)]):
-        p.rng = random.Random(seed)  # of its own, whatever came of those before
+        p.rng = random.Random(seed)  # independent of earlier draws
         try:
             for wave in range(WAVES):
                 done.update(changed(p, say, pauses=int(wave == 0)))
             p.goes_on("changes")
             injected(p, possible(p, fault), done, lambda text, number=number: say(f"{number}: {text}"))
-        except (Stuck, ClusterError):  # the latter of what is asked of a run that is over
+        except (Stuck, ClusterError):  # ClusterError: the run is over
             if not until(lambda: not p.lab.live, 5) or not any(why in note for note in p.lab.notes for why in WHY):
                 raise
             done["ended in words"] += 1
@@ -113,7 +113,7 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
 
 
 def injected(p: Patient, fault: Harm, done: Counter[str], say: Say) -> None:
-    """Harms, and waits until all go on."""
+    """Injects a fault, and waits until all ranks go on."""
     said, before, p.last = "", p.last, fault.__name__
     try:
         said = fault(p)
@@ -125,9 +125,9 @@ def injected(p: Patient, fault: Harm, done: Counter[str], say: Say) -> None:
 
 
 def changed(p: Patient, say: Say, pauses: int) -> dict[str, int]:
-    """A wave of live changes, with so many pauses at most, each of which lasts as long as ten changes do.
+    """Makes a wave of live changes, with at most `pauses` pauses, each as long as 10 changes.
 
-    How many changes were applied, and how many were refused in words.
+    Returns how many changes were applied, and how many were refused.
     """
     count = {"applied": 0, "refused": 0, "paused": 0}
     asked: list[tuple[str, Any, Any]] = []
@@ -158,7 +158,7 @@ def changed(p: Patient, say: Say, pauses: int) -> dict[str, int]:
 
 
 def agree(p: Patient) -> None:
-    """All who train hold the same parameters, bit by bit."""
+    """Raises AssertionError if the members' parameters are not bit-identical."""
     p.lab.pause()
     until(lambda: p.lab.state == "paused", LIMIT)
     engines = {e.rank: e.id for e in p.lab.cluster.engines}
@@ -169,10 +169,10 @@ def agree(p: Patient) -> None:
 
 
 def doubled(run: Run) -> Iterator[str]:
-    """Steps that a rank has twice, or not at all, between two beginnings of a generation, in words.
+    """Yields a sentence for each step that a rank has twice or not at all in one generation.
 
-    A rank that went back to a boundary has made the step before its new generation as well as in it; under strategies
-    without a common step a rank may skip some.
+    A rank that went back to a boundary makes a step in both generations. Strategies without a common step may skip
+    steps.
     """
     kinds, tl = members(Strategy), run.timeline
     begins = np.array(sorted(t for _, t, said in run.details("members") if "members" in said))
@@ -190,7 +190,7 @@ def doubled(run: Run) -> Iterator[str]:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of what was done, and seconds from each kind of fault until all made steps again."""
+    """Returns the counts of actions, and seconds from each kind of fault until all ranks made steps again."""
     done, seconds = Counter[str](), dict[str, list[float]]()
     for each in rounds:
         done.update(each["done"])

@@ -1,11 +1,11 @@
-"""How long the cells of each lesson run, beside two spinning processes: measured here, and written into its head.
+"""Measures how long each lesson's cells run next to 2 spinning processes, and notes it in the lesson.
 
-    python -m tests.course            # those that were not measured since they were changed
-    python -m tests.course 05 08      # these
+    python -m tests.course            # lessons that have changed since they were measured
+    python -m tests.course 05 08      # these lessons
     python -m tests.course --write    # measures nothing
 
-A lesson is run as by *Run All* with its predictions open. What a student reads and tries is not in it: the minutes of
-a lesson stand on the teacher's page.
+A lesson runs as by *Run All* with open predictions. Time for reading and trying is not included; the teacher's page has
+the minutes of a lesson.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SPINNING = 2
 
 
 def lessons(asked: list[str]) -> list[str]:
-    """Notebooks by the first letters of their names; all of them where none is asked for."""
+    """Returns notebooks whose names begin with these letters; all without letters."""
     names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
     return [name for name in names if not asked or any(name.startswith(a) for a in asked)]
 
 
 def code_of(name: str) -> str:
-    """What tells one state of a lesson's code from another, however it is laid out."""
+    """Returns a hash of a lesson's code that does not depend on its layout."""
     cells = nbformat.read(NOTEBOOKS / name, as_version=4).cells
     tree = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
     for node in ast.walk(tree):
@@ -52,7 +52,7 @@ def code_of(name: str) -> str:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Runs a lesson; seconds of all its cells, and of the longest."""
+    """Runs a lesson. Returns the seconds of all its cells, and of the longest."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, spinning():
         book = execute(name, Path(folder), patch)
     took = [seconds(cell) for cell in book.cells if cell.cell_type == "code"]
@@ -61,7 +61,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def seconds(cell: Any) -> float:
-    """What nbclient writes down of a cell."""
+    """Returns a cell's duration from nbclient's notes."""
     said = cell.metadata.get("execution", {})
     began, ended = said["iopub.execute_input"], said["shell.execute_reply"]
     return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
@@ -69,7 +69,7 @@ def seconds(cell: Any) -> float:
 
 @contextlib.contextmanager
 def spinning() -> Iterator[None]:
-    """Two processes that want a core each."""
+    """Runs 2 processes that want a core each."""
     others = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(SPINNING)]
     for other in others:
         other.start()
@@ -87,13 +87,13 @@ def spin() -> None:
 
 
 def head(found: dict[str, Any]) -> str:
-    """The line at the head of a lesson."""
+    """Returns the line at the head of a lesson."""
     took = f"{found['seconds']:.0f} s, the longest {found['longest']:.0f} s"
     return f"*Its cells run {took}: measured on two cores that {found['spinning']} other processes kept busy.*\n\n"
 
 
 def write(known: dict[str, Any]) -> None:
-    """Puts what was measured into the heads of lessons."""
+    """Writes the measurements into the heads of lessons."""
     for name in lessons([]):
         path = NOTEBOOKS / name
         raw = json.loads(path.read_text("utf8"))

@@ -1,12 +1,12 @@
-"""Engines killed while they train, and how long it takes until that is seen and until the others go on.
+"""Kills engines while they train, and measures how fast that is noticed and training goes on.
 
     python -m tests.deaths --kills 100 [--busy] [--partitions] [--seed 1] --out docs/data/deaths/quiet.json
     python -m tests.deaths --replace 5 --out docs/data/replaced.json
 
-Each lab of four loses its ranks one after the other, until one is left; strategy, victim and moment are drawn. With
-`--busy` two processes spin beside it; with `--partitions` ranks hold parts of the model (stages, slices, shards), and
-make checkpoints. A kill counts as survived if all that are to go on make steps again. With `--replace` one of two ranks
-is killed, and what is measured is how long it takes until who comes for it has made a step: cold, and a spare engine.
+Each lab of 4 loses its ranks one after the other, until one is left. Strategy, victim and moment are random. With
+`--busy` two processes spin at the same time. With `--partitions` ranks hold parts of the model (stages, slices, shards)
+and make checkpoints. A kill counts as survived if all ranks that should go on make steps again. With `--replace` one of
+2 ranks is killed. The script measures the time until its replacement has made a step, for a cold and a spare engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LIMIT = 40.0  # seconds after which a kill counts as not survived
 
 
 class Kill(NamedTuple):
-    """One kill. seen: seconds until the notes say so; on: until all who are left have ended a new step; None: never."""
+    """One kill. seen: seconds until the notes report it; on: until all ranks left have ended a new step; None: never.
+    """
 
     strategy: str
     victim: int
@@ -54,7 +55,7 @@ class Kill(NamedTuple):
 
 
 def kill(lab: Lab, victim: int) -> Kill:
-    """Kills the engine of rank `victim` while `lab` trains, and waits until the others go on."""
+    """Kills the engine of rank `victim` while `lab` trains, and waits until the other ranks go on."""
     live, known = lab._live, set(lab.notes)
     assert live is not None
     strategy, step = type(lab.experiment.strategy).__name__, live.step
@@ -77,7 +78,7 @@ def kill(lab: Lab, victim: int) -> Kill:
 
 
 def setting(rng: random.Random, number: int, ranks: int, parts: bool) -> Experiment:
-    """What the trial of this number trains."""
+    """Returns the experiment of trial `number`."""
     pace = rng.choice([0.0, 10.0, 40.0])
     if not parts:
         strategy = getattr(workbench, STRATEGIES[number % len(STRATEGIES)])()
@@ -90,7 +91,7 @@ def setting(rng: random.Random, number: int, ranks: int, parts: bool) -> Experim
 
 
 def trial(rng: random.Random, number: int, ranks: int = 4, parts: bool = False) -> list[Kill]:
-    """A lab that loses all of its ranks but one."""
+    """Runs a lab that loses all of its ranks but one."""
     e = setting(rng, number, ranks, parts)
     found, left = list[Kill](), list(range(ranks))
     with Lab(ranks=ranks, name=f"deaths-{os.getpid()}-{number}") as lab:
@@ -105,13 +106,13 @@ def trial(rng: random.Random, number: int, ranks: int = 4, parts: bool = False) 
             print(found[-1], flush=True)
             if found[-1].on is None:
                 break
-            left = list(lab._live.members)  # some may be needed no more
+            left = list(lab._live.members)  # the run may not need some ranks any more
         lab.abort()
     return found
 
 
 def replaced(number: int, spare: int) -> dict[str, Any]:
-    """Seconds from a kill until the others go on, until another rank is there, and until that has made a step."""
+    """Measures seconds from a kill until training goes on, a replacement joins, and it has made a step."""
     e = Experiment(task=Digits(), ranks=2, steps=0, on_death="replace", eval_every=0, pace=20.0).checked()
     with Lab(ranks=2, name=f"replaced-{os.getpid()}-{number}-{spare}", spare=spare) as lab:
         lab.wait(120)
@@ -137,7 +138,7 @@ def replaced(number: int, spare: int) -> dict[str, Any]:
 
 
 def replacements(count: int) -> dict[str, Any]:
-    """So many of each kind, in turn, and their medians in seconds."""
+    """Makes `count` replacements of each kind, in turn. Returns them and the medians in seconds."""
     each = [replaced(number, spare) for number in range(count) for spare in (0, 1)]
     out: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
     for spare, name in enumerate(("cold", "spare")):
@@ -147,7 +148,7 @@ def replacements(count: int) -> dict[str, Any]:
 
 
 def summary(kills: list[Kill]) -> dict[str, Any]:
-    """How many were survived, and the median, the 95th percentile and the worst of both times, in seconds."""
+    """Returns how many kills were survived, and median, 95th percentile and worst of both times in seconds."""
     out: dict[str, Any] = {"kills": len(kills), "survived": sum(k.on is not None for k in kills)}
     for name in ("seen", "on"):
         times = sorted(t for k in kills if (t := getattr(k, name)) is not None)

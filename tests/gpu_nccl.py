@@ -1,11 +1,11 @@
-"""What stands for NCCL in tests on CPUs: a group that behaves as torch's ProcessGroupNCCL does, over gloo.
+"""A stand-in for NCCL on CPUs: behaves as torch's ProcessGroupNCCL, over gloo.
 
-* A collective begins behind what its thread's stream was given and is carried out later, on the communicator's own
-  stream; until then what it writes holds nonsense. `wait()` orders the calling stream; "done" is an event's query.
-* `wait(limit)` blocks, counts from the issue, and once over aborts the communicator and raises.
-* All ranks must ask the same in the same order; two threads must not ask at once, nor two communicators be under way on
-  one GPU; tensors of the host and dtypes that NCCL has no name for are refused.
-* A peer that is gone is never noticed; `abort()` frees what waits, and then it looks done.
+* A collective is ordered behind its thread's stream and runs later, on the communicator's own stream.
+  Until then its outputs hold nonsense. `wait()` orders the calling stream; an event's query says "done".
+* `wait(limit)` blocks and counts from the issue. After the limit it aborts the communicator and raises.
+* All ranks must issue the same calls in the same order. Two threads must not issue at once, and one GPU must
+  not run two communicators. Tensors on the host, and dtypes unknown to NCCL, are refused.
+* A lost peer is never noticed. `abort()` frees what waits, which then looks done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Refused(AssertionError):
 
 
 class Work:
-    """One collective under way."""
+    """One collective in flight."""
 
     def __init__(self, group: Group, outs: list[Tensor], event: Event) -> None:
         self.group, self.outs, self.event = group, outs, event
@@ -55,7 +55,7 @@ class Work:
 
 
 class Group:
-    """Both the group and its backend. log: (verb, elements) in the order in which they were issued."""
+    """The group and its backend. log: (verb, elements) in the order of the calls."""
 
     def __init__(self, store: Any, rank: int, size: int, device: str) -> None:
         self.gpu: Gpu = gpu_here()
@@ -65,7 +65,7 @@ class Group:
         self.log: list[tuple[str, int]] = []
         self.pending: list[Work] = []
         self.aborted = False
-        self.gate = threading.Event()  # nothing is carried out while it is shut
+        self.gate = threading.Event()  # nothing runs while it is shut
         self.gate.set()
         self._asking = threading.Lock()
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class Group:
     def abort(self) -> None:
         self.aborted = True
         self._jobs.put(None)
-        self._gloo.cut()  # or whoever collects the group waits for its time limit
+        self._gloo.cut()  # or else the code that collects the group waits for its time limit
 
     def shutdown(self) -> None:
         self._jobs.put(None)
@@ -134,11 +134,11 @@ class Group:
         given = [x.clone() for x in ins]
         results = given if keep else [torch.empty_like(x) for x in outs]
         for x in outs:
-            x.view(torch.uint8).fill_(0x7F)  # what is there until the event is nobody's business
+            x.view(torch.uint8).fill_(0x7F)  # until the event these values are undefined
         work = Work(self, outs, event)
         self.pending = [w for w in self.pending if not w.event.over()] + [work]
         self._jobs.put((verb, work, ready, given, results, do))
-        if self.aborted:  # meanwhile; nobody carries it out
+        if self.aborted:  # just now; nothing will run it
             event.complete()
         return work
 
@@ -147,10 +147,10 @@ class Group:
             try:
                 self._do(*job)
             except RuntimeError:
-                while not self.aborted:  # a peer is gone, of which NCCL knows nothing
+                while not self.aborted:  # a peer is lost, which NCCL does not notice
                     time.sleep(0.01)
         for work in self.pending if self.aborted else ():
-            work.event.complete()  # its kernel has gone
+            work.event.complete()  # its kernel is gone
 
     def _do(self, verb: str, work: Work, ready: Event, given: list[Tensor], results: list[Tensor], do: Any) -> None:
         ready.wait_for()
@@ -178,6 +178,6 @@ class Group:
 
 
 def made(store: Any, rank: int, size: int, device: str) -> tuple[Any, Any]:
-    """As engine/device/nccl.py makes a group and its backend."""
+    """Makes a group and its backend, like engine/device/nccl.py."""
     group = Group(store, rank, size, device)
     return group, group

@@ -1,9 +1,10 @@
-"""What stands for torch.cuda in tests on CPUs: streams whose work must be ordered, and events that come late.
+"""A stand-in for torch.cuda on CPUs: checks that work on streams is ordered.
 
-Work is done at once, as on any CPU; what is checked is whether anything *ordered* it. Every stream has a vector clock,
-an event takes a copy of it, and whoever waits for the event takes that over. Every operation of torch's is looked at:
-one that reads or writes memory which another stream wrote, and that nothing made it wait for, is an error, though the
-numbers would have been right here. Events complete late, by a seed, so those of other streams come out of order.
+Work runs at once, as on any CPU. The stand-in checks whether anything *ordered* it. Every stream has a vector clock. An
+event copies it, and a stream that waits for the event takes the copy over. The mode looks at every operation of torch.
+An operation that touches memory which another stream wrote must have waited for that write. Otherwise it raises
+OutOfOrder, although the numbers are right here. Events complete late, by a seed, so events of different streams come
+out of order.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ class OutOfOrder(AssertionError):
 
 
 class Stream:
-    """A queue: what it was given, it does in that order. clock: for each stream, up to where this one is behind it."""
+    """A queue that keeps its order. clock: for each stream, how far this one has waited for it."""
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self.gpu, self.name = gpu, name
         self.clock: dict[int, int] = {}
         self.last: Event | None = None
-        self.due: list[Event] = []  # waited for, and not yet complete
+        self.due: list[Event] = []  # events to wait for that are not yet complete
 
     def tick(self) -> int:
-        """One more operation here, behind all that the host has seen to be done."""
+        """Counts one more operation here, ordered behind all that the host knows to be complete."""
         _merge(self.clock, self.gpu.known)
         self.clock[id(self)] = self.clock.get(id(self), 0) + 1
         return self.clock[id(self)]
@@ -50,23 +51,23 @@ class Stream:
         self.due.append(event)
 
     def arrive(self) -> None:
-        """The next operation begins: blocks, for it is done at once, until all that it waits for is complete."""
+        """Begins the next operation. Blocks until all its events are complete, because it runs at once."""
         for event in self.due:
             event.wait_for()
         self.due = []
 
 
 class Event:
-    """Complete some time after what was before it on its stream."""
+    """Completes some time after the earlier work of its stream."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.timed = enable_timing
         self.clock: dict[int, int] = {}
         self.before: list[Event] = []
-        self.at: float | None = None  # when it was complete
+        self.at: float | None = None  # when it completed
         self._due = 0.0
         self._done = threading.Event()
-        self.outside = False  # does somebody else say when it is complete?
+        self.outside = False  # whether other code says when it is complete
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
@@ -111,7 +112,7 @@ class Event:
 
 
 class Touch(NamedTuple):
-    """A stream reads or writes bytes [first, last) of a storage; time: of its stream."""
+    """A stream reads or writes bytes [first, last) of a storage; time: on the stream's clock."""
 
     first: int
     last: int
@@ -120,31 +121,31 @@ class Touch(NamedTuple):
     write: bool
 
     def against(self, other: Touch) -> bool:
-        """Must one of the two wait for the other?"""
+        """Returns whether one of the two must wait for the other."""
         meet = self.first < other.last and other.first < self.last
         return meet and (self.write or other.write) and self.stream is not other.stream
 
     def replaces(self, other: Touch) -> bool:
-        """Has whoever is behind this one also waited for `other`?"""
+        """Returns whether waiting for this touch includes waiting for `other`."""
         inside = self.first <= other.first and other.last <= self.last
         return inside and (self.write or (self.stream is other.stream and not other.write))
 
 
 class Gpu:
-    """One GPU: `api` of engine/device/cuda.py. syncs: how often the host waited for all of it; items: for a number."""
+    """One GPU: `api` of engine/device/cuda.py. syncs: full waits of the host; items: waits for one number."""
 
     Event = Event
 
     def __init__(self, seed: int = 0) -> None:
-        self.known: dict[int, int] = {}  # up to where the host has seen each stream to be
+        self.known: dict[int, int] = {}  # how far the host knows each stream to be
         self.compute = Stream(self, "compute")
         self.rng, self.streams = random.Random(seed), [self.compute]
         self.syncs = self.items = 0
         self.communicators: list[Any] = []
-        self.seen: dict[int, StorageWeakRef] = {}  # storages that something is known of, gone or not
-        self.lying: set[int] = set()  # those in this GPU's memory
-        self.copies: dict[int, tuple[Stream, int]] = {}  # into the host's memory, by storage
-        self.touched: dict[int, list[Touch]] = {}  # by storage: who read or wrote which bytes, and when on its stream
+        self.seen: dict[int, StorageWeakRef] = {}  # known storages, freed or not
+        self.lying: set[int] = set()  # storages in this GPU's memory
+        self.copies: dict[int, tuple[Stream, int]] = {}  # copies into the host's memory, by storage
+        self.touched: dict[int, list[Touch]] = {}  # by storage: which stream touched which bytes, and when
 
     def lateness(self) -> float:
         return self.rng.random() * LATE
@@ -184,14 +185,14 @@ class Gpu:
             return there
 
     def key(self, x: Tensor) -> int:
-        """Of its storage, and of no other ever: while a weak reference is kept, none is made in the same place."""
+        """Returns a storage's unique key: while a weak reference exists, no other storage gets its address."""
         storage = x.untyped_storage()
         if storage._cdata not in self.seen:
             self.seen[storage._cdata] = StorageWeakRef(storage)
         return storage._cdata
 
     def touch(self, x: Tensor, stream: Stream, write: bool, what: str) -> None:
-        """`stream` reads or writes `x`, whose storage others may have touched before."""
+        """Records that `stream` touches `x`; raises OutOfOrder if it did not wait for an earlier touch."""
         first, last = _bytes(x)
         mine = Touch(first, last, stream, stream.clock[id(stream)], write)
         before = self.touched.setdefault(self.key(x), [])
@@ -203,13 +204,13 @@ class Gpu:
         before[:] = [other for other in before if not mine.replaces(other)] + [mine]
 
     def born(self, x: Tensor, here: bool) -> None:
-        """New memory; `here`: on the GPU, not the host's."""
+        """Notes new memory. here: on the GPU, not on the host"""
         (self.lying.add if here else self.lying.discard)(self.key(x))
 
 
 @cache
 def look_up() -> None:
-    """Has torch find its operations: of two threads that first meet one at a time, one keeps what the other frees."""
+    """Has torch find its operations now: two threads that first meet one at a time free what the other keeps."""
     import torch._dynamo
 
     for name in torch._C._dispatch_get_all_op_names():
@@ -224,7 +225,7 @@ def current_stream() -> Stream:
 
 
 def gpu_here() -> Gpu:
-    """The GPU that the calling thread was bound to."""
+    """Returns the GPU of the calling thread."""
     return _HERE.order.gpu
 
 
@@ -267,7 +268,7 @@ class _Order(TorchDispatchMode):
         self._host(func, named, stream)
 
     def _host(self, func: Any, named: dict[str, Any], stream: Stream) -> None:
-        """What the host waits for, and what it may read without."""
+        """Records what the host waits for, and checks what it reads without a wait."""
         gpu = self.gpu
         out = func is torch.ops.aten.copy_.default and gpu.key(named["src"]) in gpu.lying
         if out and gpu.key(named["self"]) not in gpu.lying:
@@ -287,7 +288,7 @@ class _Order(TorchDispatchMode):
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:
-    """The bytes of its storage between which all of `x` lies."""
+    """Returns the range of bytes in its storage that holds `x`."""
     first = x.storage_offset() * x.element_size()
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return first, first + (reach + 1) * x.element_size()

@@ -1,8 +1,7 @@
-"""Ranks as processes that stay, for runs over NCCL: one run after another without a start of its own.
+"""Ranks as lasting processes, for one NCCL run after another.
 
-NCCL takes one GPU for each rank of a host. Where there are fewer, each process says by NCCL_HOSTID that it is a host of
-its own, so that several may share a GPU and meet over sockets: the order, the limits and the aborts are NCCL's own, the
-speed is not.
+NCCL takes one GPU for each rank of a host. If fewer GPUs exist, each process claims by NCCL_HOSTID to be a separate
+host. Several then share a GPU and connect over sockets. Order, limits and aborts are NCCL's own; the speed is not.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from workbench.settings import Change
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank's run came to. params: by name, where they are whole; rows, samples, marks: as recorded."""
+    """A rank's outcome. params: by name, if they are whole; rows, samples, marks: as recorded."""
 
     phase: str
     error: str
@@ -49,7 +48,7 @@ class Told:
 
 
 class Ranks:
-    """So many processes, each a rank of every run that is started."""
+    """Processes that are ranks of every run."""
 
     def __init__(self, size: int) -> None:
         gpus = torch.cuda.device_count()
@@ -75,16 +74,16 @@ class Ranks:
             line.send_bytes(cloudpickle.dumps(("start", (e, {**job, "device": device}))))
 
     def ask(self, rank: int, what: str) -> Any:
-        """"step": the step that it is at; "abort": leave at once, as a person asks."""
+        """"step": returns the current step; "abort": leaves at once, as a person requests."""
         self.lines[rank].send_bytes(cloudpickle.dumps((what, None)))
         return cloudpickle.loads(self.lines[rank].recv_bytes())
 
     def at(self, step: int, within: float = 60.0) -> None:
-        """Waits until rank 0 is at this step."""
+        """Waits until rank 0 has reached this step."""
         assert until(lambda: self.ask(0, "step") >= step, within)
 
     def ended(self, within: float = 60.0, of: Sequence[int] = ()) -> list[Told]:
-        """What each came to; of those only that are named."""
+        """Returns the outcome of each rank, or of the given ranks only."""
         until_then, found = time.monotonic() + within, []
         for rank in of or range(self.size):
             while (told := self.ask(rank, "told")) is None or isinstance(told, str):
@@ -94,7 +93,7 @@ class Ranks:
         return found
 
     def run(self, e: Experiment, *changes: Change, within: float = 60.0, kind: str = "nccl") -> list[Told]:
-        """To the end, which each must reach without an error."""
+        """Runs to the end, which each rank must reach without an error."""
         self.start(e, *changes, kind=kind)
         found = self.ended(within)
         for rank, told in enumerate(found):
@@ -106,7 +105,7 @@ class Ranks:
         self.processes[rank].join(10)
 
     def idle(self) -> bool:
-        """Are all there, and no run under way?"""
+        """Returns whether all processes are alive and no run is under way."""
         try:
             return all(p.is_alive() for p in self.processes) and not any(
                 isinstance(self.ask(r, "told"), str) for r in range(self.size)
@@ -121,12 +120,12 @@ class Ranks:
 
 
 def share_a_gpu(rank: int) -> None:
-    """This process says to NCCL that it is a host of its own; before anything of NCCL is asked for."""
+    """Presents this process to NCCL as a separate host. Must run before any call of NCCL."""
     os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
 
 
 def _serve(line: Connection, rank: int, shared: bool) -> None:
-    """A process: it does what it is told until its line is closed."""
+    """Serves requests until the connection closes."""
     torch.set_num_threads(1)
     if shared:
         share_a_gpu(rank)
@@ -156,7 +155,7 @@ def _serve(line: Connection, rank: int, shared: bool) -> None:
 
 def _told(session: Any) -> Told:
     error = (session.error or {}).get("traceback", "")
-    if session.training is None or session.training.reading.sharded:  # no rank has all of a parameter
+    if session.training is None or session.training.reading.sharded:  # no rank has a whole parameter
         state, params = 0, {}
     else:
         state = state_hash(session.layout)

@@ -1,7 +1,7 @@
-"""What is done to a lab while it trains: faults of engines, wires, controller and kernel, and how it comes through.
+"""Faults that tests inject into a training lab: in engines, connections, controller and kernel.
 
-Each is a function of a `Patient` that harms and returns a word for the log. Only engines of the lab's own are touched,
-by their pids.
+Each fault is a function that takes a `Patient`, injects the fault, and returns a text for the log. Faults touch only
+the lab's own engines, by their pids.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from workbench.cluster.processes.place import ClusterError
 from workbench.lab import Lab
 from workbench.settings import KnobError
 
-LIMIT = 60.0  # seconds within which all who are left make steps again: a hang, not a busy machine, takes longer
-STEPS = 2  # that each of them has to make
-MOST = 5  # ranks: more of them on two cores make all slow, and nothing else
+LIMIT = 60.0  # seconds within which all ranks left must make steps; a hang takes longer, a busy machine does not
+STEPS = 2  # that each rank has to make
+MOST = 5  # ranks: more of them only slow down a machine with two cores
 
 Harm = Callable[["Patient"], str]
 
 
 class Stuck(Exception):
-    """The run made no progress within the limit, or came to an end that nobody asked for."""
+    """The run made no progress within the limit, or ended unexpectedly."""
 
 
 @dataclass
 class Patient:
-    """A lab with a live run, and the random numbers that decide what happens to it.
+    """A lab with a live run, and the random numbers that choose its faults.
 
-    dead: ranks that were killed; controller: is there one? noticed: seconds until it was said, by kind of fault
-    recovered: seconds until all made steps again, from a death itself; last: the fault that was done last
+    dead: ranks that were killed; controller: whether it runs; noticed: seconds until a note appeared, by kind of fault
+    recovered: seconds from a death until all ranks made steps again; last: the last fault
     """
 
     lab: Lab
@@ -48,7 +48,7 @@ class Patient:
     noticed: dict[str, list[float]] = field(default_factory=dict)
     recovered: dict[str, list[float]] = field(default_factory=dict)
     last: str = "start"
-    struck: float | None = None  # when, if it is still to be seen whether all go on
+    struck: float | None = None  # when, until all ranks have gone on
 
     @property
     def live(self) -> Any:
@@ -57,27 +57,27 @@ class Patient:
 
     @property
     def members(self) -> list[int]:
-        """The ranks that train, without those that were killed a moment ago."""
+        """Returns the ranks that train, without ranks that were just killed."""
         return [rank for rank in self.live.members if rank not in self.dead]
 
     def pid(self, rank: int) -> int:
         return next(int(row["pid"]) for row in self.lab.status if row["rank"] == rank)
 
     def seen(self, kind: str, said: Callable[[], Any], limit: float) -> bool:
-        """Whether something was `said` of a fault of this moment within so many seconds; how many is kept."""
+        """Returns whether `said` became true within `limit` seconds, and notes how long that took."""
         self.struck = time.monotonic()
         if found := until(said, limit):
             self.noticed.setdefault(kind, []).append(time.monotonic() - self.struck)
         return found
 
     def steps(self) -> dict[int, int]:
-        """How many steps each rank has on the record."""
+        """Returns how many steps each rank has on the record."""
         rows = self.live.run.timeline.spans.rows()
         mine = rows[rows.equal("lane", "step")].rank.tolist()
         return {rank: mine.count(rank) for rank in self.live.been}
 
     def goes_on(self, kind: str) -> None:
-        """Waits until all who train have made `STEPS` more; raises Stuck if they do not."""
+        """Waits until every member has made `STEPS` more steps; raises Stuck if not."""
         began, before = self.struck or time.monotonic(), self.steps()
         self.struck = None
         while (took := time.monotonic() - began) < LIMIT:
@@ -95,7 +95,7 @@ class Patient:
 
 
 def kill(p: Patient) -> str:
-    """One of those who train dies at once."""
+    """Kills a member."""
     if len(p.members) < 2:
         return "none to kill"
     victim = p.rng.choice(p.members)
@@ -108,7 +108,7 @@ def kill(p: Patient) -> str:
 
 
 def freeze(p: Patient) -> str:
-    """One of those who train stands still for a while."""
+    """Stops a member's process for up to 3 s."""
     victim, seconds = p.rng.choice(p.members), p.rng.uniform(0.1, 3.0)
     pid = p.pid(victim)
     os.kill(pid, signal.SIGSTOP)
@@ -120,12 +120,12 @@ def freeze(p: Patient) -> str:
 
 
 def join(p: Patient) -> str:
-    """An engine that was never in the run comes in."""
+    """Adds an engine that was never in the run."""
     return _resized(p, len(p.members) + 1)
 
 
 def leave(p: Patient) -> str:
-    """The last rank is taken out."""
+    """Removes the last rank."""
     return _resized(p, len(p.members) - 1) if len(p.members) > 1 else "none to leave"
 
 
@@ -141,7 +141,7 @@ def _resized(p: Patient, ranks: int) -> str:
 
 
 def cut(p: Patient) -> str:
-    """Every connection between two ranks is shut down, at one end."""
+    """Shuts down every connection between two ranks, at one end."""
     if len(p.members) < 2 or not p.controller:
         return "none to cut"
     one, other = p.rng.sample(p.members, 2)
@@ -152,7 +152,7 @@ def cut(p: Patient) -> str:
 
 
 def shut(wires: list[Any]) -> int:
-    """Runs on an engine, beside its training thread: its sockets between these addresses say and hear nothing more."""
+    """Shuts down this engine's sockets between these addresses. Runs next to the training thread."""
     import contextlib
     import os
     import socket
@@ -162,14 +162,15 @@ def shut(wires: list[Any]) -> int:
     ends = 0
     for here in psutil.Process().net_connections("tcp"):
         if here.raddr and (tuple(here.laddr), tuple(here.raddr)) in wires:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(here.fd)) as wire:  # one that goes anyway
+            # the socket may close by itself
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(here.fd)) as wire:
                 wire.shutdown(socket.SHUT_RDWR)
                 ends += 1
     return ends
 
 
 def deaf(wire: Any, so: bool = True) -> None:
-    """The system throws away all that comes in at this socket, as at the end of a link that is dead; or no more."""
+    """Makes the system drop all that arrives at this socket, like a dead link. so=False ends this."""
     import ctypes
     import socket
     import struct
@@ -181,7 +182,7 @@ def deaf(wire: Any, so: bool = True) -> None:
 
 
 def kill_link(p: Patient, one: int, other: int) -> int:
-    """Nothing gets over any connection between these ranks from now on, either way; how many ends there are."""
+    """Blocks every connection between these ranks in both directions. Returns the number of ends."""
     ends = 0
     for here, there in ((one, other), (other, one)):
         of = psutil.Process(p.pid(there)).net_connections("tcp")
@@ -192,7 +193,7 @@ def kill_link(p: Patient, one: int, other: int) -> int:
 
 
 def silenced(wires: list[Any]) -> int:
-    """Runs on an engine, beside its training thread: its sockets between these addresses hear nothing more."""
+    """Makes this engine's sockets between these addresses deaf. Runs next to the training thread."""
     import os
     import socket
 
@@ -211,7 +212,7 @@ def silenced(wires: list[Any]) -> int:
 
 
 def end_controller(p: Patient) -> str:
-    """The controller dies; the run goes on, and that is said."""
+    """Kills the controller. The run must go on, and a note must report the death."""
     if not p.controller:
         return "none there"
     p.controller = False
@@ -222,7 +223,7 @@ def end_controller(p: Patient) -> str:
 
 
 def interrupt(p: Patient) -> str:
-    """The kernel is interrupted in the middle of a call; the lab stays usable."""
+    """Interrupts the kernel in the middle of a call. The lab must stay usable."""
     calls: dict[str, Callable[[], Any]] = {
         "set": lambda: p.lab.set("lr", 10 ** p.rng.uniform(-4, -2.5)).wait(LIMIT),
         "status": lambda: [p.lab.status for _ in range(50)],
@@ -239,7 +240,7 @@ def interrupt(p: Patient) -> str:
 
 
 def interrupted(call: Callable[[], Any], after: float) -> bool:
-    """Calls, and interrupts this thread, the main one, `after` so many seconds; was the call broken off?"""
+    """Calls, and interrupts this thread (the main one) after `after` seconds. Returns whether the call broke off."""
     timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
     done = False
     timer.start()
@@ -251,7 +252,7 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
         time.sleep(0.01)
     except KeyboardInterrupt:
         pass
-    except (KnobError, ClusterError):  # what was asked cannot be at the moment; the interrupt is still to come
+    except (KnobError, ClusterError):  # the call is invalid at the moment; the interrupt is still to come
         done = True
         timer.join()
     return not done
@@ -261,7 +262,7 @@ FAULTS: dict[Harm, int] = {kill: 3, freeze: 3, join: 5, leave: 2, cut: 2, interr
 
 
 def planned(rng: random.Random, count: int) -> list[Harm]:
-    """`count` faults. The controller dies late if at all: from then on nobody comes in, and no wire can be cut."""
+    """Draws `count` faults. The controller dies late if at all: later ranks cannot join, and connections not be cut."""
     drawn = rng.choices(list(FAULTS), list(FAULTS.values()), k=count)
     if rng.random() < 0.5:
         drawn[rng.randrange(count * 3 // 4, count)] = end_controller
@@ -269,7 +270,7 @@ def planned(rng: random.Random, count: int) -> list[Harm]:
 
 
 def possible(p: Patient, fault: Harm) -> Harm:
-    """`fault`, or where it needs other ranks, or would make too many, what brings their number back."""
+    """Returns `fault`, or join or leave if the number of ranks does not allow it."""
     if len(p.members) < 2 and fault in (kill, leave, cut):
         return join
     return leave if len(p.members) >= MOST and fault is join else fault
@@ -279,7 +280,7 @@ def possible(p: Patient, fault: Harm) -> Harm:
 
 
 def left(pid: int) -> dict[str, int]:
-    """Threads, descriptors and children of a process, and what is shared on this machine."""
+    """Counts the threads, descriptors and children of a process, and the machine's shared memory files."""
     me = psutil.Process(pid)
     shared = len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0
     return {"threads": me.num_threads(), "descriptors": me.num_fds(), "children": len(me.children(recursive=True)),

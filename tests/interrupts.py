@@ -1,11 +1,10 @@
-"""A kernel that is interrupted at random moments of a lab's life: the lab is usable afterwards, or closed.
+"""Interrupts a kernel at random moments: its lab must stay usable, or be closed.
 
     python -m tests.interrupts --rounds 200 [--seed 7] [--out docs/data/interrupts.json]
 
-A round is one cell in a kernel of Jupyter's, and one SIGINT to that kernel, as its stop button sends it. What the cell
-does, and at which part of the time that it takes, is drawn from the seed and the round's number; a file that is there
-already is gone on with. Afterwards every rank has to make ten steps more, or the lab to be closed with no process, no
-shared memory, no descriptor and no file left of it.
+A round is one cell in a Jupyter kernel, and one SIGINT to that kernel, like its stop button. The seed and the round's
+number decide the cell and the moment. An existing file is continued. Afterwards every rank must make 10 more steps, or
+the lab must be closed and leave no process, shared memory, descriptor or file.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from workbench.lab import Lab
 
 ROOT = Path(__file__).parents[1]
 RANKS, STEPS = 2, 10
-LIMIT = 120.0  # seconds within which a cell is answered: a hang, not a busy machine, takes longer
+LIMIT = 120.0  # seconds within which a cell answers; a hang takes longer, a busy machine does not
 NAME = "interrupted"
 BEGIN = f"from tests.interrupts import *; lab, run = None, None; sys.path.insert(0, {str(ROOT)!r})"
 
 
 class Point(NamedTuple):
-    """needs: nothing, idle, training or detached; cell: what is interrupted; seconds: that it takes, to begin with"""
+    """needs: nothing, idle, training or detached; cell: code to interrupt; seconds: first guess of its duration"""
 
     needs: str
     cell: str
@@ -87,7 +86,7 @@ def lab_now() -> Lab:
 
 
 def at_step(lab: Lab, step: int, limit: float = LIMIT / 2) -> None:
-    """Waits until all who train are there."""
+    """Waits until all members have reached the step."""
     if not until(lambda: lab.live and lab.members and all((lab.status[r]["step"] or 0) >= step for r in lab.members),
                  limit):  # fmt: skip
         raise Stuck(f"not at step {step}: {lab!r}, {lab.status}, {lab.notes[-3:]}")
@@ -121,7 +120,7 @@ def turned(seed: int) -> tuple[str, Any]:
 
 
 def saved(lab: Lab, folder: str) -> None:
-    """A checkpoint, and the run elsewhere."""
+    """Makes a checkpoint, and saves the run elsewhere."""
     run = lab.run_now
     assert run and run.path
     before = len(list(Path(run.path).glob("checkpoints/*")))
@@ -131,9 +130,9 @@ def saved(lab: Lab, folder: str) -> None:
 
 
 def judged(lab: Lab | None, again: str) -> str:
-    """"closed", or "trains" once every rank has made so many steps more; raises Stuck where neither is so.
+    """"closed", or "trains" once every rank has made 10 more steps; raises Stuck otherwise.
 
-    again: how a person comes by a lab that the interrupted cell did not give
+    again: how a person gets a lab that the interrupted cell did not return
     """
     if again and (lab is None or lab.state == "closed"):
         lab = Lab.attach(NAME) if again == "attach" else opened()
@@ -152,11 +151,11 @@ def judged(lab: Lab | None, again: str) -> str:
     return "trains"
 
 
-# -- beside it
+# next to it
 
 
 class Kernel:
-    """A kernel of Jupyter's, with labs that meet nobody else's."""
+    """A Jupyter kernel whose labs meet no other labs."""
 
     def __init__(self, folder: str) -> None:
         from jupyter_client.manager import start_new_kernel
@@ -170,7 +169,7 @@ class Kernel:
         self.does(BEGIN)
 
     def does(self, code: str, after: float | None = None) -> tuple[str, str, float]:
-        """(what it raised, what it printed, seconds); interrupted `after` so many seconds, if it still runs then."""
+        """Returns (error, output, seconds) of the code. Interrupts it after `after` seconds if it still runs."""
         said, raised, begun, to_come = [""], "", 0.0, after
         asked = self.client.execute(code)
         deadline = time.monotonic() + LIMIT + (after or 0.0)
@@ -205,7 +204,7 @@ class Kernel:
         return said
 
     def nothing_left(self) -> None:
-        """No process, file or socket of a lab is there any more; raises Stuck if one is after GONE seconds."""
+        """Raises Stuck if a process, file or socket of a lab still exists after GONE seconds."""
         places = Path(self.folder, "runtime")
 
         def there() -> list[str]:
@@ -241,7 +240,7 @@ def point_of(seed: int, number: int) -> tuple[str, random.Random]:
 
 
 def round_of(k: Kernel, seed: int, number: int, takes: dict[str, float]) -> dict[str, Any]:
-    """One round; what came of it: "trains", "closed", or "WRONG: " and a sentence."""
+    """Plays one round. Its outcome is "trains", "closed", or "WRONG: " and a sentence."""
     name, rng = point_of(seed, number)
     point, part, begun = POINTS[name], rng.random(), time.monotonic()
     cell = point.cell.format(rng=rng.randrange(10**6), size=rng.randint(1, RANKS + 1), folder=f"{k.folder}/s{number}")
@@ -266,7 +265,7 @@ def round_of(k: Kernel, seed: int, number: int, takes: dict[str, float]) -> dict
 
 def play(seed: int, rounds: int, kept: list[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None],
          say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
-    """Goes on after the rounds that are kept; after a round in which something was wrong there is a new kernel."""
+    """Continues after the kept rounds. After a round with an error it starts a new kernel."""
     out, takes = list(kept), dict[str, float]()
     while len(out) < rounds:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, kernel(folder) as k:

@@ -1,4 +1,4 @@
-"""What a lab's processes take while it trains, and a page that reads its dashboard: for who looks what grows."""
+"""Measures a lab's processes while it trains, and reads its dashboard like a page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from workbench.lab import Lab
 from workbench.record.timeline import Table, Timeline
 
 EVERY = 10.0  # seconds between two looks
-WARM, WINDOW = 600.0, 600.0  # seconds: what is there after `WARM`, for so long, against the last `WINDOW`
+WARM, WINDOW = 600.0, 600.0  # seconds: the window of this length after `WARM` is compared with the last `WINDOW`
 
 Say = Callable[[str], None]
 Look = dict[str, Any]
 
 
 class Page:
-    """Reads a board as a browser's page does: greets, says that it is there, acknowledges, and is loaded anew."""
+    """Reads a board as a browser's page does: greets, reports that it is open, acknowledges, and reloads."""
 
     def __init__(self, board: Any, again: float = 300.0) -> None:
         self.board, self.again = board, again
@@ -71,7 +71,7 @@ class Page:
 
 
 def process(pid: int) -> dict[str, float]:
-    """A process's memory in MB (its share of all, and what is its own and no file's), descriptors and threads."""
+    """Returns a process's memory in MB (proportional share, and anonymous), descriptors and threads."""
     sizes = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, kb = line.split()[:2]
@@ -82,7 +82,7 @@ def process(pid: int) -> dict[str, float]:
 
 
 class Texts:
-    """How many bytes of marks' texts a growing table holds."""
+    """Counts the bytes of marks' texts in a growing table."""
 
     def __init__(self) -> None:
         self.seen = self.nbytes = 0
@@ -95,20 +95,20 @@ class Texts:
 
 
 def record(timeline: Timeline, texts: Texts) -> dict[str, float]:
-    """Rows of the record in the kernel's memory, and their size in MB."""
+    """Returns the rows of the record in the kernel's memory, and their size in MB."""
     tables = (timeline.spans, timeline.samples, timeline.marks)
     nbytes = sum(len(t) * sum(c.dtype.itemsize for c in t._columns.values()) for t in tables)
     return {"rows": sum(map(len, tables)), "mb": round((nbytes + texts.of(timeline.marks)) / 2**20, 2)}
 
 
 def late(run: Any) -> float:
-    """How many seconds ago the newest step ended of which the kernel knows."""
+    """Returns how many seconds ago the newest step on record ended."""
     spans = run.timeline.spans.rows(max(0, len(run.timeline.spans) - 1000))
     return round(time.time() - run.epoch - float(spans.t1.max()), 1) if len(spans) else 0.0
 
 
 def disk(path: Path) -> float:
-    """The size of a folder in MB."""
+    """Returns the size of a folder in MB."""
     sizes = []
     for where, _, names in os.walk(path):
         for name in names:
@@ -120,7 +120,7 @@ def disk(path: Path) -> float:
 
 
 class Looking:
-    """Looks at a lab every `EVERY` seconds on a thread of its own."""
+    """Looks at a lab every `EVERY` seconds, on its own thread."""
 
     def __init__(self, lab: Lab, say: Say) -> None:
         self.lab, self.say = lab, say
@@ -162,7 +162,7 @@ class Looking:
 
 
 def grown(looks: list[Look]) -> dict[str, Any]:
-    """By what was looked at: its median in the first window, in the last one, and the one over the other."""
+    """Returns, for each figure, its median in the first window, in the last window, and their ratio."""
     end = looks[-1]["t"]
     first = [one for one in looks if WARM <= one["t"] < WARM + WINDOW]
     last = [one for one in looks if one["t"] > end - WINDOW]

@@ -1,16 +1,16 @@
-"""Mistakes planted in a copy of the package, one at a time: does a test notice?
+"""Plants mistakes in a copy of the package, one at a time, and checks that a test notices.
 
     python -m tests.mutants [--list] [--only WORDS ...] [--at-a-time 2]
 
-Which mistakes says tests/mutations.py, each with the tests that are to notice it. Before the first of them these tests
-have to pass on the copy as it is, and how long that takes says when one hangs. A mutant is
+tests/mutations.py lists the mistakes, each with its tests. The tests must first pass on the unchanged copy; their time
+gives the limit for hangs. A mutant is
 
-    killed       a test fails, or does not end: that is how it should be
-    survived     no test notices: write one, or say why none can
-    equivalent   no test notices, and mutations.py says why none can
-    wrong        its text is not there any more, it is said to be equivalent and is noticed, or its tests do not run
+    killed       a test fails, or does not end: the wanted outcome
+    survived     no test notices: write one, or state why none can
+    equivalent   no test notices, and mutations.py states why none can
+    wrong        its text is missing, a test notices an "equivalent" one, or its tests do not run
 
-Only copies are changed, in a temporary folder. Ends with 1 where one has survived or is wrong.
+Only copies in a temporary folder change. Exits with 1 if a mutant has survived or is wrong.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tests.mutations import MUTANTS, Mutant
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("workbench", "widgets", "tests", "pyproject.toml")
-HANGS = 4.0  # times what its tests take on the package as it is
+HANGS = 4.0  # times the duration of its tests on the unchanged package
 PATIENCE = 60.0  # seconds, at least
-PASSED, FAILED = 0, 1  # of pytest's exit codes; any other is that the tests did not run
+PASSED, FAILED = 0, 1  # pytest's exit codes; any other means that the tests did not run
 KILLED, SURVIVED, EQUIVALENT, WRONG = "killed", "survived", "equivalent", "wrong"
 
 
 class Tried(NamedTuple):
-    """What pytest came to: code is None where it was stopped because it did not end."""
+    """pytest's outcome. code: None if it was stopped because it did not end."""
 
     code: int | None
     said: str
@@ -51,7 +51,7 @@ class Tried(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What became of a mutant, and by what."""
+    """A mutant's outcome, and the test that noticed it."""
 
     what: str
     by: str
@@ -59,14 +59,14 @@ class Found(NamedTuple):
 
 
 def planted(text: str, mutant: Mutant) -> str:
-    """A file's text with the mistake in it. Raises ValueError where that has no place, or more than one."""
+    """Returns a file's text with the mistake. Raises ValueError if its place is not there exactly once."""
     if (count := text.count(mutant.was)) != 1:
         raise ValueError(f"its text is {count} times in {mutant.file}, and has to be once: {mutant.was.strip()!r}")
     return text.replace(mutant.was, mutant.now)
 
 
 class Copy:
-    """The package and its tests in a folder of their own."""
+    """The package and its tests in a separate folder."""
 
     def __init__(self, folder: Path, of: Path = ROOT, parts: Sequence[str] = COPIED) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Copy:
 
     @contextmanager
     def mistaken(self, mutant: Mutant) -> Iterator[None]:
-        """Inside, the mistake is there. Its file has an age of its own, so nothing compiled stands for it."""
+        """Plants the mistake for the duration of the block. A new mtime makes Python compile the file again."""
         path = self.folder / "workbench" / mutant.file
         text, was = path.read_text(), path.stat()
         path.write_text(planted(text, mutant))
@@ -90,7 +90,7 @@ class Copy:
             os.utime(path, (was.st_atime, was.st_mtime))
 
     def run(self, tests: Sequence[str], limit: float, keeps: bool = False) -> Tried:
-        """These tests, until one fails. keeps: may what Python compiles be kept? Not what has a mistake in it."""
+        """Runs these tests until one fails. keeps: whether to keep compiled files, which must not contain a mistake."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", "--tb=line",
                    "-o", "timeout=600", "-m", "ranks or not ranks", *tests]  # fmt: skip
         own = {"PYTHONPATH": str(self.folder)} | ({} if keeps else {"PYTHONDONTWRITEBYTECODE": "1"})
@@ -108,7 +108,7 @@ class Copy:
 
 
 def judged(mutant: Mutant, tried: Tried) -> Found:
-    """What that says of the mutant."""
+    """Returns the mutant's outcome from pytest's."""
     failed = re.search(r"^FAILED \S*?(\w+)\.py::(\S+)", tried.said, re.MULTILINE)
     by = f"{failed[1]}::{failed[2]}" if failed else "it did not end"
     if tried.code not in (None, PASSED, FAILED):
@@ -121,7 +121,7 @@ def judged(mutant: Mutant, tried: Tried) -> Found:
 
 
 class Trials:
-    """Tries mutants on so many copies at a time."""
+    """Tries mutants on several copies at a time."""
 
     def __init__(self, copies: Iterable[Copy]) -> None:
         self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
@@ -138,7 +138,7 @@ class Trials:
             self._free.put(copy)
 
     def unharmed(self, tests: tuple[str, ...]) -> float:
-        """How long tests take without a mistake; raises SystemExit where they do not pass."""
+        """Returns the time of tests without a mistake. Raises SystemExit if they do not pass."""
         with self._copy() as copy:
             tried = copy.run(tests, 600.0, keeps=True)
         if tried.code != PASSED:
@@ -160,12 +160,12 @@ class Trials:
 
 
 def chosen(words: Sequence[str]) -> list[Mutant]:
-    """Those whose name has one of these words in it; all where there are none."""
+    """Returns mutants with one of these words in their names; all without words."""
     return [m for m in MUTANTS if not words or any(word.lower() in m.name.lower() for word in words)]
 
 
 def play(mutants: Sequence[Mutant], at_a_time: int) -> dict[str, Found]:
-    """What became of each."""
+    """Returns the outcome of each mutant."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(at_a_time) as pool:
         trials = Trials(Copy(Path(folder, str(number))) for number in range(at_a_time))
         sets = list(dict.fromkeys(m.tests for m in mutants))

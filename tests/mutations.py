@@ -1,8 +1,8 @@
-"""The mistakes that `python -m tests.mutants` plants, each of a kind that a tired programmer makes.
+"""The mistakes that `python -m tests.mutants` plants, all typical of a tired programmer.
 
-They lie in what was added last: shadows, any-batch rounds, waves, federated clients, gradients by priority, policies,
-algorithms of all-reduce, sites and the tuner. A new method is worth a few lines here, too: not a typing error that any
-test finds, but an update before another, a divisor, a rank or a moment that is nearly the right one.
+They are in the newest code: shadows, any-batch rounds, waves, federated clients, gradients by priority, policies,
+all-reduce algorithms, sites and the tuner. Add a few lines here for a new method, too. Avoid typing errors that any
+test finds. Plant a swapped update, a wrong divisor, or a rank or moment that is nearly right.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 class Mutant(NamedTuple):
     """In `file`, under workbench/, `was` becomes `now`; it occurs once.
 
-    tests: that are to notice, as pytest's arguments
-    why:   what goes wrong
-    equivalent: why no test can notice, for those that are only another way of saying the same
+    tests: the tests that must notice, as pytest's arguments
+    why:   the effect of the mistake
+    equivalent: why no test can notice, for a mutant that means the same
     """
 
     name: str
@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
 
 
 def named(file: str, *tests: str) -> tuple[str, ...]:
-    """Some tests of a file."""
+    """Returns some tests of a file."""
     return tuple(f"{file}::{test}" for test in tests) or (file,)
 
 
@@ -300,7 +300,7 @@ REFUSED = ("tests/unit/test_refused_input.py", "-m", "ranks or not ranks")
 HUNG = ("tests/unit/test_silence.py",)
 LATE = ("tests/unit/test_lateness.py", "tests/unit/test_waited_for.py")
 
-_FAULTS = (  # what was wrong before faults from outside were mended
+_FAULTS = (  # mistakes that existed before outside faults were handled
     Mutant("checkpoint: nobody compares the manifest's checksum", "record/checkpoints.py",
            """if seal and hashlib.sha256(b"{" + text[seal.end() :]).hexdigest().encode() != seal[1]:""", "if False:",
            CHECKPOINTS, "one changed digit loads other tensors"),

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the engine itself over loopback, for tests that need no processes."""
+"""Runs ranks as threads of one process: the engine over loopback, for tests that need no processes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _one_at_a_time(ask: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-# Where ranks are threads they share torch's default generator. It is read with its mutex held; if garbage is collected
-# then, torch gives the GIL away, and another thread that holds that and waits for the mutex stops the process for good.
+# Ranks on threads share torch's default generator. torch reads it with its mutex held. A garbage collection at that
+# moment releases the GIL, and another thread that takes it and waits for the mutex blocks the process for good.
 torch.manual_seed = torch.random.manual_seed = _one_at_a_time(torch.manual_seed)
 torch.get_rng_state = torch.random.get_rng_state = _one_at_a_time(torch.get_rng_state)
 torch.set_rng_state = torch.random.set_rng_state = _one_at_a_time(torch.set_rng_state)
 
 
 class Rows(list):
-    """A recorder that keeps what it is given."""
+    """A recorder that keeps its rows."""
 
     cpu_seconds = 0.0
     lost = 0
@@ -72,7 +72,7 @@ class Rows(list):
         pass
 
     def comm(self) -> list[tuple[int, str, int]]:
-        """(step, name, nbytes) of every collective and message in the order in which it was asked for."""
+        """Returns (step, name, nbytes) of every collective and message in the order of their start."""
         return [(r[0], r[2], r[6]) for r in sorted(self, key=lambda r: r[3]) if r[1] == "comm"]
 
     def losses(self) -> list[float]:
@@ -83,13 +83,13 @@ class Rows(list):
 
 
 def shipped(base: type) -> dict[str, type]:
-    """The members of a family that lie in its folder; tests define some of their own."""
+    """Returns the members in a family's folder, without those that tests define."""
     return {name: cls for name, cls in members(base).items() if cls.__module__.startswith("workbench.")}
 
 
 def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) -> list[Session]:
-    """Starts a run on threads; the sessions by rank."""
-    importlib.import_module("torch._dynamo")  # which every rank's optimizer would else import at once
+    """Starts a run on threads. Returns the sessions by rank."""
+    importlib.import_module("torch._dynamo")  # or every rank's optimizer would import it at once
     store, host, port = Session.host_store()
     rest = {"store": (host, port), "generation": uuid.uuid4().hex, "secret": b"ours", "epoch": time.time(),
             "changes": changes, **more}
@@ -105,7 +105,7 @@ def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) 
 
 
 def run(experiment: Experiment, *changes: Change, within: float = 300.0) -> list[Session]:
-    """Runs to the end; fails the test when a rank fails or hangs."""
+    """Runs to the end. Fails the test if a rank fails or hangs."""
     sessions = live(experiment, changes)
     for s in sessions:
         if not s.join(within):
@@ -118,13 +118,13 @@ def run(experiment: Experiment, *changes: Change, within: float = 300.0) -> list
 
 
 def require_no_error(sessions: list[Session]) -> None:
-    """Fails the test if a rank failed. Shows the errors of ranks that others only followed first."""
+    """Fails the test if a rank failed. Shows the ranks with the original errors first."""
     errors = sorted((s.error for s in sessions if s.error), key=lambda error: error["consequence"])
     assert not errors, "\n".join(error["traceback"] for error in errors)
 
 
 def assemble(sessions: list[Session]) -> None:
-    """Where a run has left parameters in shards each session gets those of all, as its ranks do before they read."""
+    """Gives each session the whole parameters if a run has left them in shards, as its ranks do before they read."""
     if not sessions[0].training.reading.sharded:
         return
     shards = [[(begin, _kept(s, index, own)) for index, (begin, own) in
@@ -140,13 +140,13 @@ def assemble(sessions: list[Session]) -> None:
 
 
 def _kept(s: Session, index: int, own: Any) -> Any:
-    """A rank's shard of a bucket, on its device or away from it."""
+    """Returns a rank's shard of a bucket, which may be offloaded."""
     kept = s.training.away.kept.values(index)
     return own if kept is None else kept
 
 
 def ended(sessions: list[Session], within: float = 120.0) -> None:
-    """Waits until all have ended; fails the test when one hangs, and says where every thread stands."""
+    """Waits until all sessions have ended. If one hangs, fails the test and prints every thread's stack."""
     until = time.monotonic() + within
     for s in sessions:
         over = s.join(max(0.0, until - time.monotonic()))
@@ -159,12 +159,12 @@ def ended(sessions: list[Session], within: float = 120.0) -> None:
 
 
 def weights(session: Session) -> torch.Tensor:
-    """All parameters in the order of their names: (n,) float64."""
+    """Returns all parameters in the order of their names: (n,) float64."""
     return flat(session.model)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """A 63-bit hash of the bits of `tensors`."""
+    """Returns a 63-bit hash of the bits of `tensors`."""
     digest = hashlib.blake2b(digest_size=8)
     for t in tensors:
         digest.update(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
@@ -172,7 +172,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def net(make: Any = None) -> nn.Module:
-    """The same first parameters in every thread: torch's own random numbers belong to the whole process."""
+    """Makes a model with the same parameters in every thread, because torch's random numbers are process-wide."""
     model = (make or Net)()
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -192,37 +192,37 @@ def _evaluate(model: nn.Module) -> float:
 
 
 def _split(model: nn.Module) -> Plan:
-    """Which features of a Net the next layer alone reads, for strategies that train sub-models."""
+    """Returns how to split a Net's features, for strategies that train sub-models."""
     return {"a": Colwise(), "b": Rowwise()}
 
 
 def _none(batch: Any) -> dict[str, torch.Tensor]:
-    """It says which rows of embedding tables a batch reads: there are none."""
+    """Returns the rows of embedding tables that a batch reads: none."""
     return {}
 
 
 def toy(optimizer: Any = None, model: Any = net, loss: Any = mse, data: Any = _data, evaluate: Any = _evaluate,
         **rest: Any) -> Task:  # fmt: skip
-    """A task that takes a millisecond per step."""
+    """Returns a task that takes a millisecond per step."""
     rest = {**({"split": _split} if model is net else {}), "lookups": _none, **rest}
     return Task(model=model, data=data, loss=loss, evaluate=evaluate,
                 optimizer=optimizer or partial(torch.optim.SGD, lr=0.02, momentum=0.9), **rest)
 
 
 def experiment(ranks: int = 2, steps: int = 12, **rest: Any) -> Experiment:
-    """A toy experiment with small buckets, no evaluation unless asked for, and a loss that may do what it likes."""
+    """Returns a toy experiment with small buckets, no evaluation by default, and no limit on the loss."""
     rest = {"eval_every": 0, "bucket_mb": 0.01, "task": toy(), "diverged": 0.0, **rest}
     return Experiment(ranks=ranks, steps=steps, **rest).checked()
 
 
 def placed(*shapes: tuple[int, ...]) -> list[Part]:
-    """Parameters of these shapes, one after the other."""
+    """Returns parameters of these shapes, one after the other."""
     ends = list(accumulate(math.prod(shape) for shape in shapes))
     return [Part(f"p{i}", s, end - math.prod(s), end) for i, (s, end) in enumerate(zip(shapes, ends, strict=True))]
 
 
 def exchange(compressor: Compressor, g: torch.Tensor, group: list[Part], memories: list[Memory]) -> torch.Tensor:
-    """One bucket's reduce on all ranks at once, without a wire: (n,) the sum that every rank is given."""
+    """Reduces one bucket on all ranks at once, without a connection. Returns the sum: (n,)."""
     lo, hi = group[0].start, group[-1].stop
     parts = tuple(Part(p.name, p.shape, p.start - lo, p.stop - lo) for p in group)
     buckets = [Bucket(0, g[r, lo:hi].clone(), parts, lo) for r in range(len(memories))]
@@ -233,9 +233,9 @@ def exchange(compressor: Compressor, g: torch.Tensor, group: list[Part], memorie
 
 
 def together(coros: list[Any], seen: list[Op] | None = None) -> list[Any]:
-    """Drives one coroutine per rank, collective by collective, without a wire; what each returned.
+    """Drives one coroutine per rank, collective by collective, without a connection. Returns their results.
 
-    `seen` takes down rank 0's Ops.
+    `seen` records rank 0's Ops.
     """
     returned: list[Any] = [None] * len(coros)
     asked = [_next(c, None, returned, r, seen if r == 0 else None) for r, c in enumerate(coros)]
@@ -253,7 +253,7 @@ def together(coros: list[Any], seen: list[Op] | None = None) -> list[Any]:
 
 
 def _next(coro: Any, answer: Any, returned: list[Any], r: int, seen: list[Op] | None) -> Op | None:
-    """The next collective that a coroutine asks for; None at its end. Samples take no partner."""
+    """Returns a coroutine's next collective, or None at its end. Samples take no partner."""
     try:
         op = coro.send(answer)
         while op.verb == "sample":
@@ -269,7 +269,7 @@ def _next(coro: Any, answer: Any, returned: list[Any], r: int, seen: list[Op] | 
 
 
 def _answers(verb: str, xs: list[Any], args: tuple) -> list[Any]:
-    """What each rank is answered in a collective; additions in rank order."""
+    """Returns each rank's result of a collective. Adds in rank order."""
     p = len(xs)
     match verb:
         case "all_reduce":
@@ -309,7 +309,7 @@ def poisoned(rank: int, step: int) -> Task:
 
 
 def gone_before_it_meets(patch: pytest.MonkeyPatch, member: int, where: str = "meet") -> None:
-    """This one dies once it has voted, before the generation has formed that the vote was about; or somewhere else."""
+    """Makes a rank die after its vote, before the generation has formed, or at another wait `where`."""
     gather = membership.gather
 
     def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any, *more: Any) -> None:

@@ -1,7 +1,7 @@
-"""The generated part of the pages in docs/reference/: families, settings, verbs and views as Markdown that people read.
+"""Generates the Markdown of docs/reference/ from docstrings and knobs.
 
-Everything comes from the docstrings and knobs in the code: nothing is said of a member that `help` would not say.
-`tests/tables.py` puts it between a page's markers.
+The pages list families, settings, verbs and views. Every text is one that `help` shows. `tests/tables.py` puts it
+between a page's markers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SECTIONS = ("faults", "algorithms")  # of one page, with other things
 
 
 def part(name: str) -> str:
-    """What stands between the markers of this name."""
+    """Returns the text between the markers of this name."""
     others = {"settings": settings, "fabric": fabric, "verbs": verbs, "views": views, "pairs": pairs,
               "combinations": combinations}  # fmt: skip
     return others[name]() if name in others else family(name)
 
 
 def pairs() -> str:
-    """Which strategies go on between replicas that lie on several ranks each, and of the others why not."""
+    """Lists the strategies that work between replicas of several ranks each, and why the other strategies do not."""
     rows = []
     for m in shipped(Strategy):
         why = partitioned.unfit(m(), 4)
@@ -61,7 +61,7 @@ def pairs() -> str:
 
 
 def combinations() -> str:
-    """What is refused of a partition or sharding beside a schedule, compressor, optimizer or strategy."""
+    """Lists what a partition or sharding refuses: schedules, compressors, optimizers and strategies."""
     asked: list[tuple[str, type[Any], Callable[[Any], dict[str, Any]]]] = [
         ("`Pipeline(of=Tensor())`, schedule", Schedule, lambda m: {"partition": Pipeline(schedule=m(), of=Tensor())}),
         ('`Pipeline(of=Whole(checkpoint="units"))`, schedule', Schedule,
@@ -85,7 +85,7 @@ def combinations() -> str:
 
 
 def _refused(asked: dict[str, Any]) -> str:
-    """Why such an experiment is none, without what would do and without names of its own; "" of what is none anyhow."""
+    """Returns why such an experiment is invalid, without advice and names. "" if it is invalid for another reason."""
     why = _why(asked)
     if why and "partition" in asked and _why({**asked, "partition": Whole()}):
         return ""
@@ -101,12 +101,12 @@ def _why(asked: dict[str, Any]) -> str:
 
 
 def shipped(base: type[Any]) -> list[type[Any]]:
-    """The members of a family that come with the workbench, by name."""
+    """Returns the members of a family that the workbench ships, by name."""
     return [m for m in members(base).values() if m.__module__.startswith("workbench.")]
 
 
 def family(name: str) -> str:
-    """All of a family: what its claims mean, a list of its members, then each of them; by kind, where it has kinds."""
+    """Describes a family: its claims, a list of its members, then each member, by kind if it has kinds."""
     base, claims = FAMILIES[name]
     docs = [inspect.cleandoc(kind.__doc__ or "") for kind in base.__mro__ if kind.__module__.startswith("workbench.")]
     meaning = {term: said for doc in reversed(docs) for term, said in terms(doc)}
@@ -123,20 +123,20 @@ def family(name: str) -> str:
 
 
 def link(m: type[Any]) -> str:
-    """A member's name, leading to it; bold where it is one of the few to begin with."""
+    """Links to a member. Members for beginners are bold."""
     name = f"[{m.__name__}](#{m.__name__.lower()})"
     return f"**{name}**" if getattr(m, "starter", False) else name
 
 
 def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
-    """One member: what it is, when to use it, its formula, its knobs, its paper; the rest is folded away."""
+    """Describes one member: what it is, when to use it, formula, knobs and paper. The rest is folded away."""
     said = told(m)
     parts = [f"{heading} {m.__name__}", prose(said.what)]
     if (ROOT / "docs" / "strategies" / f"{m.__name__}.svg").exists():
         parts.append(f"![{m.__name__} and DDP on four simulated ranks](../strategies/{m.__name__}.svg)")
     parts.append(f"**{WHEN}** {linked(prose(said.when))}")
     parts += [text for text in (shown(said.formula) if said.formula else "", standing(m, claims)) if text]
-    given = [p for p in said.rest if TERM.match(p)]  # no knob, but to be said of each: the functions of a Task
+    given = [p for p in said.rest if TERM.match(p)]  # not knobs, but functions of a Task, which the page lists, too
     rest = [p for p in said.rest if p not in given]
     parts += [knob_table(knobs(m))] if knobs(m) else list(map(shown, given)) or ["No knobs."]
     if said.paper:
@@ -147,7 +147,7 @@ def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
 
 
 def standing(m: type[Any], claims: tuple[str, ...]) -> str:
-    """What a member claims, what it exchanges, and what its bare name means, where there is something to say."""
+    """Lists a member's claims, what it exchanges, and what its bare name means, if there is anything to list."""
     held = [claim for claim in claims if getattr(m, claim)]
     said = [f"Claims: {', '.join(held) or 'none'}."] if claims else []
     if issubclass(m, Strategy):
@@ -160,7 +160,7 @@ def standing(m: type[Any], claims: tuple[str, ...]) -> str:
 
 
 def knob_table(every: tuple[Knob, ...], is_live_told: bool = False) -> str:
-    """A line for each knob; "" where there is none."""
+    """Returns a table with a line for each knob, or "" without knobs."""
     head = ["knob", "default", "range", "unit", *(["live"] if is_live_told else []), "what it is"]
     rows = []
     for k in every:
@@ -170,7 +170,7 @@ def knob_table(every: tuple[Knob, ...], is_live_told: bool = False) -> str:
 
 
 def default(k: Knob) -> str:
-    """A knob's default, as a person would write it."""
+    """Formats a knob's default for readers."""
     if isinstance(k.default, bool):
         return "true" if k.default else "false"
     if isinstance(k.default, int | float):
@@ -183,7 +183,7 @@ def default(k: Knob) -> str:
 
 
 def span(k: Knob) -> str:
-    """The values that a knob takes."""
+    """Formats the values that a knob takes."""
     if k.choices:
         return ", ".join(str(c) if isinstance(c, str) else number(c) for c in k.choices)
     if k.low is not None and k.high is not None:
@@ -197,24 +197,24 @@ def span(k: Knob) -> str:
 
 
 def number(value: float) -> str:
-    """A number with its thousands apart: 1,048,576; 0.0001."""
+    """Formats a number with commas between thousands: 1,048,576; 0.0001."""
     return f"{int(value):,}" if value == int(value) else f"{value:.7g}"
 
 
 def settings() -> str:
-    """The settings of an experiment, and the recipes that begin with some of them."""
+    """Lists the settings of an experiment, and the recipes."""
     listed = [f"- `{name}`: {prose(paragraphs(inspect.getdoc(f) or '')[0])}" for name, f in recipes().items()]
     return "\n\n".join([knob_table(knobs(Experiment), True), "## Recipes", "\n".join(listed)])
 
 
 def fabric() -> str:
-    """The settings of the network."""
+    """Lists the settings of the network."""
     told = [[f"## {w.__name__}", prose(paragraphs(w.__doc__ or "")[0]), knob_table(knobs(w))] for w in (Fabric, Link)]
     return "\n\n".join(text for part in told for text in part)
 
 
 def verbs() -> str:
-    """What a strategy may ask of its rank, in the groups that the source has."""
+    """Lists the verbs that a strategy may call on its rank, in the groups of the source."""
     seen = dict(terms(inspect.cleandoc(Rank.__doc__ or "")))
     listed = [f"- `{names.replace(', ', '`, `')}`: {prose(text)}" for names, text in seen.items()]
     parts, group = ["## What it can look at", "\n".join(listed)], ""
@@ -228,12 +228,12 @@ def verbs() -> str:
 
 
 def written(p: inspect.Parameter) -> str:
-    """A parameter as it is written in the source."""
+    """Formats a parameter as in the source."""
     return f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}")
 
 
 def grouped(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(group, method) of the public methods, also of what it is made of: a comment in the class begins a group."""
+    """Yields (group, method) for each public method, inherited ones included. A comment in the class begins a group."""
     group = "verbs"
     for part in owner.__mro__[:-1]:
         for line in inspect.getsource(part).splitlines():
@@ -246,7 +246,7 @@ def grouped(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def views() -> str:
-    """What the dashboard shows, from top to bottom."""
+    """Describes the views of the dashboard, from top to bottom."""
     parts = []
     for view in (v for v in all_views().values() if v.__module__.startswith("widgets.")):
         parts += [f"## {view.title}", prose(view.about)]
@@ -260,7 +260,7 @@ def views() -> str:
 
 
 def shown(paragraph: str) -> str:
-    """A paragraph of a docstring as Markdown: code, a list of terms, or prose."""
+    """Formats a docstring's paragraph as Markdown: code, a list of terms, or prose."""
     if is_code(paragraph):
         return f"```text\n{textwrap.dedent(paragraph)}\n```"
     if TERM.match(paragraph):
@@ -269,7 +269,7 @@ def shown(paragraph: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Text in one line, with what Markdown would take for markup made plain; `code` stays code."""
+    """Returns the text in one line, with Markdown's markup characters escaped; `code` stays code."""
     pieces = " ".join(text.split()).split("`")
     for i in range(0, len(pieces), 2):
         pieces[i] = re.sub(r"([*<\[\]|])|((?<!\w)_|_(?!\w))", r"\\\g<0>", pieces[i])
@@ -277,7 +277,7 @@ def prose(text: str) -> str:
 
 
 def linked(text: str) -> str:
-    """Addresses and pages as links."""
+    """Turns addresses and pages into links."""
     text = re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](../\1)", text)
     return re.sub(r"https?://[^\s,;)]*[^\s,;).]", r"<\g<0>>", text)
 

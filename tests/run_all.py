@@ -1,7 +1,8 @@
-"""Every test, one pytest per mark so that one group cannot take another down; ends with what was skipped and why.
+"""Runs every test, one pytest per mark, and lists the skipped tests with their reasons.
 
-`python tests/run_all.py [MARK ...]` runs only those groups; `long` stands for those that `make test` leaves out, which
-`make test-long` and CI run too. Installs nothing. Knows no test by name.
+Separate processes keep one group from taking another down. `python tests/run_all.py [MARK ...]` runs only those groups.
+`long` means the groups that `make test` leaves out; `make test-long` and CI run them, too. Installs nothing, and names
+no test.
 """
 
 from __future__ import annotations
@@ -17,27 +18,26 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
-TOTAL = 80 * 60  # seconds for all groups together, on a machine that is busy with other things; but where all is asked
-# Each group and the seconds after which it hangs for certain: about four times what it takes on two quiet cores, since
-# people's machines are busy. The most special first: a test belongs to the first group whose mark it carries. They run
-# in the opposite order, from quick to special.
+TOTAL = 80 * 60  # seconds for all default groups together, on a busy machine
+# Each group, and the seconds after which it certainly hangs: about 4 times its time on two quiet cores. A test belongs
+# to the first group whose mark it carries, so the most special come first. They run in the opposite order.
 GROUPS = {
     "gpu": 600, "netns": 480, "every": 7200, "long": 2700, "slow": 3600, "browser": 1200, "notebook": 600,
     "engine": 1800, "ranks": 1800, "quick": 900,
 }  # fmt: skip
-LONG = ("netns", "long", "slow")  # the groups behind `long`: `make test` is to take at most WANTED
-ASKED = ("every",)  # and what is run where it is asked for only
+LONG = ("netns", "long", "slow")  # the groups behind `long`
+ASKED = ("every",)  # groups that run only on request
 WANTED = 20 * 60  # seconds that `make test` may take on two quiet cores
-# Several at a time, for much of their time they wait: most where ranks are threads.
+# Processes per group. Tests wait most of their time, above all where ranks are threads.
 BESIDE = {"quick": 2, "ranks": 3, "slow": 2, "long": 3, "every": 3, "engine": 2, "browser": 2}
-# Where no file's tests share what takes long to make, an idle worker takes over tests of a busy one's file: some files
-# of these groups take a tenth of all.
+# Groups without expensive fixtures per file: an idle worker takes tests of a busy worker's file, because some files
+# take 10 % of all time.
 SHARED_OUT = ("ranks", "long", "every")
 NOTHING_FOUND = 5  # pytest's exit code
 
 
 class Outcome(NamedTuple):
-    """What one group came to: counts by kind, and (group, reason) of each skipped test."""
+    """Outcome of one group: counts by kind, and (group, reason) of each skipped test."""
 
     code: int
     counts: Counter[str]
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 def expression(group: str) -> str:
-    """The -m expression that selects a group's tests and no other group's."""
+    """Returns the -m expression that selects a group's tests and no other group's."""
     marks = [g for g in GROUPS if g != "quick"]
     if group == "quick":
         return " and ".join(f"not {m}" for m in marks)
@@ -53,16 +53,16 @@ def expression(group: str) -> str:
 
 
 def says(text: str, mark: str) -> bool:
-    """Does a test file say that tests of this mark lie in it? Some are given to cases of what carries `ranks`, too."""
+    """Returns whether a test file may hold tests of this mark. Cases of `ranks` tests carry `long` or `every`, too."""
     others = {"long": ["mark.ranks", "thinned("], "every": ["mark.ranks", "thinned("],
               "slow": ["mark.engine", "mark.browser", "mark.notebook"]}  # fmt: skip
     return any(word in text for word in [f"mark.{mark}", *others.get(mark, [])])
 
 
 def where(group: str) -> list[str]:
-    """Where a group's tests lie, for pytest: each group would wait a minute for it to read all files.
+    """Returns the files with a group's tests, because pytest takes a minute to read all files.
 
-    Those without a mark may lie anywhere. tests/conftest.py holds each test to this.
+    Tests without a mark may be in any file. tests/conftest.py checks each test against this.
     """
     if group == "quick":
         return []
@@ -71,7 +71,7 @@ def where(group: str) -> list[str]:
 
 
 def run(group: str, limit: float) -> Outcome:
-    """Runs one group; a group over its time is stopped and counts as failed."""
+    """Runs one group. A group over its time is stopped and counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression(group), f"--session-timeout={limit:.0f}"]
@@ -80,7 +80,7 @@ def run(group: str, limit: float) -> Outcome:
         command += where(group)
         if group in BESIDE and (os.cpu_count() or 1) > 1:
             command += ["-n", f"{BESIDE[group]}", "--dist", "worksteal" if group in SHARED_OUT else "loadfile"]
-        # What is compiled is kept: hundreds of engines and workers would each compile all of it anew.
+        # Compiled files are kept, because hundreds of engines and workers would each compile them again.
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         try:
             code = subprocess.run(command, cwd=ROOT, timeout=limit + 60, check=False, env=env).returncode
@@ -93,7 +93,7 @@ def run(group: str, limit: float) -> Outcome:
 
 
 def read(group: str, code: int, report: Path) -> Outcome:
-    """The counts in pytest's report; a report that is missing means that pytest itself died."""
+    """Reads the counts in pytest's report. A missing report means that pytest itself died."""
     counts: Counter[str] = Counter()
     skipped: Counter[tuple[str, str]] = Counter()
     if not report.exists():
@@ -111,7 +111,7 @@ def read(group: str, code: int, report: Path) -> Outcome:
 
 
 def chosen(asked: list[str]) -> list[str]:
-    """The groups to run, from quick to special: those asked for, or all that people wait for."""
+    """Returns the groups to run, from quick to special: the requested ones, or the default ones."""
     wanted = set(asked) | (set(LONG) if "long" in asked else set()) or set(GROUPS) - {*LONG, *ASKED}
     if strange := wanted - set(GROUPS):
         raise SystemExit(f"no group {', '.join(sorted(strange))}: there are {', '.join(GROUPS)}")
@@ -119,7 +119,7 @@ def chosen(asked: list[str]) -> list[str]:
 
 
 def main(groups: list[str]) -> int:
-    """Runs the groups from quick to slow and prints the list of skipped tests and one closing line."""
+    """Runs the groups from quick to slow, and prints the skipped tests and one closing line."""
     began = time.monotonic()
     code, counts, skipped = 0, Counter[str](), Counter[tuple[str, str]]()
     for group in chosen(groups):
@@ -140,7 +140,7 @@ def main(groups: list[str]) -> int:
 
 
 def close(counts: Counter[str], skipped: Counter[tuple[str, str]], seconds: float) -> None:
-    """Prints what was skipped, why, and the closing line."""
+    """Prints the skipped tests with reasons, and the closing line."""
     print("\nskipped:" if skipped else "\nskipped: nothing")
     for (group, reason), n in sorted(skipped.items()):
         print(f"  {group} ({n}): {reason}")

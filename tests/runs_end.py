@@ -1,10 +1,10 @@
-"""Many short runs on one lab: every one of them ends, and in the right state.
+"""Makes many short runs on one lab: each must end, and in the right state.
 
     python -m tests.runs_end --runs 500 [--seed 7] [--ranks 4] [--spinning 2]
 
-Most run to their end. A share is stopped at a random moment, also at once; in a share a rank's loss is not a number
-with nobody watching; in a share a rank's loss raises. Processes that spin keep the machine busy meanwhile. Which runs
-they are depends on the seed alone; when a stop falls does not.
+Most runs go to their end. Some are stopped at a random moment, also at once. In some a rank's loss is not a number and
+no policy watches. In some a rank's loss raises. Processes that spin keep the machine busy. The seed decides the runs,
+but not the moments of the stops.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 
 STEPS = 3
-SLOW = 8.0  # seconds after which a run is worth a line
-LIMIT = 90.0  # seconds within which a run is over: a hang, not a busy machine, takes longer
+SLOW = 8.0  # seconds after which a run gets a line
+LIMIT = 90.0  # seconds within which a run ends; a hang takes longer, a busy machine does not
 
 
 class Kind(NamedTuple):
-    """What is done to one run."""
+    """The disturbance of one run."""
 
     what: str  # done, stop, nan, raise
-    rank: int = 0  # that misbehaves
+    rank: int = 0  # the misbehaving rank
     step: int = 0
     after: float = 0.0  # seconds until the stop
     steps: int = STEPS  # 0: without end, so that it must be stopped
 
 
 def kinds(seed: int, runs: int, ranks: int) -> list[Kind]:
-    """What becomes of each run: most are done, a fifth is stopped, a tenth each meets a NaN or raises."""
+    """Draws the kind of each run: 60 % undisturbed, 20 % stopped, 10 % each with a NaN or an error."""
     rng, out = random.Random(seed), []
     for _ in range(runs):
         what = rng.choices(("done", "stop", "nan", "raise"), (6, 2, 1, 1))[0]
@@ -52,7 +52,7 @@ def kinds(seed: int, runs: int, ranks: int) -> list[Kind]:
 
 
 def _loss(what: str, rank: int, step: int, net: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The mean squared error; on one rank, at one step, it raises or is not a number."""
+    """Returns the mean squared error. On one rank, at one step, raises or returns NaN."""
     import threading
 
     me = threading.current_thread().name == f"rank {rank} training"
@@ -70,7 +70,7 @@ def experiment(kind: Kind, ranks: int) -> Experiment:
 
 
 def one(lab: Lab, kind: Kind) -> str:
-    """Runs it; says what is wrong with its end, or nothing."""
+    """Makes one run, and returns what is wrong with its end, or ""."""
     run, error, early = lab.run(experiment(kind, lab.ranks)), None, True
     if kind.what == "stop":
         time.sleep(kind.after)
@@ -92,7 +92,7 @@ def one(lab: Lab, kind: Kind) -> str:
 
 
 def fits(kind: Kind, state: str, error: RankError | None, early: bool) -> bool:
-    """Whether a run of this kind may end so. early: it was live when its stop was asked."""
+    """Returns whether a run of this kind may end in this state. early: it was live before its stop."""
     match kind.what:
         case "done":
             return state == "done" and error is None
@@ -107,7 +107,7 @@ def fits(kind: Kind, state: str, error: RankError | None, early: bool) -> bool:
 
 
 def play(lab: Lab, seed: int, runs: int, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """All runs; what became of them: {"ended": by kind, "wrong": sentences, "seconds": the longest run}."""
+    """Plays all runs. Returns {"ended": by kind, "wrong": sentences, "seconds": the longest run}."""
     ended, wrong, longest, began = Counter[str](), [], 0.0, time.monotonic()
     for number, kind in enumerate(kinds(seed, runs, lab.ranks)):
         at = time.monotonic()

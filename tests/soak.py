@@ -1,14 +1,16 @@
-"""Eight ranks that train for an hour, are changed every few seconds and killed every few minutes: what grows?
+"""Trains 8 ranks for an hour, changes and kills them, and measures what grows.
 
     python -m tests.soak --minutes 60 [--seed 7] [--census] [--out docs/data/soak.json]
 
-One lab, one run, and a page that reads its dashboard as a browser does. Steps are paced, so that two cores suffice.
-What is changed and who is killed depends on the seed, when it falls does not. Every strategy, compressor and partition
-comes once before others are drawn, so that what is loaded at first use is loaded before anything is compared. Every
-10 s the memory, descriptors and threads of the kernel, the controller and all engines are read, and the size of the
-record in memory and on disk. What grew is the median of the last ten minutes against that of minutes 10 to 20. Killed
-are ranks from `SPARED` on and those that came for them, so that the others' engines are there from the beginning to
-the end.
+One lab runs one experiment, and a page reads its dashboard as a browser does. Steps are paced, so that two cores
+suffice. A live change comes every few seconds and a kill every few minutes. The seed decides which knobs change and
+which ranks die, but not when. Every strategy, compressor and partition comes once before the script draws members at
+random. So modules that load at first use are loaded before the comparison begins.
+
+Every 10 s the script reads the memory, descriptors and threads of the kernel, the controller and all engines. It also
+reads the size of the record in memory and on disk. Growth is the median of the last 10 minutes against the median of
+minutes 10 to 20. Only ranks from `SPARED` on and their replacements are killed, so the engines below `SPARED` last for
+the whole run.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from workbench.tasks import Digits
 
 RANKS, SPARED = 8, 4
 PACE = 200.0  # ms
-CHANGE, KILL, KEEP = 3.0, 180.0, 120.0  # seconds between two changes, deaths, checkpoints that are asked for
+CHANGE, KILL, KEEP = 3.0, 180.0, 120.0  # seconds between two changes, two deaths, two requested checkpoints
 FAMILIES: dict[str, Any] = {"strategy": Strategy, "compressor": Compressor, "partition": Partition}
 PLAIN: dict[str, Any] = {"strategy": "DDP", "compressor": "Dense", "partition": "Whole"}
 TURNED = ("strategy", "partition", "compressor", "bucket_mb", "density", "every", "accumulate")
 
 
 def census() -> tuple[int, list[tuple[str, int]], list[tuple[float, str]]]:
-    """How many objects Python's collector knows in this process, of which types most, and what its own pages are of.
+    """Returns the count of objects that Python's collector knows, their commonest types, and the largest mappings.
 
-    The last: (MB, stretch of memory), the largest first. Runs on engines, too.
+    Mappings are pairs (MB, name), the largest first. Runs on engines, too.
     """
     import gc
     from collections import Counter
@@ -63,7 +65,8 @@ def census() -> tuple[int, list[tuple[str, int]], list[tuple[float, str]]]:
             of[name] += int(rest[0])
         elif not first.endswith(":"):
             begin, end = (int(x, 16) for x in first.split("-"))
-            mapped = f"mapped, {1 << (end - begin >> 20).bit_length()} MB at most"  # arenas have 64, a column its own
+            # an arena has 64 MB, a column a mapping of its own
+            mapped = f"mapped, {1 << (end - begin >> 20).bit_length()} MB at most"
             name = rest[4].rsplit("/", 1)[-1] if len(rest) > 4 else mapped
     pages = sorted(((round(kb / 1024, 1), name) for name, kb in of.items()), reverse=True)
     return len(found), Counter(type(x).__name__ for x in found).most_common(25), pages[:12]
@@ -73,7 +76,7 @@ def census() -> tuple[int, list[tuple[str, int]], list[tuple[float, str]]]:
 
 
 def drawn(rng: random.Random) -> Turn:
-    """A live change; members with their usual knobs, since others may train to no number, which would end the run."""
+    """Draws a live change. Members have their usual knobs, because other values may diverge and end the run."""
     what, value = one(rng, RANKS)
     while what not in TURNED:
         what, value = one(rng, RANKS)
@@ -84,12 +87,12 @@ def drawn(rng: random.Random) -> Turn:
 
 
 class Soak:
-    """A lab under way, and what was done to it."""
+    """A lab with a run under way, and a log of its changes and errors."""
 
     def __init__(self, lab: Lab, rng: random.Random, where: Path, say: Say) -> None:
         self.lab, self.rng, self.where, self.say = lab, rng, where, say
         self.done, self.wrong = Counter[str](), list[str]()
-        self.back: list[float] = []  # seconds from a death until as many train again
+        self.back: list[float] = []  # seconds from a death until as many ranks train again
         self._at: dict[Callable[[], None], float] = {}  # when something is due
         self._first = [{**PLAIN, path: m.usual()} for path, family in FAMILIES.items() for m in shipped(family)]
         rng.shuffle(self._first)
@@ -104,7 +107,7 @@ class Soak:
         self.patient.goes_on("start")
 
     def turn(self) -> None:
-        """One live change of what is turned here; at first each member once, with nothing else that may refuse it."""
+        """Makes one live change. At first it sets each member once, with no other change that could refuse it."""
         what, value = drawn(self.rng)
         turned = self._first.pop() if self._first else {what: value}
         self.say(f"   {turned}")
@@ -117,7 +120,7 @@ class Soak:
             self.done["refused"] += 1
 
     def kill(self) -> None:
-        """One dies, and another comes in for it; under DDP, for what others make of a death is the campaign's."""
+        """Kills one rank and waits for its replacement. Uses DDP; tests/campaign.py covers other strategies."""
         self.lab.set(PLAIN).wait(LIMIT)
         p, victim = self.patient, self.rng.choice([rank for rank in self.lab.members if rank >= SPARED])
         began = time.monotonic()
@@ -129,17 +132,17 @@ class Soak:
         p.goes_on("kill")
 
     def keep(self) -> None:
-        """A checkpoint that is asked for, which would stay; or one that came by itself meanwhile, and may have gone."""
+        """Requests a checkpoint and removes it, because requested ones stay. A regular one may be gone already."""
         shutil.rmtree(self.lab.checkpoint().wait(LIMIT), ignore_errors=True)
         self.done["checkpoints"] += 1
 
     def census(self) -> None:
-        """Says how many objects there are in the kernel and in rank 0's engine, for who looks for what grew."""
+        """Prints the objects of the kernel and of rank 0's engine, to find out what grew."""
         self.say(f"   kernel {census()}")
         self.say(f"   rank 0 {self.lab.cluster.call(self.lab.cluster.engines[0].id, census, timeout=LIMIT)}")
 
     def go_on(self, seconds: float) -> None:
-        """Does what is due, until so many seconds are over."""
+        """Runs the actions that are due, for `seconds`."""
         began = time.monotonic()
         due = {self.turn: CHANGE, self.keep: KEEP, self.kill: KILL}
         while (now := time.monotonic()) < began + seconds:
@@ -150,7 +153,7 @@ class Soak:
             time.sleep(0.1)
 
     def safely(self, act: Callable[[], None]) -> None:
-        """Does it; what goes wrong is kept, and another run begins where this one is over."""
+        """Runs `act` and keeps its error. If the run is over, begins another one."""
         try:
             act()
         except Exception as error:
@@ -166,7 +169,7 @@ class Soak:
 
 
 def soak(minutes: float, seed: int, say: Say, out: Path | None = None, counted: bool = False) -> dict[str, Any]:
-    """The whole of it: what was done, what went wrong, what grew, every look. out: written every ten minutes, too"""
+    """Runs the soak and returns actions, errors, growth and every look. out: a file, also written every 10 minutes"""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="soak-") as where, Lab(ranks=RANKS, name=f"soak-{os.getpid()}") as lab:
         soaked = Soak(lab.wait(120), rng, Path(where), say)
@@ -176,7 +179,7 @@ def soak(minutes: float, seed: int, say: Say, out: Path | None = None, counted: 
         try:
             while (left := began + 60 * minutes - time.monotonic()) > 0:
                 soaked.go_on(min(left, WARM))
-                if counted:  # it takes memory itself, and in rank 0 alone of all engines
+                if counted:  # the census takes memory itself, on the kernel and rank 0 only
                     soaked.safely(soaked.census)
                 found = so_far(soaked, page, looking.looks, (time.monotonic() - began) / 60, seed)
                 if out:
@@ -197,7 +200,7 @@ def so_far(soaked: Soak, page: Page, looks: list[Look], minutes: float, seed: in
 
 
 def written(found: dict[str, Any]) -> str:
-    """As JSON, one look to a line."""
+    """Returns the result as JSON, with one look to a line."""
     looks = ",\n".join(json.dumps(one) for one in found["looks"])
     return f'{json.dumps({**found, "looks": []}, indent=1)[:-4]}[\n{looks}\n]\n}}\n'
 

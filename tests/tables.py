@@ -1,9 +1,9 @@
-"""What pages copy from the code, written by `python -m tests.tables PAGE ...` (`make tables`: all of them).
+"""Writes copies of code into pages: `python -m tests.tables PAGE ...` (`make tables`: all pages).
 
-Between `<!-- reference NAME -->` and `<!-- end -->` stands a family (or settings, verbs, views) as `tests/reference.py`
-writes it; between `<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions, or of
-the whole file where none is named. Besides, the list of what can be imported from where, for editors: `__init__.pyi`,
-and the README's badges.
+Between `<!-- reference NAME -->` and `<!-- end -->` it writes a family (or settings, verbs, views) from
+`tests/reference.py`. Between `<!-- code FILE NAME ... -->` and `<!-- end -->` it writes the source of these classes and
+functions, or of the whole file without names. It also writes each `__init__.pyi`, which lists importable names for
+editors, and the README's badges.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ STUBS = [ROOT / "workbench" / "__init__.pyi", *sorted((ROOT / "workbench").glob(
 
 
 def filled(text: str) -> str:
-    """`text` with everything between its markers as the code says now."""
+    """Returns `text` with everything between its markers written anew from the code."""
     text = re.sub("<!-- reference (\\S+) -->.*?<!-- end -->", _told, text, flags=re.S)
     return re.sub("<!-- code (\\S+)(.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
 
 
 def code(path: str, names: list[str]) -> str:
-    """The source of these top-level classes and functions of a file, decorators and all."""
+    """Returns the source of these top-level classes and functions of a file, with decorators."""
     text = (ROOT / path).read_text()
     if not names:
         return text.rstrip()
@@ -42,7 +42,7 @@ def code(path: str, names: list[str]) -> str:
 
 
 def stub(path: Path) -> str:
-    """A package's `__init__.pyi`: what its `__init__.py` imports by name, and every member that lies in its folder."""
+    """Returns a package's `__init__.pyi`: its imports by name, and every member in its folder."""
     package = ".".join(path.parent.relative_to(ROOT).parts)
     own = re.findall(r"^from \S+ import (?:\w+) as \w+$", path.with_suffix(".py").read_text(), re.M)
     found = workbench.public_names() if package == "workbench" else shipped(package)

@@ -1,4 +1,4 @@
-"""Which room may import which, and the rules of the house that can be read off the source without running it."""
+"""Tests which package may import which, and rules that can be read off the source without running it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.imports import (
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# The rooms of the house and what each may import of the others. A new arrow is a decision: it is written here first.
+# The packages of workbench, and what each may import. To allow a new import, write it here first.
 FAMILIES = "strategies compressors optimizers fabric tasks partitions policies"
 ROOMS = {
     "settings": "",
@@ -43,9 +43,9 @@ ROOMS = {
     "policies": "settings",
     "partitions": "settings rank compressors",  # codecs, for what crosses between stages
     "compressors": "settings rank",
-    "strategies": "settings rank compressors",  # codecs, for what they send in a way of their own
+    "strategies": "settings rank compressors",  # codecs, for what strategies compress themselves
     "experiment": f"settings rank {FAMILIES}",
-    "record": "settings experiment",  # what is recorded names the experiment that it is of
+    "record": "settings experiment",  # a record holds the experiment of its run
     "host": "settings rank experiment compressors optimizers fabric tasks partitions policies",
     "engine": "settings rank fabric tasks optimizers partitions experiment record host",
     "analysis": "settings record",
@@ -56,10 +56,10 @@ ROOMS = {
     "doors": "experiment fabric record analysis sim lab",
     "cli": "settings experiment cluster doors lab run",
 }
-ENTRIES, ARROWS = 20, 80  # at most: packages and modules directly in workbench, and pairs of them that import
+ENTRIES, ARROWS = 20, 80  # at most: packages and modules directly in workbench, and pairs that import
 PICTURES = "settings experiment record analysis run lab doors fabric"  # what widgets may import of workbench
 
-# (what imports, which library it may not import, except from here)
+# (importing package, library that it may not import, module that may)
 LIBRARIES = [
     ("workbench", "widgets", ""),
     ("workbench", "ipyparallel", "workbench.cluster"),
@@ -82,17 +82,17 @@ NO_TORCH = [
 
 @cache
 def importing() -> dict[str, list[str]]:
-    """By module the names that it imports when it runs; imports for type checkers alone do not count."""
+    """Returns the names that each module imports at run time, without imports for type checkers."""
     return {module(p): sorted({one.name for one in list_imports(p) if not one.typing}) for p in SOURCES}
 
 
 def room(name: str) -> str:
-    """The entry of workbench in which a module lies; "" for the package itself."""
+    """Returns a module's package directly in workbench; "" for workbench itself."""
     return [*name.split("."), ""][1]
 
 
 def arrows() -> dict[tuple[str, str], str]:
-    """Every pair of different rooms of workbench of which one imports the other, and one module that does."""
+    """Returns every pair of different packages of workbench that import, with one module that does."""
     found = {}
     for name, every in importing().items():
         for target in every if within(name, "workbench") else ():
@@ -116,7 +116,7 @@ def test_every_room_is_on_the_list_and_there_are_few() -> None:
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Names that import each other all the way round, if any do."""
+    """Returns names that import each other in a circle, if any."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -130,7 +130,7 @@ def test_no_imports_go_in_a_circle() -> None:
     assert circle(graph(typing=False)) == []
 
 
-def test_pictures_know_only_what_a_notebook_knows() -> None:
+def test_widgets_import_only_the_packages_that_a_notebook_uses() -> None:
     found = {room(what) for name, every in importing().items() if within(name, "widgets") for what in every
              if within(what, "workbench")}  # fmt: skip
     assert found - set(PICTURES.split()) <= {name for name in found if name not in ROOMS}
@@ -148,7 +148,7 @@ def test_libraries_stay_in_their_rooms(who: str, what: str, but: str) -> None:
     assert not against
 
 
-def test_ipython_belongs_to_the_widgets_and_to_lab_where_it_asks_for_its_kernel() -> None:
+def test_only_widgets_and_cluster_import_ipython() -> None:
     allowed = {"widgets", "workbench.cluster"}
     who = {name for name, every in importing().items() for found in every if within(found, "IPython")}
     assert not [name for name in who if not any(within(name, a) for a in allowed)]
@@ -161,7 +161,7 @@ def test_a_recorded_run_opens_without_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module)
-def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
+def test_a_file_has_at_most_400_lines_and_a_docstring(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400
     if text.strip():
@@ -176,14 +176,14 @@ def public(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.As
 
 @cache
 def described(path: Path) -> tuple[str | None, dict[str, str | None]]:
-    """The docstrings of a file and, by name, of its public classes."""
+    """Returns the docstrings of a file and, by name, of its public classes."""
     tree = ast.parse(path.read_text())
     classes = [n for n in public(tree) if isinstance(n, ast.ClassDef)]
     return ast.get_docstring(tree), {n.name: ast.get_docstring(n) for n in classes}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module)
-def test_every_public_class_says_what_it_is(path: Path) -> None:
+def test_every_public_class_has_a_docstring(path: Path) -> None:
     assert not [name for name, said in described(path)[1].items() if not said]
 
 
@@ -191,14 +191,15 @@ IN_FAMILIES = ("workbench.compressors", "workbench.strategies", "workbench.optim
 MEMBERS = [p for p in SOURCES if any(within(module(p), family) for family in IN_FAMILIES)]
 
 
-def test_no_member_asks_whether_there_are_values() -> None:
-    """Sizes only are answered for below them, by `outlined` and `values_of` of workbench/rank/outline.py."""
+def test_no_member_checks_for_meta_tensors() -> None:
+    """Only code below members handles tensors without values: `outlined` and `values_of` of workbench/rank/outline.py.
+    """
     words = ("is_meta", "simulated", '"meta"')
     assert [(module(p), word) for p in MEMBERS for word in words if word in p.read_text()] == []
 
 
-def test_no_room_compares_a_members_name() -> None:
-    """What matters of a member is a claim of its family; a name is for people, and for records."""
+def test_no_package_compares_a_members_name() -> None:
+    """A difference that matters is a claim of the family. Names are for people and for records."""
     compared = [
         f"{module(p)}: {ast.unparse(n)}"
         for p in SOURCES
@@ -212,14 +213,14 @@ def test_no_room_compares_a_members_name() -> None:
 REFUSED = set("Manager Trainer Node Worker Callback Hook Registry Context Helper Utils Handler Config".split())
 
 
-def test_only_one_room_of_the_engine_knows_of_gpus_and_no_step_gives_memory_back() -> None:
+def test_only_engine_device_uses_cuda_and_nothing_empties_its_cache() -> None:
     wanted = ("torch.cuda", "NCCL(", "record_stream", "pin_memory")
     engine = [p for p in SOURCES if within(module(p), "workbench.engine") and p.parent.name != "device"]
     assert not [(module(p), word) for p in engine for word in wanted if word in p.read_text()]
     assert not [module(p) for p in SOURCES if "empty_cache(" in p.read_text() or "cuda.synchronize(" in p.read_text()]
 
 
-def test_no_class_is_called_by_a_refused_noun() -> None:
+def test_no_class_name_ends_in_a_refused_noun() -> None:
     found = [
         f"{module(p)}.{name}"
         for p in SOURCES
@@ -231,7 +232,7 @@ def test_no_class_is_called_by_a_refused_noun() -> None:
 
 @cache
 def functions(path: Path) -> dict[str, str]:
-    """A file's functions as text, by name."""
+    """Returns a file's functions as text, by name."""
     text = path.read_text()
     lines = text.splitlines()
     every = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
@@ -245,7 +246,7 @@ def asserting() -> set[str]:
 
 @pytest.mark.parametrize("path", TESTS, ids=module)
 def test_no_test_asserts_how_long_something_took_on_the_wall(path: Path) -> None:
-    """Others keep the machine busy: count steps, take the processor's time, a virtual clock, or wait for what comes."""
+    """The machine may be busy: count steps, take processor time or a virtual clock, or wait for the event."""
     found = re.findall(r"assert [^\n]*(?:monotonic|perf_counter|time\.time)\(\) - \w+ <", path.read_text())
     assert not found
 
@@ -268,7 +269,7 @@ def test_notebooks_are_stripped(path: Path) -> None:
     assert not full, f"cells {full} of {path.name} hold outputs"
 
 
-# -- sub-packages of the rooms that are too large for one folder
+# sub-packages of the packages that are too large for one folder
 
 DIVIDED = [*(f"workbench.{name}" for name in ("host", "engine", "sim", "cluster", "analysis")), "widgets"]
 SUBPACKAGES = sorted(
@@ -277,7 +278,7 @@ SUBPACKAGES = sorted(
     for folder in (ROOT / room.replace(".", "/")).iterdir()
     if (folder / "README.md").exists()
 )
-MOST_FILES = 18  # in one folder, `__init__.py` counted
+MOST_FILES = 18  # in one folder, with `__init__.py`
 
 
 def folder(package: str) -> Path:
@@ -285,13 +286,13 @@ def folder(package: str) -> Path:
 
 
 def subpackage(name: str) -> str | None:
-    """The sub-package in which a name lies, if it lies in one."""
+    """Returns the sub-package that holds a name, if any."""
     return next((package for package in SUBPACKAGES if within(name, package)), None)
 
 
 @cache
 def used_outside() -> dict[str, dict[str, set[str]]]:
-    """By sub-package, and by module in it, the names that the rest of the project imports."""
+    """Returns, by sub-package and module, the names that the rest of the project imports."""
     used: dict[str, dict[str, set[str]]] = {package: defaultdict(set) for package in SUBPACKAGES}
     for name, path in MODULES.items():
         for one in list_imports(path):
@@ -306,7 +307,7 @@ def used_outside() -> dict[str, dict[str, set[str]]]:
 
 @cache
 def arrows_within(package: str) -> set[str]:
-    """The sub-packages of the same room that a sub-package imports when it runs."""
+    """Returns the sub-packages of the same package that a sub-package imports at run time."""
     room = package.rpartition(".")[0]
     found = {subpackage(one.name) for name, path in MODULES.items() if within(name, package)
              for one in list_imports(path) if not one.typing and within(one.name, room)}  # fmt: skip
@@ -314,7 +315,7 @@ def arrows_within(package: str) -> set[str]:
 
 
 def read_lists(package: str) -> tuple[set[str], dict[str, set[str]]]:
-    """What a sub-package's README allows: sub-packages that it may import, and by module names for the rest."""
+    """Reads a sub-package's README: sub-packages that it may import, and by module the names for outside use."""
     text = (folder(package) / "README.md").read_text()
     allowed = re.search(r"^May import of `\w+`: (.*)\.$", text, re.MULTILINE)
     assert allowed, f"{package}: the README lacks the line `May import of`"
@@ -345,7 +346,7 @@ def test_few_files_lie_in_one_folder() -> None:
     assert {f.name: n for f, n in counts.items() if n > MOST_FILES and f.name not in exempt} == {}
 
 
-# -- goals that are not reached yet: each number may only fall (or rise, where that is said), each list only shrink
+# goals that are not reached yet: each number may only fall (or rise, if the text says so), each list only shrink
 
 
 def test_circles_of_imports_for_type_checkers_become_fewer() -> None:
@@ -367,7 +368,7 @@ LONG_CHAINS = {
 
 
 def depth(where: str, name: str) -> int:
-    """How many own classes stand above each other up to this one."""
+    """Returns how many of the project's classes are in this class's chain of bases, itself included."""
     near = [one.name for one in list_imports(MODULES[where]) if one.alias == name]
     home = find_module(near[0]) if near else where
     key = next((key for key in ((home, name), (where, name)) if key in BASES), None)
@@ -388,7 +389,7 @@ def count_any(package: str) -> int:
 
 
 def count_foreign_assignments(package: str) -> int:
-    """Assignments to an attribute of another object than `self`."""
+    """Counts assignments to an attribute of another object than `self`."""
     trees = [parse(path) for name, path in MODULES.items() if within(name, package)]
     return sum(
         isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) not in ("self", "cls")

@@ -1,4 +1,4 @@
-"""Many cases: some in `make test`, which people wait for, more in `make test-long` and CI, all where that is asked."""
+"""Deals many test cases to `make test`, to `make test-long` and CI, and to runs of every case."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 
 def thinned(cases: Iterable[tuple[Any, ...]], of: int, long: int = 1) -> list[Any]:
-    """The cases of a parametrization: about one in `of` as it is, one in `long` of the others left to `make test-long`.
+    """Marks the cases of a parametrization: about one in `of` runs always, one in `long` of the rest is long.
 
-    What is left then is run by `make test-long EVERY=1` only; of 0 none is as it is, long 0 leaves none to the others.
-    A case's text chooses, so that those that are run stay the same when a family gets another member.
+    The remaining cases run only by `make test-long EVERY=1`. With of=0 no case runs always; with long=0 no remaining
+    case exists. A case's text decides, so the choice is stable when a family gets another member.
     """
     found = []
     for case in cases:

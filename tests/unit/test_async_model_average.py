@@ -1,4 +1,4 @@
-"""Bagua's asynchronous model average: when it averages, what it adds, and that nobody waits for it."""
+"""Tests Bagua's asynchronous model average: its timing, its corrections, and that no rank waits."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from workbench.strategies import DDP, AsyncModelAverage, LocalSGD
 pytestmark = pytest.mark.ranks
 
 AT_ONCE = AsyncModelAverage(every_ms=0.0)
-ALONE = LocalSGD(every=256)  # never, in these few steps
+ALONE = LocalSGD(every=256)  # never in these few steps
 
 
 def averagings(run_: Any, rank: int = 0) -> np.ndarray:
-    """(n, 2) when each began and ended on a rank."""
+    """Returns when each average began and ended on a rank: (n, 2)."""
     found = rows(run_, "comm", rank)
     first, last = "all_reduce average bucket 0", max(n for n in found.name if "average" in n)
     return np.stack([found.t0[found.equal("name", first)], found.t1[found.equal("name", last)]], 1)
 
 
 @pytest.mark.parametrize("every_ms", [0.0, 80.0])
-def test_at_a_wire_five_times_slower_than_compute_it_costs_no_time(every_ms: float) -> None:
-    """One averaging of ten buckets takes 5 x 20 ms; a step takes as long as one that never exchanges."""
+def test_on_a_link_five_times_slower_than_compute_it_costs_no_time(every_ms: float) -> None:
+    """Averaging 10 buckets takes 5 x 20 ms. A step takes as long as one without exchange."""
     mbit = 1.5 * 10 * 40_000 * 8e-6 / 0.100
     e = paced(4, 40, 20.0, mbit, task=stack(10, 100), faults=(Noisy(spread=0.2),))
     alone, beside = (simulate(e.set("strategy", s)) for s in (ALONE, AsyncModelAverage(every_ms=every_ms)))
@@ -52,8 +52,8 @@ def test_at_a_wire_five_times_slower_than_compute_it_costs_no_time(every_ms: flo
 
 
 @pytest.mark.parametrize("every_ms", [0.0, 50.0, 200.0])
-def test_the_rest_between_two_averagings_is_told_by_the_clock(every_ms: float) -> None:
-    """At most once per step, so up to one step of the slowest rank is added."""
+def test_the_pause_between_two_averages_follows_the_clock(every_ms: float) -> None:
+    """An average begins at most once per step, so one step of the slowest rank may be added."""
     e = paced(3, 100, 10.0, 100.0, strategy=AsyncModelAverage(every_ms=every_ms), faults=(Slow(rank=1, factor=2.0),))
     found = averagings(simulate(e))
     rest = found[1:, 0] - found[:-1, 1]
@@ -61,7 +61,7 @@ def test_the_rest_between_two_averagings_is_told_by_the_clock(every_ms: float) -
     assert found[0, 0] < 0.021, "the first one comes at once"
 
 
-def test_on_the_engine_it_rests_by_the_wall_clock_and_a_stop_need_not_wait_for_it() -> None:
+def test_the_engine_pauses_by_the_wall_clock_and_a_stop_does_not_wait() -> None:
     sessions = run(experiment(3, 40, strategy=AsyncModelAverage(every_ms=40.0), pace=5.0))
     rounds = sorted(r[4:6] for r in sessions[0].record if r[2] == "all_reduce average bucket 0")
     rest = [later[0] - sooner[1] for sooner, later in pairwise(rounds)]
@@ -73,7 +73,7 @@ def test_on_the_engine_it_rests_by_the_wall_clock_and_a_stop_need_not_wait_for_i
         over(late)
 
 
-def test_every_averaging_is_the_models_bytes_once_round() -> None:
+def test_every_average_sends_the_bytes_of_one_all_reduce() -> None:
     run_ = simulate(paced(4, 30, strategy=AsyncModelAverage(every_ms=60.0)))
     sizes = {f"all_reduce average bucket {k}": n for k, n in enumerate(run_.details("buckets")[-1][2]["nbytes"])}
     carried: dict[str, int] = defaultdict(int)
@@ -86,15 +86,15 @@ def test_every_averaging_is_the_models_bytes_once_round() -> None:
 # -- what it computes
 
 
-def test_the_sum_of_all_parameters_is_moved_by_the_optimizers_alone() -> None:
-    """Each rank's gradient is its own constant, whatever the parameters are; on both hosts."""
+def test_averages_do_not_move_the_sum_of_all_parameters() -> None:
+    """Each rank's gradient is a constant, whatever the parameters are; on both hosts."""
     def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         return [torch.tensor(float(rank + 1))]
 
     task = toy(partial(torch.optim.SGD, lr=0.001), model=Heap, loss=lambda m, pull: m(pull), data=data, evaluate=None)
     steps = 80
     e = experiment(3, steps, task=task, strategy=AT_ONCE, bucket_mb=0.4)
-    engine = run(e.set("pace", 5.0))  # so that rounds find time beside the steps, however busy the machine
+    engine = run(e.set("pace", 5.0))  # so that rounds find time during the steps on a busy machine
     assert sum(name == "all_reduce average bucket 0" for _, name, _ in engine[0].record.comm()) >= 2
     for sessions in (engine, simulated(e.set("pace", 2.0).set("bandwidth", 1000.0))[1]):
         pending = [s.state for s in sessions]
@@ -106,13 +106,13 @@ def test_the_sum_of_all_parameters_is_moved_by_the_optimizers_alone() -> None:
         torch.testing.assert_close(found.sort().values, want.sort().values, rtol=1e-4, atol=0)
 
 
-def test_corrections_wait_until_the_gradient_is_there_and_are_the_rule() -> None:
-    """Against the rule in one process, with the times of the simulator: a wire of 2.5 steps, equal ranks."""
+def test_corrections_wait_for_the_gradient_and_follow_the_rule() -> None:
+    """Compares with the rule in one process, at the simulator's times: a link of 2.5 steps, equal ranks."""
     e = paced(3, 12, 10.0, 1000.0, strategy=AT_ONCE, task=exact_task())
     nbytes = sum(simulate(e).details("buckets")[-1][2]["nbytes"])
     e = e.set("bandwidth", 2 * 2 / 3 * nbytes * 8e-6 / 0.025)
     run_, sessions = simulated(e)
-    began = rows(run_, "compute", 0, "update").t0  # a correction that has come is added just before
+    began = rows(run_, "compute", 0, "update").t0  # a correction is added just before the update
     x = parameters(simulated(e.set("steps", 1))[1])
     _, alone = simulated(e.set("strategy", ALONE).set("steps", 1))
     torch.testing.assert_close(x, parameters(alone), rtol=0, atol=0)
@@ -129,7 +129,7 @@ def test_corrections_wait_until_the_gradient_is_there_and_are_the_rule() -> None
 
 
 class _Plain:
-    """The rule in one process: snapshots at the starts of averagings, corrections by bucket as they end."""
+    """The rule in one process: snapshots at the starts of averages, corrections by bucket at their ends."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.correction, self.added = x, torch.zeros_like(x), 0
@@ -138,7 +138,7 @@ class _Plain:
         _, self.sessions = simulated(e)
 
     def advance(self, since: float, until: float, starts: np.ndarray, ends: list[np.ndarray], sizes: list[int]) -> None:
-        """All that the background did after the update that began `since`, before the one that begins `until`."""
+        """Applies the background's events from the update at `since` to the update at `until`."""
         told = [(float(t), -1) for t in starts] + [(float(t), k) for k, every in enumerate(ends) for t in every]
         edges = np.cumsum([0, *sizes])
         self.snapshot_or_correct([what for t, what in sorted(told) if since <= t < until], edges)
@@ -168,15 +168,15 @@ class _Plain:
             self.x[r] -= 0.1 * torch.cat([pieces[part.name] for b in s.layout.params() for part in b.parts])
 
 
-def test_without_averagings_ranks_train_alone() -> None:
-    """The first averaging comes after the first step and takes away what they differ by; after it there is none."""
+def test_without_averages_ranks_train_alone() -> None:
+    """The first average comes after the first step and removes the ranks' differences. No other follows."""
     e = paced(3, 10, strategy=AsyncModelAverage(every_ms=600000.0))
     assert len(averagings(simulate(e))) == 1
     spread = [parameters(simulated(e.set("steps", n))[1]).std(0).max() for n in (2, 10)]
     assert spread[1] > 2 * spread[0] > 0
 
 
-def test_without_learning_an_averaging_makes_the_ranks_equal() -> None:
+def test_without_learning_an_average_makes_the_ranks_equal() -> None:
     e = paced(3, 16, 10.0, strategy=AT_ONCE, task=toy(partial(torch.optim.SGD, lr=0.3)))
     _, before = simulated(e.set("steps", 6))
     found = parameters(simulated(e, Change(6, "lr", 1e-30))[1])
@@ -184,7 +184,7 @@ def test_without_learning_an_averaging_makes_the_ranks_equal() -> None:
     torch.testing.assert_close(found, found.mean(0).expand(3, -1), rtol=0, atol=1e-6)
 
 
-# -- in and out, and who pauses
+# live switches, and pauses
 
 
 WARM = AsyncModelAverage(every_ms=20.0, warmup=12)
@@ -199,7 +199,7 @@ def test_its_warm_up_is_data_parallelism(ranks: int) -> None:
         torch.testing.assert_close(parameters(sessions)[0].sort().values, want, rtol=0, atol=1e-12)
 
 
-def test_the_warm_up_sends_an_all_reduces_bytes_and_then_none_but_the_averages() -> None:
+def test_only_the_warm_up_sends_gradients() -> None:
     run_, sessions = simulated(paced(4, 30, strategy=WARM, faults=(Slow(rank=1, factor=2.0),)), real=False)
     sizes = [b.nbytes for b in sessions[0].layout.buckets]
     for r in range(4):
@@ -213,7 +213,7 @@ def test_the_warm_up_sends_an_all_reduces_bytes_and_then_none_but_the_averages()
 
 @pytest.mark.parametrize("at", [1, 5, 10, 11, 12, 13, 20])
 def test_a_change_in_or_after_the_warm_up_reaches_all(at: int) -> None:
-    """Around the end of the common step above all; planned on both hosts."""
+    """Tests steps around the end of the common step, planned on both hosts."""
     plan = (Change(at, "lr", 0.01), Change(at + 1, "bucket_mb", 0.02), Change(at + 2, "strategy", "DDP"),
             Change(at + 4, "strategy", {"AsyncModelAverage": {"warmup": 18}}))  # fmt: skip
     e = paced(3, 30, pace=2.0, strategy=WARM, faults=(Slow(rank=1, factor=2.0),))
@@ -227,7 +227,7 @@ def test_a_change_in_or_after_the_warm_up_reaches_all(at: int) -> None:
 
 
 @pytest.mark.parametrize("warmup", [3, 40, 10**6])
-def test_asked_for_at_any_moment_of_the_warm_up_a_change_does_not_hang(warmup: int) -> None:
+def test_a_change_at_any_moment_of_the_warm_up_does_not_hang(warmup: int) -> None:
     sessions = live(experiment(3, 0, strategy=AsyncModelAverage(every_ms=5.0, warmup=warmup), pace=2.0))
     try:
         for k in range(8):
@@ -245,8 +245,8 @@ def test_asked_for_at_any_moment_of_the_warm_up_a_change_does_not_hang(warmup: i
         over(sessions)
 
 
-def test_what_has_not_been_added_yet_is_not_lost_when_it_is_left() -> None:
-    """Left in the middle of everything, the parameters are the mean of what ranks would have had."""
+def test_leaving_applies_pending_corrections() -> None:
+    """Left at any moment, the parameters are the mean of the ranks' corrected parameters."""
     still = [Change(6, "lr", 1e-30), Change(9, "strategy", "DDP")]
     e = paced(3, 6, strategy=AT_ONCE, task=exact_task())
     _, before = simulated(e)
@@ -256,8 +256,8 @@ def test_what_has_not_been_added_yet_is_not_lost_when_it_is_left() -> None:
         torch.testing.assert_close(weights(s), want, rtol=0, atol=1e-12)
 
 
-def test_who_pauses_holds_nobody_up() -> None:
-    """On the virtual clock the others' steps last as long as before; on the engine all come to the end."""
+def test_a_paused_rank_delays_no_other_rank() -> None:
+    """On the virtual clock the other ranks' steps keep their time. On the engine all ranks reach the end."""
     e = paced(3, 60, 10.0, 20.0, strategy=AsyncModelAverage(every_ms=20.0))
     still = simulate(e, changes=[Change(10, "faults", [Freeze(rank=2, seconds=3.0)])])
     assert seconds(still, 0)[12:].max() == seconds(still, 1)[12:].max() == pytest.approx(0.010)
@@ -267,13 +267,13 @@ def test_who_pauses_holds_nobody_up() -> None:
     assert {s.phase for s in sessions} == {"done"}
 
 
-def test_turned_live_it_averages_as_often_as_it_is_told_to() -> None:
+def test_a_live_change_of_every_ms_changes_how_often_ranks_average() -> None:
     sessions = run(experiment(3, 60, strategy=AT_ONCE, pace=4.0), Change(30, "every_ms", 60000.0))
     at = [step for step, name, _ in sessions[0].record.comm() if name == "all_reduce average bucket 0"]
     changed = sessions[0].record.noted("change")[0][0]
     assert len([s for s in at if s < changed]) >= 2 and len([s for s in at if s > changed + 1]) <= 1
 
 
-def test_a_rest_below_nothing_is_refused() -> None:
+def test_a_negative_every_ms_is_refused() -> None:
     with pytest.raises(KnobError, match=r"every_ms=-1: must be a number in \[0, 600000\] ms"):
         experiment(2, strategy=AsyncModelAverage(every_ms=-1))

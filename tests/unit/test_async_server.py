@@ -1,4 +1,4 @@
-"""The asynchronous server: what it computes, how stale pushes are, who waits, and what its knobs do."""
+"""Tests AsyncServer: its results, the staleness of pushes, waiting, and its knobs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ sgd = partial(torch.optim.SGD, lr=0.05)
 
 
 def staleness(sessions: list[Session]) -> list[list[int]]:
-    """By rank, that of every push."""
+    """Returns the staleness of every push, by rank."""
     return [[int(v) for _, name, _, v in s.record.samples if name == "staleness"] for s in sessions]
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])
-def test_in_step_it_is_data_parallelism(servers: int) -> None:
-    """Two trainers that push and fetch every step, mean weights: DDP of these two."""
+def test_a_synchronous_server_is_data_parallelism(servers: int) -> None:
+    """Two trainers that push and fetch mean weights in every step equal DDP on two ranks."""
     chosen = SyncServer(servers=servers)
     sessions = run(experiment(2 + servers, 12, task=toy(sgd, data=two), strategy=chosen))
     want = weights(run(experiment(2, 12, task=toy(sgd, data=two), strategy=DDP()))[0])
@@ -43,7 +43,7 @@ def test_in_step_it_is_data_parallelism(servers: int) -> None:
 
 
 def two(rank: int, ranks: int, seed: int) -> list:
-    """The same data for a trainer whether or not there are servers."""
+    """Gives a trainer the same data with and without servers."""
     return [batch(rank, step, seed) for step in range(64)]
 
 
@@ -54,7 +54,7 @@ def test_sums_are_data_parallelism_at_p_times_the_rate() -> None:
 
 
 def alone(push: int, fetch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One trainer and its server after 12 steps, and the trainer without one."""
+    """Returns one trainer's weights after 12 steps with a server, and without one."""
     chosen = AsyncServer(servers=1, push=push, fetch=fetch)
     e = experiment(2, 12, task=toy(sgd, data=two), strategy=chosen, pace=5.0)
     _, sessions = simulated(e)
@@ -62,14 +62,14 @@ def alone(push: int, fetch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("push", "fetch"), [(1, 1), (2, 3), (3, 2), (5, 1)])
-def test_a_fetch_keeps_what_was_not_pushed_yet(push: int, fetch: int) -> None:
-    """With one trainer the server knows nothing that the trainer did not push, so every fetch changes nothing."""
+def test_a_fetch_keeps_unpushed_moves(push: int, fetch: int) -> None:
+    """With one trainer the server knows only that trainer's pushes, so a fetch changes nothing."""
     got, want = alone(push, fetch)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_left_between_two_pushes_the_trainers_share_their_moves_and_the_server_has_none() -> None:
-    """Moves that nobody has pushed count as a push would: a half of each of two trainers', not a third."""
+def test_leaving_between_two_pushes_shares_the_trainers_moves() -> None:
+    """Unpushed moves count like pushes: half of each of 2 trainers' moves, not 1/3."""
     chosen, moves = AsyncServer(servers=1, push=4, fetch=4), torch.tensor([[4.0, 0.0], [2.0, -6.0], [0.0, 0.0]])
     start = torch.tensor([1.0, 10.0])
     ranks = [Rank(index, 3) for index in range(3)]
@@ -87,8 +87,8 @@ def test_left_between_two_pushes_the_trainers_share_their_moves_and_the_server_h
         assert bucket.data.tolist() == (start + torch.tensor([3.0, -3.0])).tolist()
 
 
-def test_beside_a_slow_rank_the_others_go_on_and_staleness_varies() -> None:
-    """A step of the slow one lasts until each of the others has made three: for ever where they wait for it."""
+def test_fast_ranks_do_not_wait_for_a_slow_one_and_staleness_varies() -> None:
+    """The slow rank's step lasts until each other rank has made 3, so it deadlocks if they wait."""
     sessions: list[Session] = []
 
     def loss(model: torch.nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_beside_a_slow_rank_the_others_go_on_and_staleness_varies() -> None:
     every = staleness(sessions)
     assert [len(pushes) for pushes in every] == [20] * 4
     assert len(set(every[1])) > 1 and len({v for pushes in every for v in pushes}) > 3
-    typical = [sorted(pushes[:6])[3] for pushes in every]  # then the fast ones are done
+    typical = [sorted(pushes[:6])[3] for pushes in every]  # the fast ranks are done after that
     assert typical[1] > max(typical[0], typical[2], typical[3]), "while the slow one computes, the others push"
 
 
@@ -115,11 +115,11 @@ def test_every_push_is_in_the_servers_version() -> None:
 
 
 def asked(s: Session, first: int, stop: int) -> Counter:
-    """What a rank sent in steps [first, stop), by what it is."""
+    """Counts a rank's messages in steps [first, stop), by kind."""
     return Counter(" ".join(n.split()[1:-3]) for step, n, _ in s.record.comm() if first <= step < stop)
 
 
-def test_periods_turned_live_send_as_often_as_they_say() -> None:
+def test_live_changes_of_periods_change_how_often_ranks_send() -> None:
     chosen = experiment(3, 48, strategy=SyncServer(), bucket_mb=1.0)
     s = run(chosen, Change(12, "push", 4), Change(24, "fetch", 2))[1]
     assert asked(s, 0, 12)["push bucket"] == 12
@@ -128,7 +128,7 @@ def test_periods_turned_live_send_as_often_as_they_say() -> None:
 
 
 def fetched(s: Session, first: int, stop: int) -> int:
-    """How often a rank was given the server's parameters in steps [first, stop)."""
+    """Counts how often a rank received the server's parameters in steps [first, stop)."""
     return sum(first <= r[0] < stop for r in s.record if r[2] == "recv fetch bucket 0 from 0")
 
 
@@ -148,8 +148,8 @@ def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.SGD, lr=0.02)])
-def test_servers_take_part_in_what_comes_after(optimizer: Any) -> None:
-    """A rank that never trained gets its optimizer's state from those that did."""
+def test_servers_take_part_in_the_next_strategy(optimizer: Any) -> None:
+    """A rank that never trained gets its optimizer state from a trainer."""
     chosen = experiment(4, 20, task=toy(optimizer), strategy=AsyncServer(servers=1))
     sessions = run(chosen, Change(8, "strategy", "DDP"), Change(12, "strategy", {"AsyncServer": {"servers": 2}}),
                    Change(16, "strategy", "DDP"))  # fmt: skip
@@ -157,7 +157,7 @@ def test_servers_take_part_in_what_comes_after(optimizer: Any) -> None:
     assert len({s.rank.step for s in sessions}) == 1
 
 
-def test_more_servers_turned_live_take_over_the_centre() -> None:
+def test_live_changes_of_servers_hand_over_the_centre() -> None:
     sessions = live(experiment(4, 0, strategy=AsyncServer(), pace=4.0))
     try:
         for k, (path, value) in enumerate([("servers", 2), ("push", 3), ("strategy", "SyncServer"), ("servers", 0)]):
@@ -173,8 +173,8 @@ def test_more_servers_turned_live_take_over_the_centre() -> None:
         over(sessions)
 
 
-def test_what_was_not_pushed_is_not_lost_when_it_is_left() -> None:
-    """In step and left between two pushes, it is Local SGD left in the middle of a round."""
+def test_leaving_keeps_unpushed_moves() -> None:
+    """A synchronous server that is left between two pushes equals Local SGD left in the middle of a round."""
     chosen = SyncServer(push=2, fetch=2)
     sessions = run(experiment(3, 6, task=toy(sgd), strategy=chosen), Change(0, "strategy", "DDP"))
     (mark,) = sessions[0].record.noted("change")
@@ -184,7 +184,7 @@ def test_what_was_not_pushed_is_not_lost_when_it_is_left() -> None:
 
 
 @pytest.mark.parametrize(("push", "fetch"), [(1, 1), (4, 4), (2, 3)])
-def test_in_step_a_change_asked_for_at_any_moment_is_made_before_the_same_step(push: int, fetch: int) -> None:
+def test_a_synchronous_server_applies_a_change_before_the_same_step_on_all_ranks(push: int, fetch: int) -> None:
     sessions = live(experiment(3, 0, strategy=SyncServer(servers=1, push=push, fetch=fetch), pace=2.0))
     try:
         for k in range(6):
@@ -199,7 +199,7 @@ def test_in_step_a_change_asked_for_at_any_moment_is_made_before_the_same_step(p
         over(sessions)
 
 
-def test_what_cannot_be_is_refused_in_words() -> None:
+def test_invalid_settings_are_refused_with_a_reason() -> None:
     with pytest.raises(KnobError, match="leaves none of 2 ranks to train; use at most 1"):
         experiment(2, strategy=AsyncServer(servers=2))
     with pytest.raises(KnobError, match="use Dense with it"):

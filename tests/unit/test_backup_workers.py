@@ -1,4 +1,4 @@
-"""Backup workers: whose gradients count, what is left of the others, how long a step lasts, how a change acts."""
+"""Tests BackupWorkers: counted and dropped gradients, step times, and live changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDE = (Noisy(spread=3.0, seed=4),)
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
-    """The virtual ranks of the simulation that a test made last."""
+    """Returns the virtual ranks of the test's latest simulation."""
     made: list[Session] = []
     init = Session.__init__
 
@@ -51,12 +51,12 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 
 def state(s: Any) -> tuple[int, int]:
-    """Parameters and optimizer state of a rank, to the bit."""
+    """Returns exact digests of a rank's parameters and optimizer state."""
     return state_hash(s.layout), fingerprint(optimizer_tensors(s.layout, s.optimizer))
 
 
 def pushed(run: Run) -> dict[int, dict[int, bool]]:
-    """By version, whose gradients were sent, and whether they counted."""
+    """Returns, by version and rank, whether the rank's gradient counted."""
     found = run.timeline.samples.rows()
     found = found[found.equal("name", "late")]
     out: dict[int, dict[int, bool]] = defaultdict(dict)
@@ -68,7 +68,7 @@ def pushed(run: Run) -> dict[int, dict[int, bool]]:
 
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_without_backups_it_is_data_parallelism_to_the_bit(ranks: int, optimizer: Any, sessions: list[Session]) -> None:
+def test_without_backups_it_is_exactly_data_parallelism(ranks: int, optimizer: Any, sessions: list[Session]) -> None:
     both = []
     for strategy in (DDP(), BackupWorkers(backup=0)):
         simulate(paced(ranks, 12, strategy=strategy, task=toy(optimizer), faults=WIDE), real=True)
@@ -87,10 +87,10 @@ def test_without_backups_it_is_data_parallelism_on_the_engine() -> None:
 @pytest.mark.parametrize("last", [0, 2, 4])
 @pytest.mark.parametrize("warmup", [0, 12])
 @pytest.mark.parametrize("optimizer", [momentum, adam])
-def test_with_one_rank_always_last_it_is_exactly_data_parallelism_of_the_others(
+def test_with_one_rank_always_last_it_is_data_parallelism_of_the_other_ranks(
     last: int, optimizer: Any, warmup: int, sessions: list[Session]
 ) -> None:
-    """Where the learning rate rises, too: each missed mean is applied at the rate of its own step."""
+    """Also while the learning rate rises: each missed mean is applied at the rate of its own step."""
     def others(rank: int, ranks: int, seed: int) -> list:
         return [batch(rank + (rank >= last), step, seed) for step in range(64)]
 
@@ -118,7 +118,7 @@ def test_the_order_of_arrival_does_not_change_a_bit(sessions: list[Session]) -> 
 
 @pytest.mark.parametrize("backup", [1, 2, 4])
 def test_each_version_is_the_mean_of_the_first_gradients_made_with_it(backup: int, sessions: list[Session]) -> None:
-    """Replayed by one process from who counted in which version: none twice, none of another version."""
+    """One process replays which rank counted in which version: none twice, none in another version."""
     ranks, steps = 5, 25
     done = simulate(paced(ranks, steps, strategy=BackupWorkers(backup=backup), faults=WIDE, mbit=0), real=True)
     who = pushed(done)
@@ -141,7 +141,7 @@ def test_each_version_is_the_mean_of_the_first_gradients_made_with_it(backup: in
         assert not s.state.means and not s.state.come and not s.state.wanting, "nothing is kept for nobody"
 
 
-def test_the_engines_ranks_agree_whoever_was_late() -> None:
+def test_ranks_of_the_engine_agree_whichever_was_late() -> None:
     e = experiment(4, 40, strategy=BackupWorkers(backup=1), pace=4.0, task=toy(adam), lr_warmup=30)
     ranks = run(e.set("faults", [Noisy(spread=3.0)]))
     assert len({state(s) for s in ranks}) == 1 and {s.rank.step for s in ranks} == {40}
@@ -150,19 +150,19 @@ def test_the_engines_ranks_agree_whoever_was_late() -> None:
     assert sum(len(each) - sum(each) for each in dropped) == 3 * 40, "three of four gradients counted in each step"
 
 
-# -- how long a step lasts --
+# how long a step lasts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponential(Fault):
-    """Compute lasts a time from the exponential distribution with mean 1, drawn anew for each rank and step."""
+    """Compute times are exponential with mean 1, drawn independently for each rank and step."""
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         return Random(f"{rank}/{step}").expovariate(1.0)
 
 
 def closings(draw: Callable[[int, int], float], ranks: int, backup: int, steps: int) -> list[float]:
-    """When each version is closed, from the paper's rule alone: late ones finish what they began, then begin anew."""
+    """Returns when each version closes by the paper's rule: a late rank finishes its gradient, then starts the next."""
     heap = [(draw(r, 0), r, 0) for r in range(ranks)]
     heapq.heapify(heap)
     version, waiting, closed = 0, [], []  # type: tuple[int, list[int], list[float]]
@@ -182,7 +182,7 @@ def closings(draw: Callable[[int, int], float], ranks: int, backup: int, steps: 
 
 
 def expected(ranks: int, backup: int) -> float:
-    """Mean time of a version with `backup` late ranks at its beginning and times without memory, step by step."""
+    """Returns a version's mean time with `backup` late ranks at its beginning and memoryless times."""
     need = ranks - backup
     left = {(a, late): 0.0 for a in range(ranks + 1) for late in range(backup + 1)}
     for a in reversed(range(need)):
@@ -202,7 +202,7 @@ def drawn(rank: int, version: int) -> float:
 
 
 def timed(backup: int, steps: int, *changes: Change) -> tuple[Run, dict[int, float]]:
-    """A run with nothing but compute, and when each version was closed."""
+    """Returns a run with nothing but compute, and the time at which each version closed."""
     e = experiment(8, steps, strategy=BackupWorkers(backup=backup), bucket_mb=10.0).set("faults", [Exponential()])
     done = simulate(e, costs=Costs(backward=(Duration(1.0),)), changes=changes)
     who, steps_made = pushed(done), rows(done, "step")
@@ -211,7 +211,7 @@ def timed(backup: int, steps: int, *changes: Change) -> tuple[Run, dict[int, flo
 
 
 @pytest.mark.parametrize("backup", [0, 1, 2, 3])
-def test_versions_close_when_the_papers_rule_says(backup: int) -> None:
+def test_versions_close_by_the_papers_rule(backup: int) -> None:
     _, closed = timed(backup, 60)
     assert sorted(closed) == list(range(60))
     assert [closed[v] for v in range(60)] == pytest.approx(closings(drawn, 8, backup, 60), abs=1e-9)
@@ -219,7 +219,7 @@ def test_versions_close_when_the_papers_rule_says(backup: int) -> None:
 
 @pytest.mark.parametrize(("backup", "together", "on"), [(0, 2.718, 2.718), (1, 1.718, 1.933), (2, 1.218, 1.534)])
 def test_a_step_lasts_as_long_as_the_nth_gradient_takes(backup: int, together: float, on: float) -> None:
-    """Where all begin together as in the textbook, H_p - H_b; where late ones first finish what they began, longer."""
+    """H_p - H_b if all ranks begin together, as in the textbook; longer if late ranks first finish their gradient."""
     assert harmonic(8) - harmonic(backup) == pytest.approx(together, abs=1e-3)
     assert expected(8, backup) == pytest.approx(on, abs=1e-3) and on >= together
     mean = closings(drawn, 8, backup, 10_000)[-1] / 10_000
@@ -227,7 +227,7 @@ def test_a_step_lasts_as_long_as_the_nth_gradient_takes(backup: int, together: f
 
 
 @pytest.mark.parametrize("backup", [0, 1, 2])
-def test_after_a_meeting_all_begin_together_and_a_step_lasts_as_the_textbook_says(backup: int) -> None:
+def test_steps_after_a_meeting_take_the_textbooks_time(backup: int) -> None:
     steps, need = 60, 8 - backup
     done, closed = timed(backup, steps, *(Change(k, "lr", 0.01 + k % 2 / 100) for k in range(steps)))
     began: dict[int, list[float]] = defaultdict(list)
@@ -242,8 +242,8 @@ def test_after_a_meeting_all_begin_together_and_a_step_lasts_as_the_textbook_say
     assert many.mean() == pytest.approx(harmonic(8) - harmonic(backup), rel=0.02)
 
 
-def test_who_need_not_wait_does_not() -> None:
-    """With one rank four times slower and one backup, the others keep the pace they have without it."""
+def test_fast_ranks_do_not_wait_for_a_slow_one() -> None:
+    """With one rank 4 times slower and one backup, the other ranks keep their pace."""
     def pace(*faults: Fault) -> list[float]:
         done = simulate(paced(4, 20, strategy=BackupWorkers(backup=1), mbit=0, faults=faults))
         return seconds(done, 0).tolist()
@@ -254,7 +254,7 @@ def test_who_need_not_wait_does_not() -> None:
 
 
 @pytest.mark.parametrize("backup", [0, 1])
-def test_a_rank_that_stands_still_for_three_seconds_hangs_nobody(backup: int) -> None:
+def test_a_rank_frozen_for_three_seconds_hangs_no_other_rank(backup: int) -> None:
     e = paced(4, 500, strategy=BackupWorkers(backup=backup), mbit=0)
     done = simulate(e, changes=[Change(20, "faults", [{"Freeze": {"rank": 2, "seconds": 3.0}}])])
     assert done.state == "done"
@@ -283,8 +283,8 @@ def test_bytes_are_one_model_per_gradient_and_one_per_version_and_rank() -> None
 SLOW_FIRST = (Slow(rank=0, factor=6.0), Slow(rank=2, factor=3.0))
 
 
-def test_a_change_acts_on_all_before_the_same_step_and_late_ranks_do_not_jump_over_it() -> None:
-    """The slowest of all is rank 0, which names the step; others are far ahead of it."""
+def test_all_ranks_apply_a_change_before_the_same_step_even_late_ones() -> None:
+    """Rank 0 names the step, and is the slowest: other ranks are far ahead of it."""
     e = experiment(5, 0, strategy=BackupWorkers(backup=2), pace=5.0).set("faults", SLOW_FIRST)
     ranks = live(e)
     try:
@@ -315,11 +315,11 @@ def test_a_change_acts_on_all_before_the_same_step_and_late_ranks_do_not_jump_ov
 
 
 def rows_of(s: Any) -> list[int]:
-    """The numbers of the steps that a rank made."""
+    """Returns the numbers of the steps that a rank made."""
     return [r[0] for r in s.record if r[1] == "step"]
 
 
-def test_more_backups_turned_live_stop_the_waiting() -> None:
+def test_raising_backups_live_ends_the_waiting() -> None:
     e = paced(4, 40, strategy=BackupWorkers(), mbit=0, faults=(Slow(rank=3, factor=4.0),))
     done = simulate(e, changes=[Change(20, "strategy.backup", 1)])
     made = rows(done, "step", 1)
@@ -329,8 +329,8 @@ def test_more_backups_turned_live_stop_the_waiting() -> None:
 
 
 @pytest.mark.parametrize("other", [n for n, cls in shipped(Strategy).items() if not cls.opaque])
-def test_it_is_entered_and_left_live_with_late_ranks(other: str, sessions: list[Session]) -> None:
-    """In and out, by way of every other strategy; parameters are compared at each switch by the frame."""
+def test_live_switches_work_with_late_ranks(other: str, sessions: list[Session]) -> None:
+    """Switches in and out of every other strategy. The simulator compares parameters at each switch."""
     e = paced(4, 40, strategy=BackupWorkers(backup=1), faults=WIDE)
     changes = [Change(9, "strategy", other), Change(18, "strategy", to_plain(BackupWorkers(backup=2))),
                Change(27, "strategy", "DDP")]  # fmt: skip
@@ -340,7 +340,7 @@ def test_it_is_entered_and_left_live_with_late_ranks(other: str, sessions: list[
     assert len({state(s) for s in sessions}) == 1 and {s.rank.step for s in sessions} == {40}
 
 
-def test_what_cannot_be_is_refused_in_words() -> None:
+def test_invalid_settings_are_refused_with_a_reason() -> None:
     with pytest.raises(KnobError, match="backup=2 leaves none of 2 ranks whose gradient counts; use at most 1"):
         experiment(2, strategy=BackupWorkers(backup=2))
     with pytest.raises(KnobError, match="use Dense with it"):

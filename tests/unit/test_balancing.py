@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: the best of all cuts, what it takes on real ranks, and how it is turned to live."""
+"""Tests pipeline cuts: the best cuts, their time on real ranks, and live changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def allowed(cuts: tuple[int, ...], n: int, together: set[int], barren: set[int])
 
 
 def test_no_cut_has_a_faster_slowest_piece() -> None:
-    """Against all cuts there are, for parts that are free and for some that are not."""
+    """Compares with all cuts, for parts that are free and parts that are not."""
     rng, impossible = random.Random(3), 0
     for _ in range(400):
         n, stages = rng.randint(2, 8), rng.randint(1, 3)
@@ -56,8 +56,8 @@ def test_no_cut_has_a_faster_slowest_piece() -> None:
     assert 20 < impossible < 200
 
 
-def test_no_other_cuts_have_both_a_faster_slowest_stage_and_less_that_crosses() -> None:
-    """Against all cuts there are, of stages of one or two pieces whose ranks and links are unlike."""
+def test_no_cuts_beat_the_front_in_both_slowest_stage_and_traffic() -> None:
+    """Compares with all cuts, for stages of one or two pieces with different ranks and links."""
     rng, whole = random.Random(5), 0
     for _ in range(300):
         stages, n = rng.randint(1, 3), rng.randint(6, 9)
@@ -80,8 +80,8 @@ def test_no_other_cuts_have_both_a_faster_slowest_stage_and_less_that_crosses() 
     assert whole > 250
 
 
-def test_a_stage_of_several_pieces_is_weighed_as_a_whole() -> None:
-    """Piece by piece all cuts of four parts are one; of many parts there are too many cuts, and that is said."""
+def test_the_pieces_of_a_stage_are_balanced_as_a_whole() -> None:
+    """Piece by piece all cuts of 4 parts are the same. Too many cuts give an inexact answer."""
     (way,), exact = front([[1, 1, 9, 1, 9, 1, 1, 1]], 4, stages=2)
     assert exact and way.slowest == 12, "a heavy part on each stage"
     (long,), exact = front([[1.0 + k * k % 7 for k in range(40)]], 12, stages=4)
@@ -92,7 +92,7 @@ ALIKE = Costs(forward=0.012, backward=0.024)  # type: ignore[arg-type]  # and up
 
 
 def simulated(cuts: tuple[int, ...], micros: int, costs: Costs = ALIKE, **rest: Any) -> Any:
-    """Four layers of one size on two stages, cut at these."""
+    """Simulates 4 layers of one size on 2 stages with these cuts."""
     layers = lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])  # noqa: E731
     task = toy(model=layers, data=lambda *_: [(torch.ones(8, WIDTH), torch.zeros(8, WIDTH))], evaluate=None)
     e = experiment(2, 6, task=task, partition=Pipeline(micros=micros, cuts=cuts, **rest))
@@ -101,16 +101,16 @@ def simulated(cuts: tuple[int, ...], micros: int, costs: Costs = ALIKE, **rest: 
 
 @pytest.mark.parametrize("micros", [1, 4, 8])
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
-def test_stages_that_are_unlike_stand_still_as_long_as_they_must(schedule: Any, micros: int) -> None:
-    """One layer, then three: the first micro-batch goes through one before the second stage has anything to do."""
+def test_uneven_stages_idle_for_the_expected_time(schedule: Any, micros: int) -> None:
+    """One layer, then 3: the first micro-batch passes one layer before the second stage has work."""
     found = simulated((1,), micros, schedule=schedule)
-    lasts = 1 + 3 * micros  # in layers' times, forward and backward alike: the last stage never waits again
+    lasts = 1 + 3 * micros  # in layer times, forward and backward alike: the last stage never waits again
     assert found.share == pytest.approx(1 - (4 * micros / 2) / lasts, abs=2e-3)
     assert found.busy[1] == pytest.approx(3 * found.busy[0], rel=1e-6)
 
 
-def test_parts_take_what_was_measured_of_them() -> None:
-    """The last of four layers of one size takes as long as three: so three and one are even."""
+def test_parts_take_their_measured_times() -> None:
+    """The last of 4 equal layers takes as long as the other 3, so 3 and 1 are even."""
     costs = Costs(forward=0.03, backward=0.06, parts=((1, 2), (1, 2), (1, 2), (3, 6)))  # type: ignore[arg-type]
     found = simulated((3,), 4, costs)
     assert found.share == pytest.approx(1 / 5, abs=2e-3)
@@ -135,7 +135,7 @@ class _Sleeps(torch.autograd.Function):
 
 
 class Slowly(nn.Module):
-    """A layer that takes as long as it is told, forward, and twice that backward, and few cycles."""
+    """A layer that sleeps for given seconds in forward, and twice that in backward, and uses little CPU."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Slowly(nn.Module):
 
 
 def uneven() -> nn.Module:
-    """Six layers of one size, of which the first three take six times as long as the others."""
+    """6 layers of one size; the first 3 take 6 times as long as the last 3."""
     rng = torch.Generator().manual_seed(7)
     model = nn.Sequential(*[Slowly(ms * 1e-3) for ms in (24, 24, 24, 4, 4, 4)], nn.Linear(WIDTH, 4))
     for p in model.parameters():
@@ -158,7 +158,7 @@ HEAVY = piped(2, 8, task=toy(model=uneven, data=batches, evaluate=None, loss=los
 
 
 def seconds_per_step(sessions: list[Any]) -> float:
-    """From a rank's last passes of a step to those of the next: the least, for the machine may do other things."""
+    """Returns the shortest time between the last passes of two steps, because the machine may be busy."""
     ends: dict[int, float] = {}
     for row in sessions[0].record:
         if row[1] == "compute":
@@ -166,7 +166,7 @@ def seconds_per_step(sessions: list[Any]) -> float:
     return min(b - a for a, b in pairwise([ends[k] for k in sorted(ends)][2:]))
 
 
-def test_heavy_layers_are_weighed_by_their_time_and_real_ranks_are_as_much_faster() -> None:
+def test_balanced_cuts_speed_up_real_ranks_as_predicted() -> None:
     found = balance(HEAVY, rounds=5)
     assert found.cuts == (2,) and found.even is not None and found.even.cuts == (3,)
     assert [u.forward > 14e-3 for u in found.units] == [True] * 3 + [False] * 4
@@ -175,10 +175,8 @@ def test_heavy_layers_are_weighed_by_their_time_and_real_ranks_are_as_much_faste
     assert f"cuts=[{found.cuts[0]}]" in repr(found) and repr(found).count("\n") == 7
 
 
-def test_it_is_turned_to_live_and_nothing_is_lost() -> None:
-    """Cut by parameters, elsewhere, and in pieces of unlike sizes: what one process comes to, to the bit, and the
-    simulator, too.
-    """
+def test_live_changes_of_cuts_keep_the_state_exactly() -> None:
+    """Three cuts, one with pieces of different sizes, are bit-identical to one process and to the simulator."""
     pieces = Pipeline(schedule=Interleaved(), cuts=(1, 2, 6))
     e = piped(2, 16, partition=Pipeline())
     changes = [Change(4, "partition.cuts", (6,)), Change(8, "partition", pieces),
@@ -204,18 +202,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:12] for _, words in REFUSED])
-def test_cuts_that_no_pipeline_has_are_refused_in_words(given: dict[str, Any], words: str) -> None:
+def test_invalid_cuts_are_refused_with_a_reason(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
         experiment(12, partition=Pipeline(**given))
 
 
 @pytest.mark.parametrize("value", ["a", "1.5", [1.5], [True], 3, [[1]], [{"a": 1}], [float("inf")], None])
-def test_what_is_no_list_of_integers_is_refused(value: Any) -> None:
+def test_cuts_must_be_a_list_of_integers(value: Any) -> None:
     with pytest.raises(KnobError, match=r"cuts=.*must be a list of integers, such as 2, 5"):
         experiment(2, partition=Pipeline()).set("partition.cuts", value)
 
 
-def test_cuts_that_the_model_does_not_have_are_refused_and_the_run_goes_on() -> None:
+def test_cuts_outside_the_model_are_refused_and_the_run_goes_on() -> None:
     task = toy(model=lambda: nn.Sequential(*deep(), nn.Tanh()), data=batches, loss=loss, evaluate=None)
     sessions = run(piped(2, 8, partition=Pipeline(), task=task), Change(2, "partition.cuts", [8]),
                    Change(4, "partition.cuts", [7]), Change(6, "partition.cuts", [1]))  # fmt: skip
@@ -241,7 +239,7 @@ def found_with(way: Any, times: Any = EQUAL, **rest: Any) -> Balanced:
     return balance(replace(piped(4, partition=way), **rest), times=times, slow=slow)
 
 
-def test_a_slow_stage_is_given_less() -> None:
+def test_a_slow_stage_gets_fewer_parts() -> None:
     alike = found_with(Pipeline())
     assert alike.cuts in ((3,), (4,)) and alike.gain == pytest.approx(1.0)
     slow = found_with(Pipeline(), fabric=Fabric(faults=(Slow(rank=3, factor=3.0),)))
@@ -252,12 +250,12 @@ def test_a_slow_stage_is_given_less() -> None:
     assert paced.cuts == (5,), "under a pace parts take what their parameters say"
 
 
-def test_a_run_says_which_stage_is_slow() -> None:
-    """Recorded with cuts of its own, a change to others, and a fault that the experiment does not know of."""
+def test_a_recorded_run_shows_which_stage_is_slow() -> None:
+    """The record has its own cuts, a change of them, and a fault that the experiment does not contain."""
     fault = Fabric(faults=(Slow(rank=1, factor=3.0),))
     e = replace(piped(4, 8, partition=Pipeline(cuts=(2,)), fabric=fault), pace=70.0)
     recorded = simulate(e, changes=[Change(4, "partition.cuts", (4,))])
-    weights = [(0.3 * w, 0.6 * w) for w in [157.0] * 6 + [53.0]]  # as the pace has it: by parameters, and one more
+    weights = [(0.3 * w, 0.6 * w) for w in [157.0] * 6 + [53.0]]  # as the pace weighs parts: by parameters, plus one
     found = found_with(Pipeline(), weights, slow=recorded)
     assert found.cuts == found_with(Pipeline(), weights, slow=(1.0, 3.0)).cuts != found_with(Pipeline(), weights).cuts
     first, second = (found.costs.forward[rank].seconds for rank in (0, 1))
@@ -279,7 +277,7 @@ def pairs() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, n)) for n in (*[WIDTH] * 6, 4)])
 
 
-def test_parts_with_nothing_to_train_and_tied_ones_are_heeded() -> None:
+def test_cuts_respect_parts_without_parameters_and_tied_parts() -> None:
     layers = lambda: nn.Sequential(nn.Tanh(), *deep())  # noqa: E731
     task = toy(model=layers, data=batches, loss=loss, evaluate=None)
     found = found_with(Pipeline(), [(0.9, 0.0), *EQUAL], task=task)
@@ -306,13 +304,13 @@ NOT_SO = [
 
 
 @pytest.mark.parametrize(("given", "words"), NOT_SO, ids=[words[:16] for _, words in NOT_SO])
-def test_what_cannot_be_balanced_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_are_refused_with_a_reason(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
         found_with(**given)
 
 
-def test_a_pipeline_that_never_flushes_is_predicted_once_its_first_stage_is_what_all_wait_for() -> None:
-    """A minibatch cannot take less than the slowest part: here the first, which all other stages run ahead of."""
+def test_pipedream_with_a_slow_first_stage_is_predicted() -> None:
+    """A minibatch takes at least as long as the slowest part: here the first, which the other stages outrun."""
     times = [(0.010, 0.020)] + [(0.001, 0.002)] * 6
     for stages in (2, 4):
         found = found_with(Pipeline(stages=stages, micros=1, schedule=PipeDream()), times)
@@ -321,8 +319,8 @@ def test_a_pipeline_that_never_flushes_is_predicted_once_its_first_stage_is_what
         assert found.best.step_s == pytest.approx(float(long), rel=0.01) and found.best.step_s >= 0.030 - 1e-9
 
 
-def test_cuts_are_not_proposed_that_are_slower_for_what_crosses() -> None:
-    """Parts that take as long, and one that makes its output wide: a cut behind it sends that over a slow link."""
+def test_proposed_cuts_account_for_activations_on_slow_links() -> None:
+    """Parts take equal time, and one has a wide output: a cut behind it sends that over a slow link."""
     wide = lambda: nn.Sequential(  # noqa: E731
         nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)), nn.Linear(8, 8), nn.Linear(8, 4000), nn.Linear(4000, 4),
         nn.Linear(4, 4), nn.Linear(4, 4))  # fmt: skip
@@ -334,8 +332,8 @@ def test_cuts_are_not_proposed_that_are_slower_for_what_crosses() -> None:
 
 
 @pytest.mark.parametrize("rate", [5.0, 1e5])
-def test_no_single_cut_is_predicted_to_be_faster_than_what_is_proposed(rate: float) -> None:
-    """Of two stages all cuts are few enough to be simulated; three parts on each stage would send what is wide."""
+def test_no_single_cut_is_predicted_to_be_faster_than_the_proposal(rate: float) -> None:
+    """All cuts of 2 stages can be simulated. An even cut would send the wide activation."""
     wide = lambda: nn.Sequential(  # noqa: E731
         nn.Linear(8, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 4), nn.Linear(4, 4),
         nn.Linear(4, 4))  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a rank's device has no memory for is refused in words, before it begins, before a change, and when it shows."""
+"""Tests that settings which exceed a device's memory are refused before a run, a change or a step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def lesson(**rest: Any) -> Experiment:
 
 
 def needs(e: Experiment) -> float:
-    """MB of the device that a rank needs at most, as it shows where there is no limit."""
+    """Returns the peak MB of a rank's device, without a limit."""
     return max(seen(run(e)[0], "memory peak")) / 1e6
 
 
 @pytest.mark.long
-def test_what_is_foreseen_is_what_shows_and_each_stage_needs_less() -> None:
+def test_predicted_memory_equals_measured_memory_and_falls_with_each_stage() -> None:
     found = []
     for strategy in STAGES:
         e = lesson(strategy=strategy)
@@ -55,7 +55,7 @@ def test_what_is_foreseen_is_what_shows_and_each_stage_needs_less() -> None:
 
 
 @pytest.mark.parametrize(("fits", "memory_mb"), [(0, 33.0), (1, 24.0), (2, 18.0), (3, 12.0)])
-def test_a_model_that_does_not_fit_trains_under_what_needs_less(fits: int, memory_mb: float) -> None:
+def test_a_model_that_does_not_fit_trains_under_a_leaner_strategy(fits: int, memory_mb: float) -> None:
     for at, strategy in enumerate(STAGES):
         e = lesson(strategy=strategy, memory_mb=memory_mb)
         sessions = live(e)
@@ -68,7 +68,7 @@ def test_a_model_that_does_not_fit_trains_under_what_needs_less(fits: int, memor
             assert re.search(rf"memory_mb={memory_mb:g}: rank \d needs [\d.]+ MB {when}", said)
 
 
-def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved() -> None:
+def test_a_change_that_needs_too_much_memory_is_refused_at_once() -> None:
     e = lesson(strategy=ZeROInfinity(), memory_mb=15.0)
     require_memory(e, "lr", 1e-4)
     require_memory(e, "batch", 3)
@@ -86,7 +86,7 @@ def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved()
     ({"partition": Whole(checkpoint="units"), "batch": 24, "memory_mb": 60.0}, {"partition.checkpoint": "none"},
      "checkpoint", "ZeRO3 or ZeROInfinity"),
 ])  # fmt: skip
-def test_a_refused_change_advises_neither_what_is_in_force_nor_what_was_asked(
+def test_advice_names_neither_settings_in_force_nor_the_refused_change(
     now: dict[str, Any], change: dict[str, Any], silent: str, named: str
 ) -> None:
     e = lesson(**now)
@@ -102,10 +102,10 @@ def test_a_refused_change_advises_neither_what_is_in_force_nor_what_was_asked(
     (ZeROInfinity(), 15.0, {"strategy": DDP()}, []),
     (ZeRO3(), 22.5, {"optimizer": AdamW(beta1=0.8)}, []),  # under ZeRO-Infinity the switch takes as much
 ], ids=str)  # fmt: skip
-def test_what_is_advised_where_a_switch_itself_has_no_room_makes_it_fit(
+def test_advice_for_a_switch_without_room_makes_it_fit(
     strategy: Any, memory_mb: float, change: dict[str, Any], fitting: list[str]
 ) -> None:
-    """No batch is there between two steps, nor what backward keeps, so less of these would not help."""
+    """Between two steps neither a batch nor activations exist, so smaller ones would not help."""
     e = lesson(strategy=strategy, memory_mb=memory_mb)
     with pytest.raises(KnobError, match="between two steps") as refused:
         require_memory(e, change)
@@ -122,7 +122,7 @@ def test_what_is_advised_where_a_switch_itself_has_no_room_makes_it_fit(
 
 @dataclass(frozen=True, kw_only=True)
 class Eager(ByteGPT):
-    """Its held-out windows go through the model all at once."""
+    """Passes all held-out windows through the model at once."""
 
     def build(self) -> Learner:
         return replace(super().build(), evaluate=_at_once)
@@ -139,13 +139,13 @@ PLACED = [{"strategy": DDP()}, {"strategy": ZeRO3()}, {"strategy": ZeROInfinity(
 
 @pytest.mark.parametrize("placed", PLACED, ids=lambda placed: str(next(iter(placed.values()))))
 def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(placed: dict[str, Any]) -> None:
-    """What it computes is the same on real ranks, as they measure it, and in what is foreseen."""
+    """The measured memory of evaluation equals the predicted one."""
     e = replace(lesson(eval_every=3, batch=4, **placed), task=Eager())
     sessions, model = run(e), simulate(e)
     for session in sessions:
         rows = model.samples[model.samples["rank"] == session.rank.id]
         said = [list(rows[rows.name == name].value)[-1] for name in ("memory evaluation", "memory peak")]
-        late = 8e5  # the buckets before, which gloo may still have
+        late = 8e5  # the earlier buckets, which gloo may still hold
         assert seen(session, "memory evaluation")[-1] == pytest.approx(said[0], rel=0.02, abs=late)
         assert seen(session, "memory peak")[-1] == pytest.approx(said[1], rel=0.05)
     frugal = simulate(replace(e, task=ByteGPT())).samples
@@ -157,16 +157,16 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(placed: dic
 
 
 def needs_at_all(sessions: list[Any]) -> float:
-    """MB of the rank that needed most."""
+    """Returns the peak MB of the rank that needed most."""
     return max(max(seen(session, "memory peak")) for session in sessions) / 1e6
 
 
-CAME: list[str] = []  # how far an evaluation came
+CAME: list[str] = []  # progress of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Eager):
-    """The same, which says how far it came."""
+    """Like Eager, and notes its progress."""
 
     def build(self) -> Learner:
         def evaluate(model: nn.Module) -> float:
@@ -179,7 +179,7 @@ class Told(Eager):
 
 
 @pytest.mark.parametrize("placed", [{"strategy": DDP()}, {"partition": Tensor()}], ids=str)
-def test_an_evaluation_that_nobody_foresaw_is_refused_as_soon_as_it_does_not_fit(placed: dict[str, Any]) -> None:
+def test_an_unpredicted_evaluation_is_stopped_as_soon_as_it_exceeds_memory(placed: dict[str, Any]) -> None:
     e = replace(lesson(steps=2, **placed), task=Told())
     CAME.clear()
     (full,) = {max(seen(session, "memory peak")) for session in run(e)[:1]}
@@ -198,12 +198,12 @@ def test_an_evaluation_that_nobody_foresaw_is_refused_as_soon_as_it_does_not_fit
     [(ZeRO3(), 2, 23.2, 12.0), (ZeROInfinity(), 2, 11.5, 1.15), (ZeROInfinity(on="host"), 1, 11.5, 2.05),
      (HSDP(), 4, 23.2, 12.0)], ids=str,
 )  # fmt: skip
-def test_buckets_are_cut_anew_where_the_whole_model_has_no_room(
+def test_new_buckets_need_no_room_for_the_whole_model(
     strategy: Any, ranks: int, limit: float, between: float
 ) -> None:
-    """It took 23.8 MB between two steps when shards came together for it; a rank keeps 11.7 and moves buckets.
+    """Assembled shards took 23.8 MB between two steps; a rank keeps 11.7 MB and moves buckets.
 
-    In a step it takes up to 22.6. Shards that are away from the device come to it bucket by bucket, not all 11.7.
+    A step takes up to 22.6 MB. Offloaded shards come to the device bucket by bucket, not all 11.7 MB at once.
     """
     changes = [Change(2, "bucket_mb", 0.05), Change(4, "bucket_mb", 0.1)]
     e = lesson(strategy=strategy, ranks=ranks, memory_mb=limit)
@@ -219,7 +219,7 @@ def test_buckets_are_cut_anew_where_the_whole_model_has_no_room(
 
 
 @pytest.mark.long
-def test_from_shards_on_the_device_to_shards_elsewhere_nothing_is_assembled() -> None:
+def test_offloading_shards_assembles_no_model() -> None:
     e = lesson(strategy=ZeRO3(), memory_mb=24.0)
     for to in (ZeROInfinity(), ZeROInfinity(on="host"), ZeROOffload()):
         require_memory(e, "strategy", to)
@@ -230,8 +230,8 @@ def test_from_shards_on_the_device_to_shards_elsewhere_nothing_is_assembled() ->
         assert [row[6] for row in switch] == [pytest.approx(whole, rel=0.01)]
 
 
-def test_what_a_change_needed_besides_shows_when_nobody_foresaw_it() -> None:
-    """A change that was planned, and not asked of a lab, ends the run, and says where."""
+def test_an_unpredicted_change_that_exceeds_memory_ends_the_run() -> None:
+    """A planned change does not pass a lab's check. It ends the run with a reason."""
     e = lesson(strategy=ZeROInfinity(), memory_mb=14.0)
     with pytest.raises(OutOfMemory, match="needs"):
         simulate(e, changes=[Change(3, "strategy", DDP())])
@@ -241,15 +241,15 @@ def test_what_a_change_needed_besides_shows_when_nobody_foresaw_it() -> None:
     assert any("between two steps" in s.error["text"] for s in sessions if s.error)
 
 
-def test_what_cannot_be_simulated_is_left_to_the_ranks() -> None:
+def test_settings_without_a_simulation_are_not_checked_in_advance() -> None:
     e = lesson(memory_mb=1.0)
     require_memory(e.set("strategy", TorchDDP()))
     with pytest.raises(KnobError, match="needs"):
         require_memory(e)
 
 
-def test_what_comes_only_with_a_strategys_first_round_is_foreseen_and_enforced() -> None:
-    """DiLoCo remembers an outer momentum from its first round on, which no first step shows."""
+def test_memory_of_a_strategys_first_round_is_predicted_and_enforced() -> None:
+    """DiLoCo has an outer momentum from its first round on, which the first step does not show."""
     e = lesson(strategy=DiLoCo(every=4), steps=12)
     peaks = seen(run(e)[0], "memory peak")
     limit = (peaks[1] + max(peaks)) / 2e6
@@ -262,10 +262,10 @@ def test_what_comes_only_with_a_strategys_first_round_is_foreseen_and_enforced()
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(HSDP(), 4), (ZeRO3(), 2), (ZeROInfinity(on="host"), 2)], ids=str)
-def test_what_gradients_in_shards_take_beside_activations_is_what_shows_from_the_first_step_on(
+def test_memory_of_sharded_gradients_is_predicted(
     strategy: Any, ranks: int
 ) -> None:
-    """No bucket has room before its first gradient; what was gathered is there when the next exchange begins."""
+    """A bucket has memory from its first gradient on. Gathered parameters stay until the next exchange begins."""
     e = lesson(strategy=strategy, ranks=ranks, batch=8, steps=3, pace=60.0, bucket_mb=1.0,
                fabric=Fabric(link=Link(bandwidth=1000, latency=0.2)))  # fmt: skip
     peaks = seen(run(e)[0], "memory peak")
@@ -275,20 +275,21 @@ def test_what_gradients_in_shards_take_beside_activations_is_what_shows_from_the
 
 @pytest.mark.parametrize("partition", [Tensor(), Pipeline()], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("after", [0, 2])
-def test_what_the_first_move_into_parts_takes_is_foreseen_from_sizes_alone(partition: Any, after: int) -> None:
-    """At the start an optimizer remembers nothing yet, and nothing of it moves."""
+def test_memory_of_the_first_move_into_a_partition_is_predicted_from_shapes(partition: Any, after: int) -> None:
+    """At the start the optimizer has no state to move."""
     e = lesson(batch=4, steps=3)
     changes = [Change(after, "partition", partition)] if after else []
     e = e if after else replace(e, partition=partition)
     session, model = run(e, *changes)[0], simulate(e, changes=changes).samples
     foreseen = model[(model.name == "memory peak") & (model["rank"] == 0)].value
-    assert list(foreseen) == pytest.approx(seen(session, "memory peak"), rel=0.02, abs=8e5)  # buckets in gloo's hands
+    # buckets that gloo still holds
+    assert list(foreseen) == pytest.approx(seen(session, "memory peak"), rel=0.02, abs=8e5)
 
 
 @pytest.mark.parametrize("more", [{}, {"strategy": ZeRO3()}, {"strategy": ZeROInfinity()}, {"partition": Tensor()},
                                   {"partition": Pipeline()}], ids=str)  # fmt: skip
-def test_what_a_refusal_advises_would_do(more: dict[str, Any]) -> None:
-    """It names neither what is there already nor what is refused beside it; and its number is one that would do."""
+def test_advice_in_a_refusal_suffices(more: dict[str, Any]) -> None:
+    """The advice names no setting in force and no refused one, and its number suffices."""
     task = ByteGPT(layers=1, width=32, heads=4, context=32)
     e = Experiment(task=task, ranks=2, steps=2, eval_every=1, pace=5.0, **more)
     texts: list[str] = []

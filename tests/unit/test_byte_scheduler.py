@@ -1,4 +1,4 @@
-"""ByteScheduler: DDP to the bit, in another order; what is asked of the engine and the simulator for it."""
+"""Tests ByteScheduler: bit-identical to DDP in another order, and the verbs that it needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ends(strategy: Strategy, ranks: int, *changes: Change, steps: int = 8, **res
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "AdamW"])
-def test_after_any_step_two_real_ranks_have_to_the_bit_what_ddp_has(optimizer: Any, steps: int) -> None:
+def test_two_real_ranks_are_bit_identical_to_ddp_after_any_step(optimizer: Any, steps: int) -> None:
     plain = ends(DDP(), 2, steps=steps, task=toy(optimizer))
     for strategy in (ByteScheduler(), PIECES, ByteScheduler(order="fifo")):
         for fabric in (Fabric(), SLOW):
@@ -44,7 +44,7 @@ def test_after_any_step_two_real_ranks_have_to_the_bit_what_ddp_has(optimizer: A
 
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "AdamW"])
-def test_so_have_four_where_a_piece_is_a_bucket_and_smaller_ones_only_add_up_in_another_order(optimizer: Any) -> None:
+def test_four_real_ranks_equal_ddp_exactly_with_whole_buckets_and_nearly_with_pieces(optimizer: Any) -> None:
     plain = ends(DDP(), 4, task=toy(optimizer))
     assert all(torch.equal(one, plain[0]) for one in ends(ByteScheduler(), 4, task=toy(optimizer), fabric=SLOW))
     found = ends(PIECES, 4, task=toy(optimizer), fabric=SLOW)
@@ -54,7 +54,7 @@ def test_so_have_four_where_a_piece_is_a_bucket_and_smaller_ones_only_add_up_in_
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_so_have_virtual_ranks_whatever_the_pieces(ranks: int) -> None:
+def test_virtual_ranks_are_bit_identical_to_ddp_with_any_pieces(ranks: int) -> None:
     plain = trained(DDP(), ranks, 6)[1]
     for strategy in (ByteScheduler(), PIECES, ByteScheduler(order="fifo", partition_mb=0.003)):
         found = trained(strategy, ranks, 6, fabric=SLOW)[1]
@@ -69,7 +69,7 @@ def test_a_compressor_acts_on_whole_buckets_as_under_ddp(compressor: str) -> Non
     assert sorted(found[0].record.comm()) == sorted(plain[0].record.comm())
 
 
-def test_in_whatever_way_a_model_reads_its_parameters_they_are_updated_before() -> None:
+def test_parameters_are_updated_before_any_kind_of_read() -> None:
     e = many(2, eval_every=4, turns=True)
     plain, ours = run(e), run(e.set("strategy", ByteScheduler(partition_mb=0.004)))
     assert len(ours[0].layout.buckets) > 10
@@ -79,7 +79,7 @@ def test_in_whatever_way_a_model_reads_its_parameters_they_are_updated_before() 
 
 
 @pytest.mark.parametrize("path", ["bucket_mb", "compressor", "lr", "strategy", "strategy.partition_mb", "lr_warmup"])
-def test_a_change_in_the_middle_is_made_as_under_ddp(path: str) -> None:
+def test_a_live_change_acts_as_under_ddp(path: str) -> None:
     value = {"bucket_mb": 0.02, "compressor": "Cast", "lr": 0.05, "strategy": "DDP", "lr_warmup": 5,
              "strategy.partition_mb": 0.01}[path]  # fmt: skip
     for ranks, fabric in ((2, SLOW), (2, Fabric())):
@@ -89,7 +89,7 @@ def test_a_change_in_the_middle_is_made_as_under_ddp(path: str) -> None:
         assert all(torch.equal(one, plain[0]) for one in mine)
 
 
-def test_it_is_entered_live_and_a_warm_up_steps_by_the_rates_of_its_steps() -> None:
+def test_a_live_switch_during_warm_up_keeps_each_steps_learning_rate() -> None:
     rest = {"lr_warmup": 6, "fabric": SLOW}
     entered = Change(3, "strategy", {"ByteScheduler": {"partition_mb": 0.001}})
     assert torch.equal(ends(DDP(), 2, entered, **rest)[0], ends(DDP(), 2, **rest)[0])
@@ -111,7 +111,7 @@ def test_an_evaluation_sees_every_update(real: bool) -> None:
 
 
 def went(session: Any) -> list[tuple[int, str, int]]:
-    """(step, name, nbytes) of every collective in the order in which they were over."""
+    """Returns (step, name, nbytes) of every collective in the order in which they ended."""
     return [(row[0], row[2], row[6]) for row in sorted(session.record, key=lambda row: row[5]) if row[1] == "comm"]
 
 
@@ -119,7 +119,7 @@ def spans(session: Any, lane: str, name: str = "") -> list[tuple]:
     return [row for row in session.record if row[1] == lane and row[2].startswith(name)]
 
 
-def test_pieces_go_in_one_order_on_all_ranks_and_forward_begins_before_the_last_has_come() -> None:
+def test_all_ranks_send_pieces_in_one_order_and_overlap_them_with_forward() -> None:
     link = Fabric(link=Link(bandwidth=10.0), faults=(Slow(rank=1, factor=1.5),))
     e = experiment(3, 5, strategy=PIECES, fabric=link, pace=10.0)
     sessions = run(e)
@@ -137,7 +137,7 @@ def test_pieces_go_in_one_order_on_all_ranks_and_forward_begins_before_the_last_
 
 
 def order_of(strategy: Strategy, mbit: float = 20.0) -> list[tuple[int, int]]:
-    """(bucket, bytes) of each piece of a step in the order in which they went: four buckets of 40,000 bytes."""
+    """Returns (bucket, bytes) of each piece of a step in sending order, for 4 buckets of 40,000 bytes."""
     e = experiment(2, 3, strategy=strategy, task=stack(4, 100), bucket_mb=0.04, pace=20.0,
                    fabric=Fabric(link=Link(bandwidth=mbit)))  # fmt: skip
     return [(int(name.split()[2]), nbytes) for step, name, nbytes in comm(simulate(e, real=False), 0) if step == 1]
@@ -149,7 +149,7 @@ def test_no_piece_is_larger_than_delta_and_the_last_layers_go_last() -> None:
     assert (found[0][0], found[-1][0]) == (0, 0), "bucket 0 is ready first, and is overtaken by all others"
 
 
-def test_a_credit_of_a_whole_bucket_lets_it_go_whole() -> None:
+def test_a_credit_of_a_bucket_sends_buckets_whole() -> None:
     def turns(credit_mb: float) -> int:
         buckets = [bucket for bucket, _ in order_of(ByteScheduler(partition_mb=0.01, credit_mb=credit_mb))]
         return sum(a != b for a, b in pairwise(buckets))
@@ -157,14 +157,14 @@ def test_a_credit_of_a_whole_bucket_lets_it_go_whole() -> None:
     assert turns(0.04) == 4 < turns(0.001), "but for the one piece that began before there was another"
 
 
-def test_in_order_of_readiness_nothing_overtakes() -> None:
+def test_fifo_order_never_overtakes() -> None:
     e = experiment(2, 4, strategy=ByteScheduler(partition_mb=0.001, order="fifo"), fabric=SLOW, pace=10.0)
     for order in (went(run(e)[0]), comm(simulate(e, real=False), 0)):
         buckets = [int(name.split()[2]) for step, name, _ in order if step == 2]
         assert buckets == sorted(buckets) and len(buckets) > 20
 
 
-def test_a_forward_that_waits_is_not_computing_meanwhile_and_keeps_its_pace() -> None:
+def test_a_waiting_forward_does_not_count_as_compute_and_keeps_its_pace() -> None:
     e = experiment(2, 4, strategy=ByteScheduler(partition_mb=0.01), pace=60.0, fabric=Fabric(link=Link(bandwidth=2.0)))
     session = run(e)[0]
     least = {"forward": 1.0, "backward": 1.0, "update": 1.0}
@@ -184,7 +184,7 @@ def test_a_forward_that_waits_is_not_computing_meanwhile_and_keeps_its_pace() ->
 
 @dataclass(frozen=True, kw_only=True)
 class Credits(Strategy):
-    """Six children of half a credit, of which the later are the more urgent, and one without a priority."""
+    """6 children of half a credit, later ones more urgent, and one without a priority."""
 
     share: ClassVar[float] = 0.5
 
@@ -207,7 +207,7 @@ class Credits(Strategy):
 
 
 async def _sum(rank: Rank, name: str, begun: threading.Event | None = None, go: threading.Event | None = None) -> None:
-    """Tells that it has begun, and waits to be let go: on a busy machine others may be asked for late."""
+    """Signals that it has begun, and waits for `go`, because a busy machine may start other children late."""
     if begun is not None:
         begun.set()
     if go is not None:
@@ -215,7 +215,7 @@ async def _sum(rank: Rank, name: str, begun: threading.Event | None = None, go: 
     await rank.all_reduce(torch.ones(2000), "sum", name)
 
 
-def test_the_most_urgent_go_first_and_none_passes_one_without_a_priority() -> None:
+def test_urgent_children_go_first_and_none_overtakes_one_without_priority() -> None:
     e = experiment(2, 3, strategy=Credits(), fabric=Fabric(link=Link(bandwidth=2.0)))  # 32 ms each
     want = ["first", *(f"child {n}" for n in (5, 4, 3, 2, 1, 0)), "last", "behind"]
     for s in run(e):
@@ -225,10 +225,11 @@ def test_the_most_urgent_go_first_and_none_passes_one_without_a_priority() -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Overtaking(Strategy):
-    """Four ready, and while the first of them is under way one more that is the most urgent of all."""
+    """4 ready children, and a most urgent one that arrives while the first is in flight."""
 
     share: ClassVar[float] = 1.0
-    held: ClassVar[bool] = True  # do those under way wait until the others are there? On a virtual clock they do anyway
+    # whether children in flight wait until all have arrived; on a virtual clock they do anyway
+    held: ClassVar[bool] = True
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -252,7 +253,7 @@ class Overtaking(Strategy):
 
 @pytest.mark.parametrize("credit", [2, 3, 4])
 @pytest.mark.parametrize("real", [True, False], ids=["engine", "simulator"])
-def test_what_fits_into_a_credit_is_overtaken_by_nothing(credit: int, real: bool, monkeypatch: Any) -> None:
+def test_nothing_overtakes_children_within_the_credit(credit: int, real: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(Overtaking, "share", 1.0 / credit)
     monkeypatch.setattr(Overtaking, "held", real)
     e = experiment(2, 2, strategy=Overtaking(), pace=5.0, fabric=Fabric(link=Link(bandwidth=2.0)))
@@ -262,7 +263,7 @@ def test_what_fits_into_a_credit_is_overtaken_by_nothing(credit: int, real: bool
 
 
 class Misplaced(Strategy):
-    """Asks for something where it cannot be."""
+    """Calls a verb where it is not allowed."""
 
     asks: ClassVar[Any] = None
 
@@ -299,7 +300,7 @@ async def _urgent_copy(rank: Rank) -> None:
      (_urgent_copy, "priority: all ranks, each with a whole replica")],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:coroutine '_sum' was never awaited")
-def test_the_engine_says_in_words_what_cannot_be(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_rejects_misplaced_verbs(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Misplaced, "asks", staticmethod(asks))
     (session,) = live(experiment(1, 2, strategy=Misplaced()))
     assert session.join(60)
@@ -307,7 +308,7 @@ def test_the_engine_says_in_words_what_cannot_be(asks: Any, words: str, monkeypa
 
 
 class Half(Strategy):
-    """Leaves its forward after the first bucket, and goes on by awaiting it."""
+    """Leaves its forward after the first bucket, and continues by awaiting it."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         forward = rank.forward()
@@ -319,7 +320,7 @@ class Half(Strategy):
         await rank.update()
 
 
-def test_a_forward_that_was_begun_may_be_awaited() -> None:
+def test_a_partly_iterated_forward_may_be_awaited() -> None:
     (session,) = run(experiment(1, 3, strategy=Half()))
     told = [v for _, name, _, v in session.record.samples if name == "told"]
     assert told == session.record.losses() and len(told) == 3
@@ -343,14 +344,14 @@ def test_an_error_in_the_strategy_ends_the_run_and_says_so(monkeypatch: pytest.M
     [({"clip": 1.0}, "use clip=0 with it"), ({"compressor": "DGC"}, "use it with DDP"),
      ({"partition": Pipeline(stages=2, micros=2)}, "updated in the next forward")],
 )  # fmt: skip
-def test_what_it_cannot_be_with_is_refused_in_words(settings: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_are_refused_with_a_reason(settings: dict[str, Any], words: str) -> None:
     e = Experiment(strategy=ByteScheduler(), batch=8, ranks=4)
     with pytest.raises(KnobError, match=words):
         for path, value in settings.items():
             e.set(path, value)
 
 
-# -- what it is worth, on a virtual clock
+# speed on a virtual clock
 
 LAYERS, WIDTH, PACE = 16, 64, 100.0
 LAYER = 4 * WIDTH * WIDTH  # bytes
@@ -359,7 +360,7 @@ CHOSEN = ByteScheduler(partition_mb=LAYER / 4e6, credit_mb=LAYER / 2e6)
 
 
 def over(strategy: Strategy, wire: float, ranks: int) -> float:
-    """A step's time over the larger of compute and wire, where the wire takes `wire` times as long as compute."""
+    """Returns a step's time relative to the larger of compute and communication, whose ratio is `wire`."""
     seconds = max(1.0, wire) * PACE * 1e-3
     mbit = 2 * (ranks - 1) / ranks * LAYERS * LAYER * 8e-6 / (wire * PACE * 1e-3)
     e = experiment(ranks, 8, strategy=strategy, pace=PACE, bucket_mb=LAYER / 1e6, task=stack(LAYERS, WIDTH),
@@ -371,7 +372,7 @@ def over(strategy: Strategy, wire: float, ranks: int) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wire", [0.5, 1.0, 2.0])
-def test_a_step_takes_little_more_than_the_longer_of_compute_and_wire(wire: float, ranks: int) -> None:
+def test_a_step_takes_little_more_than_the_longer_of_compute_and_communication(wire: float, ranks: int) -> None:
     plain, fifo = over(DDP(), wire, ranks), over(ByteScheduler(order="fifo", partition_mb=LAYER / 4e6), wire, ranks)
     for strategy in (P3, CHOSEN):
         found = over(strategy, wire, ranks)
@@ -382,7 +383,7 @@ def test_a_step_takes_little_more_than_the_longer_of_compute_and_wire(wire: floa
     assert fifo == pytest.approx(plain, abs=0.02), "beginning the forward at once gains nothing where it waits for all"
 
 
-def test_small_pieces_lose_what_they_gain_where_each_costs_a_latency() -> None:
+def test_small_pieces_lose_time_if_each_costs_a_latency() -> None:
     def step(partition: float) -> float:
         strategy = ByteScheduler(partition_mb=partition, credit_mb=0.001)
         e = experiment(2, 6, strategy=strategy, pace=PACE, bucket_mb=LAYER / 1e6, task=stack(LAYERS, WIDTH),

@@ -1,4 +1,4 @@
-"""A checkpoint that a person asked for, waited for: which of those that a run tells of it is, and when it is none."""
+"""Tests waiting for a requested checkpoint: how it is recognized among other checkpoints, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.run import Run, RunError
 
 
 class Telling:
-    """A run that has told so much; `then` is told at the look after next."""
+    """A run that reports these checkpoints; `then` is reported at the second look."""
 
     def __init__(self, *saved: dict[str, Any], then: tuple[str, dict[str, Any]] | None = None) -> None:
         self.name, self.made, self.state, self.live = "told", 40, "stopped", True
@@ -43,24 +43,24 @@ def one(step: int, asked: bool) -> dict[str, Any]:
     return {"step": step, "path": f"checkpoints/step-{step}", "asked": asked}
 
 
-def test_one_that_may_be_removed_again_is_not_it() -> None:
-    """The run makes some of its own meanwhile, and the view of the record is late: it may be of an earlier step."""
+def test_a_regular_checkpoint_does_not_answer_a_request() -> None:
+    """The run also makes regular checkpoints, and the view of the record is late: it may report an earlier step."""
     run: Any = Telling(one(20, True), one(40, False), then=("saved", one(39, True)))
     assert PendingCheckpoint(run).wait(60) == Path("checkpoints/step-39") and run.asked == 1
 
 
-def test_where_the_run_stands_at_one_that_was_asked_for_it_is_that() -> None:
+def test_a_requested_checkpoint_of_the_current_step_answers_the_request() -> None:
     run: Any = Telling(one(40, True))
     assert PendingCheckpoint(run).wait(60) == Path("checkpoints/step-40")
 
 
-def test_that_none_could_be_made_is_an_error_with_its_reason() -> None:
+def test_a_failed_checkpoint_is_an_error_with_its_reason() -> None:
     run: Any = Telling(then=("not saved", {"text": "no checkpoint was made before step 41: the disk is full"}))
     with pytest.raises(RunError, match="step 41: the disk is full"):
         PendingCheckpoint(run).wait(60)
 
 
-def test_a_run_that_ends_before_and_one_that_takes_too_long_are_told_apart() -> None:
+def test_an_ended_run_and_a_timeout_give_different_errors() -> None:
     run: Any = Telling()
     with pytest.raises(TimeoutError, match="no checkpoint of told was whole within 0 s; the run goes on"):
         PendingCheckpoint(run).wait(0)
@@ -69,8 +69,8 @@ def test_a_run_that_ends_before_and_one_that_takes_too_long_are_told_apart() -> 
         PendingCheckpoint(run).wait(60)
 
 
-def test_each_is_asked_for_by_a_name_of_its_own() -> None:
-    """What those who are left of a run have done already, by its name, is not asked of them again."""
+def test_each_request_has_a_unique_name() -> None:
+    """The ranks left after a loss ignore requests whose name they know."""
     live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
     live.keep()
     live.keep()

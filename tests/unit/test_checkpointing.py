@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is not kept is computed again, the same to the bit, on every host and live."""
+"""Tests activation checkpointing: recomputation is bit-identical, on every host and live."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def named(way: Partition) -> str:
 
 
 @pytest.mark.parametrize("way", EVERY, ids=named)
-def test_parameters_are_the_same_to_the_bit_with_dropout(way: Partition) -> None:
-    """In the simulator, where a rank's random numbers are its own."""
+def test_parameters_are_bit_identical_with_dropout(way: Partition) -> None:
+    """Uses the simulator, because a rank has its own random numbers there."""
     e = spread(2, 5, task=small(model=lambda: Small(dropout=0.4), parts=parts, evaluate=None), pace=1.0)
     (_, kept), (record, again) = (simulated(e.set("partition", each)) for each in (Whole(), way))
     assert torch.equal(parameters(kept), parameters(again))
@@ -78,7 +78,7 @@ class Counting(nn.Module):
         self.name, self.linear = name, nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_meta and type(x) is not FakeTensor:  # what a look beforehand shows is nothing computed
+        if not x.is_meta and type(x) is not FakeTensor:  # a forward on meta or fake tensors computes nothing
             Counting.calls[self.name] += 1
         return torch.tanh(self.linear(x))
 
@@ -95,14 +95,15 @@ def test_the_units_asked_for_are_computed_twice(way: Partition, want: tuple[int,
 
 
 @pytest.mark.parametrize("way", [Whole(), *EVERY], ids=named)
-def test_what_is_kept_is_the_same_on_all_hosts(way: Partition) -> None:
+def test_memory_of_activations_is_the_same_on_all_hosts(way: Partition) -> None:
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=2, steps=5, pace=4.0, bucket_mb=0.05, eval_every=0, partition=way)
     memory_alike(e, run(e))
 
 
-def test_of_a_unit_only_what_goes_in_is_kept() -> None:
-    """Two blocks more: two inputs of (8, 16, 32) floats more. Attention keeps its queries, keys, values and outputs."""
+def test_only_the_inputs_of_a_unit_are_kept() -> None:
+    """Two more blocks store two more inputs of (8, 16, 32) floats. Attention keeps queries, keys, values and outputs.
+    """
     kept = {}
     for way in (Whole(), UNITS, CORE):
         found = []
@@ -116,8 +117,8 @@ def test_of_a_unit_only_what_goes_in_is_kept() -> None:
     assert kept[Whole()] - kept[CORE] == 4 * 8 * 2 * 16, "a fused kernel keeps a logarithm for each row of scores"
 
 
-def test_where_attention_keeps_its_scores_these_are_gone() -> None:
-    """With dropout in it torch has no fused kernel for a CPU: for each pair of positions it keeps several numbers."""
+def test_unfused_attention_keeps_no_scores_when_checkpointed() -> None:
+    """With dropout torch has no fused kernel for a CPU: it keeps several numbers for each pair of positions."""
 
     class Dropped(nn.Module):
         def __init__(self) -> None:
@@ -144,8 +145,9 @@ def test_where_attention_keeps_its_scores_these_are_gone() -> None:
     assert sampled(simulate(e.set("partition", CORE)), "memory activations", 0)[-1] == core
 
 
-def test_a_backward_lasts_longer_by_what_it_computes_again() -> None:
-    """Of three pairs of equal matrices a unit's last is not computed again: nobody reads what it makes."""
+def test_a_backward_lasts_longer_by_its_recomputation() -> None:
+    """A unit is 3 pairs of equal matrices. Backward recomputes all but the last one, because nothing reads its output.
+    """
 
     def model() -> nn.Module:
         torch.manual_seed(2)
@@ -171,7 +173,7 @@ def test_a_backward_lasts_longer_by_what_it_computes_again() -> None:
     assert float((mine.t1 - mine.t0).sum()) == pytest.approx(0.6 + 0.5 * 0.3)
 
 
-def test_what_a_run_costs_is_not_measured_where_something_is_computed_twice() -> None:
+def test_costs_are_not_measured_from_steps_with_recomputation() -> None:
     e = experiment(2, 12, task=toy(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))), pace=50.0)
     turned = simulate(e, changes=[Change(6, "checkpoint", "units")])
     assert Costs.measured(turned).backward[0].seconds == pytest.approx(0.03)
@@ -179,7 +181,7 @@ def test_what_a_run_costs_is_not_measured_where_something_is_computed_twice() ->
         Costs.measured(simulate(e.set("checkpoint", "units")))
 
 
-def test_it_is_turned_while_ranks_train_and_nothing_changes() -> None:
+def test_live_changes_of_checkpointing_change_no_result() -> None:
     e = spread(2, 12, task=TASK, pace=2.0)
     asked = [("checkpoint", "units"), ("checkpoint_every", 2), ("checkpoint", "attention"), ("checkpoint", "none")]
     changes = [Change(2 * k + 2, *each) for k, each in enumerate(asked)]
@@ -206,8 +208,8 @@ TOGETHER: list[tuple[int, Partition]] = [
 
 
 @pytest.mark.parametrize(("ranks", "way"), TOGETHER, ids=[f"{n} {way}"[:90] for n, way in TOGETHER])
-def test_it_goes_with_every_partition(ranks: int, way: Partition) -> None:
-    """What one process learns, and both simulations what the engine does: a unit's collectives are made again."""
+def test_checkpointing_works_with_every_partition(ranks: int, way: Partition) -> None:
+    """Ranks learn what one process learns, and simulations equal the engine: a unit's collectives run again."""
     e = spread(ranks, task=TASK, partition=way, eval_every=3, pace=4.0)
     sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
     near(together(sessions), alone(e, 1))
@@ -221,14 +223,14 @@ SPREAD = [Tensor(checkpoint="units"), Pipeline(micros=4, of=UNITS), Pipeline(mic
 
 
 @pytest.mark.parametrize("way", SPREAD, ids=["slices", "stages", "both"])
-def test_what_is_kept_of_partitions_is_the_same_on_all_hosts(way: Partition) -> None:
+def test_memory_of_activations_in_partitions_is_the_same_on_all_hosts(way: Partition) -> None:
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=way.size, steps=5, pace=4.0, bucket_mb=0.05, eval_every=0, partition=way)
     memory_alike(e, run(e), held=0.02 if way == SPREAD[-1] else 0.0)  # one micro-batch's gradient is 1.1 % of the peak
 
 
-def test_ranks_that_meet_inside_of_a_unit_meet_again() -> None:
-    """Of a block's two all-reduces forward the first: backward stops before the second, which nobody reads."""
+def test_collectives_inside_a_unit_run_again() -> None:
+    """Of a block's two all-reduces, backward repeats the first one only, because nothing reads the second."""
     task = ByteGPT(layers=3, width=16, heads=2, context=8)
     said = []
     for way in (Tensor(), Tensor(checkpoint="units"), Tensor(checkpoint="attention")):
@@ -245,10 +247,10 @@ STRATEGIES = [ZeRO3(), ZeRO2(), LocalSGD(every=2), DDP(), KFAC(), Newton(iterati
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_it_goes_with_strategies(strategy: Strategy) -> None:
-    """Under ZeRO-3 parameters are gathered again for what is computed again; what a step reads is heard anew.
+def test_checkpointing_works_with_strategies(strategy: Strategy) -> None:
+    """ZeRO-3 gathers parameters again for the recomputation. A step hears again of each read.
 
-    Newton goes through a kept graph several times.
+    Newton passes through a kept graph several times.
     """
     e = spread(2, 12, task=TASK, strategy=strategy, pace=4.0, bucket_mb=0.01)
     changes = [Change(4, "checkpoint", "units"), Change(8, "checkpoint", "none")]
@@ -261,13 +263,13 @@ def test_it_goes_with_strategies(strategy: Strategy) -> None:
     spans_alike(real, sizes)
 
 
-def test_torchs_own_exchange_is_the_same_with_it() -> None:
+def test_torch_ddp_gives_the_same_result_with_checkpointing() -> None:
     e = spread(2, 6, task=TASK, strategy=TorchDDP())
     sessions, plain = run(e.set("partition", UNITS)), run(e)
     assert torch.equal(parameters(sessions), parameters(plain))
 
 
-def test_from_whole_to_slices_and_back_with_units_computed_again() -> None:
+def test_switching_partitions_keeps_checkpointing() -> None:
     ways: list[Partition] = [UNITS, Tensor(checkpoint="units"), Pipeline(micros=2, of=UNITS), Tensor(), UNITS, Whole()]
     changes = [Change(2 * k + 2, "partition", way) for k, way in enumerate(ways)]
     e = spread(2, 16, task=TASK, pace=2.0)
@@ -296,7 +298,7 @@ REFUSED: list[tuple[Any, Partition, str]] = [
 
 
 @pytest.mark.parametrize(("model", "way", "words"), REFUSED, ids=[words[:40] for *_, words in REFUSED])
-def test_what_cannot_be_computed_again_is_refused_in_words(model: Any, way: Partition, words: str) -> None:
+def test_models_that_cannot_be_recomputed_are_refused_with_a_reason(model: Any, way: Partition, words: str) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         return model()
@@ -313,6 +315,6 @@ def test_what_cannot_be_computed_again_is_refused_in_words(model: Any, way: Part
     assert words in refused and all(s.phase == "done" for s in sessions)
 
 
-def test_halves_of_a_backward_are_refused_with_it() -> None:
+def test_zero_bubble_is_refused_with_checkpointing() -> None:
     with pytest.raises(KnobError, match=re.escape("schedule=ZeroBubble: each half of a backward would compute")):
         Experiment(partition=Pipeline(schedule=ZeroBubble(), of=UNITS)).checked()

@@ -1,6 +1,6 @@
-"""Checkpoints that somebody else has made, or changed: a pickle in every file of one, and manifests of all kinds.
+"""Tests malicious checkpoints: pickles in every file, and manifests of all kinds.
 
-What is asked for is a sentence, or a run that goes on; never that anything of it is run.
+The result must be one sentence, or a run that goes on. Nothing from the checkpoint may execute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Canary:
-    """Says by a file that it was unpickled."""
+    """Leaves a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,13 +41,13 @@ class Canary:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """A checkpoint of two ranks."""
+    """Makes a checkpoint of 2 ranks."""
     lived(experiment(2, 10, save_every=10, compressor=TopK.usual(), strategy=KFAC()), tmp_path / "run")
     return found(tmp_path / "run" / FOLDER)[0]
 
 
 def signed(folder: Path) -> None:
-    """Whoever changes a file can say its hash, too."""
+    """Writes correct hashes into the manifest, as an attacker can."""
     about = manifest(folder)
     for file in about["files"]:
         raw = (folder / file).read_bytes()
@@ -56,13 +56,13 @@ def signed(folder: Path) -> None:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says, without its seal."""
+    """Returns a checkpoint's manifest without its seal."""
     said: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     return {key: value for key, value in said.items() if key != "sha256"}
 
 
 def goes_on(folder: Path) -> str:
-    """How a run ends that goes on from it: "" if well, else its sentence."""
+    """Resumes from the checkpoint. Returns "" if that works, else the error."""
     try:
         kept = Checkpoint.open(folder)
         sessions = live(experiment(2, 12, compressor=TopK.usual(), strategy=KFAC()), resume=str(kept.path))
@@ -92,15 +92,15 @@ def test_a_pickle_in_place_of_a_file_is_never_opened(file: str, hashed: bool, ma
     said = goes_on(made)
     assert not canary.exists()
     if file == ".metadata":
-        assert said == ""  # which nobody reads
+        assert said == ""  # no code reads it
     elif file == MANIFEST or not hashed:
         assert sentence(said)
     pickle.loads((made / file).read_bytes())
     assert canary.exists(), "the pickle itself would have done it"
 
 
-def test_a_pickle_inside_of_what_torch_saved_is_never_opened(made: Path, tmp_path: Path) -> None:
-    """The values stay as they are; all around them is a stranger's."""
+def test_a_pickle_inside_a_torch_file_is_never_opened(made: Path, tmp_path: Path) -> None:
+    """The values keep their bytes. The attacker replaces everything around them."""
     canary = tmp_path / "ran"
     evil = pickle.dumps(Canary(canary))
     about = manifest(made)
@@ -124,7 +124,7 @@ def test_one_bit_of_a_tensor_is_noticed(made: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES[2:])
-def test_links_pipes_and_what_is_gone_are_said(file: str, made: Path, tmp_path: Path) -> None:
+def test_links_pipes_and_missing_files_are_errors(file: str, made: Path, tmp_path: Path) -> None:
     raw = (made / file).read_bytes()
     (made / file).unlink()
     assert sentence(goes_on(made))
@@ -142,14 +142,14 @@ ODD: list[Any] = [
 
 
 def places(of: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a manifest, from the outside."""
+    """Yields every place in a manifest, outer ones first."""
     yield path
     for key, value in of.items() if isinstance(of, dict) else enumerate(of) if isinstance(of, list) else ():
         yield from places(value, (*path, key))
 
 
-def test_manifests_of_all_kinds_are_answered_with_a_sentence(tmp_path: Path) -> None:
-    """Each differs in one place from a good one; on the simulator, which reads the same."""
+def test_manifests_of_all_kinds_give_one_sentence(tmp_path: Path) -> None:
+    """Each manifest differs in one place from a good one. Uses the simulator, which reads the same files."""
     rest = {"compressor": TopK.usual(), "strategy": KFAC()}
     simulated(2, 4, tmp_path / "a", 2, **rest)
     folder = found(tmp_path / "a")[0]
@@ -174,13 +174,13 @@ def test_manifests_of_all_kinds_are_answered_with_a_sentence(tmp_path: Path) -> 
         except (RunError, KnobError) as error:
             assert sentence(str(error)), str(error)
             refused += 1
-        except Exception as error:  # a value that fits and means nothing ends the run, by an error of what trains
+        except Exception as error:  # a valid value without sense ends the run by an error of the training code
             assert where[0] == "each" and not isinstance(error, (MemoryError, OSError)), (where, error)
             refused += 1
     assert refused > 100 and went_on > 10
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+def test_opening_something_else_is_an_error(tmp_path: Path) -> None:
     for path in ("", "\0", 3, tmp_path, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").write_text("x")
         with pytest.raises(RunError) as error:
@@ -195,8 +195,8 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_bytes_are_of_the_file_that_was_hashed(made: Path) -> None:
-    """Who swaps a file after it was hashed swaps nothing that is read."""
+def test_bytes_come_from_the_file_that_was_hashed(made: Path) -> None:
+    """A file that is swapped after it was hashed has no effect."""
     kept = Checkpoint.open(made)
     files, blob = Bytes(kept), next(b for b in kept.blobs if b.nbytes > 100)
     before = files.read(blob)

@@ -1,4 +1,4 @@
-"""The command line: what it does, and one sentence with exit code 2 for what it cannot do. No rank is started."""
+"""Tests the command line: results, and one sentence with exit code 2 for an error. Starts no rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.experiment.recipes import recipe
 from workbench.run import Run, RunError, simulate
 from workbench.settings import KnobError
 
-RESUMED: list[Path] = []  # what a run is to go on from
+RESUMED: list[Path] = []  # checkpoints that runs resume from
 
 
 def say(*words: str) -> Result:
@@ -33,7 +33,7 @@ def say(*words: str) -> Result:
 
 
 def refused(result: Result) -> str:
-    """What was said, once it is certain that it is one line, without a traceback, with exit code 2."""
+    """Returns the error text, after checking that it is one line without traceback, with exit code 2."""
     assert result.exit_code == 2
     assert result.exception is None or isinstance(result.exception, SystemExit)
     said = result.stderr.strip()
@@ -44,7 +44,7 @@ def refused(result: Result) -> str:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
-    """A Lab that starts nothing: the experiments it was asked to run."""
+    """Replaces Lab by a stand-in that starts nothing. Returns the experiments that it received."""
     found: list[Experiment] = []
 
     class Lab:
@@ -80,7 +80,7 @@ def test_run_turns_the_recipes_knobs_in_order_and_closes_the_lab(asked: list[Exp
 
 
 @pytest.mark.parametrize("error", [None, RunError("the disk is full"), TimeoutError()], ids=str)
-def test_a_run_that_is_told_to_end_stops_once_its_checkpoint_is_written_or_cannot_be(error: Exception | None) -> None:
+def test_a_terminated_run_stops_after_its_checkpoint_is_written_or_failed(error: Exception | None) -> None:
     done: list[str] = []
 
     def wait(timeout: float) -> None:
@@ -98,7 +98,7 @@ def test_run_without_a_number_of_steps_ends(asked: list[Experiment], tmp_path: P
     assert asked[0].steps == 200
 
 
-def test_run_takes_a_script_with_its_words_says_what_it_says_and_sets_no_end(
+def test_run_passes_arguments_to_a_script_prints_its_output_and_sets_no_end(
     asked: list[Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -114,7 +114,7 @@ def test_run_takes_a_script_with_its_words_says_what_it_says_and_sets_no_end(
     assert (experiment.steps, experiment.ranks, str(experiment.strategy)) == (0, 2, "DDP(accumulate=1)")
 
 
-def test_run_goes_on_from_a_checkpoint_with_what_is_set(
+def test_run_resumes_a_checkpoint_with_new_settings(
     asked: list[Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     e = recipe("digits").set("ranks", 2).set("pace", 5.0).set("save_every", 1).set("lr", 0.003)
@@ -144,7 +144,7 @@ def test_run_goes_on_from_a_checkpoint_with_what_is_set(
         (["digits", "--set", "strategy=TorchDDP", "--set", "compressor=TopK"], "use Dense with it"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_a_sentence(
+def test_invalid_runs_are_refused_in_a_sentence(
     asked: list[Experiment], words: list[str], answer: str, tmp_path: Path
 ) -> None:
     assert answer in refused(say("run", *words, "--out", str(tmp_path / "r")))
@@ -193,7 +193,7 @@ def test_what_if_asks_about_a_recorded_run_on_a_named_network_and_over_ranks(tmp
     assert "has no step that ended on all ranks" in refused(say("what-if", none))
 
 
-def test_show_says_which_directory_is_missing_or_no_run(tmp_path: Path) -> None:
+def test_show_names_a_directory_that_is_missing_or_no_run(tmp_path: Path) -> None:
     assert "nowhere" in refused(say("show", str(tmp_path / "nowhere")))
     (tmp_path / "run.json").write_text("{")
     assert str(tmp_path) in refused(say("show", str(tmp_path)))
@@ -249,7 +249,7 @@ def test_the_token_is_kept_and_not_on_the_command_line(
     assert not any("token=" in word or "disable_check" in word for word in command)
 
 
-def test_jupyterlab_asks_nothing_that_lies_over_the_page(tmp_path: Path) -> None:
+def test_jupyterlab_shows_no_dialog_over_the_page(tmp_path: Path) -> None:
     from jupyterlab.labapp import LabApp
 
     lab = LabApp()
@@ -277,7 +277,7 @@ def test_a_clone_opens_its_own_notebooks_from_any_folder(monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
-def test_no_notebook_anywhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_notebooks_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workbench, "__file__", str(tmp_path / "lib" / "workbench" / "__init__.py"))
     monkeypatch.setattr(jupyter.sysconfig, "get_path", lambda name: str(tmp_path / name))

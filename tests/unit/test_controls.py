@@ -1,4 +1,4 @@
-"""Controls are read off the knobs: every knob has one, and what a person asks for is checked and answered beside it."""
+"""Tests the controls: every knob has one, and each entry is checked and answered next to it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
         e = e.set("compressor", compressor)
     made = {r["path"]: r for r in rows(e, Now())}
     for path, k in walk(e):
-        held = path in ("fabric", "fabric.link", "fabric.faults", "compressor.of")  # shown by what is in them
+        held = path in ("fabric", "fabric.link", "fabric.faults", "compressor.of")  # shown by their contents
         assert held or path in made, path
         if path in made:
             assert made[path]["doc"].startswith(k.doc) and k.unit in (made[path]["unit"], made[path]["label"])
@@ -87,7 +87,7 @@ def test_the_controls_used_most_come_first_and_open() -> None:
     assert all(r["group"] for r in made[len(first) :])
 
 
-def test_a_strategy_from_a_cell_gets_its_controls_without_a_line_of_them() -> None:
+def test_a_strategy_defined_in_a_cell_gets_its_controls_automatically() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Whimsical(Strategy):
         """Averages when it feels like it."""
@@ -123,7 +123,7 @@ def test_sliders_stop_at_allowed_values_from_end_to_end(k: Any) -> None:
     assert not found or found[nearest(found, found[2])] == found[2]
 
 
-def test_a_partition_is_offered_together_with_the_strategy_that_lets_it_be_and_back() -> None:
+def test_a_partition_is_offered_with_a_strategy_that_allows_it() -> None:
     lab = StillLab(live=True)
     lab.experiment = lab.experiment.set("strategy", "ZeRO3")
     controls = Controls(lab)
@@ -141,7 +141,7 @@ def test_a_partition_is_offered_together_with_the_strategy_that_lets_it_be_and_b
     assert [type(x).__name__ for x in (lab.experiment.strategy, lab.experiment.partition)] == ["ZeRO3", "Whole"]
 
 
-def test_a_wrong_entry_says_why_beside_its_control_and_changes_nothing() -> None:
+def test_an_invalid_entry_shows_a_reason_at_its_control_and_changes_nothing() -> None:
     lab = StillLab()
     controls = Controls(lab)
     controls.asked({"change": "strategy", "value": {"LocalSGD": {}}})
@@ -155,7 +155,7 @@ def test_a_wrong_entry_says_why_beside_its_control_and_changes_nothing() -> None
     assert row(controls, "strategy.every")["error"] == "" and lab.experiment.strategy.every == 16
 
 
-def test_a_pair_that_cannot_be_is_refused_with_the_sentence_that_says_what_would() -> None:
+def test_an_invalid_pair_is_refused_with_advice() -> None:
     controls = Controls(StillLab())
     controls.asked({"change": "compressor", "value": "TopK"})
     offered = {o["text"]: o for o in row(controls, "strategy")["options"]}
@@ -181,7 +181,7 @@ def test_a_change_shows_as_requested_until_it_is_applied() -> None:
     }  # fmt: skip
 
 
-def test_what_cannot_be_turned_now_is_disabled_and_says_why() -> None:
+def test_settings_that_cannot_change_live_are_disabled_with_a_reason() -> None:
     lab = StillLab(live=True)
     for path in ("seed", "task", "task.width", "ranks"):
         found = row(Controls(lab), path)
@@ -202,7 +202,7 @@ def test_top_k_is_offered_with_and_without_its_error_feedback() -> None:
     assert made["compressor.of"]["value"] == "Cast" and "compressor.of.to" in made
 
 
-def test_a_task_of_your_own_is_listed_while_it_is_there() -> None:
+def test_a_custom_task_is_listed_while_it_is_in_use() -> None:
     own = Task(model=int, data=int, loss=int, optimizer=int)
     found = {r["path"]: r for r in rows(Experiment(task=own), Now())}["task"]
     assert found["options"][found["index"]]["text"] == "Task"
@@ -243,8 +243,8 @@ def test_changes_are_listed_in_few_words() -> None:
     assert texts[0] == "bandwidth = 200" and texts[2] == "TopK" and texts[1].startswith("faults: Slow(rank=2")
 
 
-def test_what_the_model_itself_refuses_is_grey_with_its_sentence() -> None:
-    """A model that nothing says how to slice or to cut, and one with too few layers; neither builds anything big."""
+def test_options_that_the_model_refuses_are_disabled_with_the_reason() -> None:
+    """A model that no rule can slice or cut, and one with too few layers. Building them allocates no memory."""
     built: list[str] = []
 
     class Own(torch.nn.Module):
@@ -266,15 +266,16 @@ def test_what_the_model_itself_refuses_is_grey_with_its_sentence() -> None:
     controls.asked({"change": "partition", "value": "Tensor"})
     assert "nothing says how Own is dealt out" in row(controls, "partition")["error"] and not lab.changes
     assert built == ["meta"] and torch.equal(torch.get_rng_state(), kept)
-    lab.experiment = replace(lab.experiment, partition=Tensor()).checked()  # by a program: the others are not to blame
+    # set by a program, so other knobs are not to blame
+    lab.experiment = replace(lab.experiment, partition=Tensor()).checked()
     controls.refresh()
     unasked = next(r for r in rows(lab.experiment, Now()) if r["path"] == "optimizer")
     assert row(controls, "optimizer")["options"] == unasked["options"]
     assert not {o["text"]: o for o in row(controls, "partition")["options"]}["Whole"]["refused"]
 
 
-def test_a_model_is_not_asked_on_the_thread_of_the_timer() -> None:
-    """It may draw random numbers there beside a cell; at the end of a cell it is asked."""
+def test_the_timers_thread_does_not_build_the_model() -> None:
+    """Building a model may draw random numbers, so it must not run next to a cell. It runs at the end of a cell."""
     lab, built = StillLab(), []
     controls = Controls(lab)
     task = Task(model=lambda: built.append(1) or torch.nn.Linear(3, 3), data=int, loss=int, optimizer=int)

@@ -1,4 +1,4 @@
-"""Codecs that share a core with compute: what they cost beside it, and it beside them, on the virtual clock."""
+"""Tests the virtual cost of codecs that share a core with compute."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from workbench.strategies import DDP, LocalSGD
 
 pytestmark = pytest.mark.ranks
 
-NBYTES = 40_000  # of each of four buckets, full at a quarter of a backward each
+NBYTES = 40_000  # bytes of each of 4 buckets; each fills in 25 % of a backward
 BACK = 0.08  # seconds
 CAST = {"codec": {"Cast": (0.002 / NBYTES, 0.0)}, "beside": {"Cast": (0.004 / NBYTES, 0.0)}}
 
 
 def made(strategy: Any = None, compressor: Any = None, steps: int = 6, **rest: Any) -> Experiment:
-    """Four buckets over wires that take next to no time."""
+    """Makes an experiment with 4 buckets over links that take almost no time."""
     return paced(3, steps, 0.0, 1e6, strategy=strategy or DDP(), compressor=compressor or Cast(to="bf16"),
                  task=stack(4), bucket_mb=0.03, **rest)  # fmt: skip
 
 
-def test_what_is_encoded_beside_backward_has_a_price_of_its_own() -> None:
-    """Three of four buckets are; only the last one is waited for."""
+def test_encoding_during_backward_has_its_own_price() -> None:
+    """3 of 4 buckets are encoded during backward. The step waits only for the last one."""
     run = simulate(made(), costs=Costs(backward=BACK, **CAST))
     spans = rows(run, "codec", 0)
     spans = spans[spans.step == 3]
@@ -40,8 +40,8 @@ def test_what_is_encoded_beside_backward_has_a_price_of_its_own() -> None:
     assert (alone.t1 - alone.t0).tolist() == pytest.approx([0.002] * len(alone)) and len(alone)
 
 
-def test_a_codec_on_its_core_makes_backward_longer() -> None:
-    """By its share of what was encoded meanwhile; what is encoded once the step waits holds nobody up."""
+def test_a_codec_on_the_same_core_makes_backward_longer() -> None:
+    """Backward grows by a share of the encoding during it. Encoding while the step waits delays nothing."""
     for slow in (0.0, 0.5, 1.0):
         run = simulate(made(), costs=Costs(backward=BACK, slows=slow, **CAST))
         spans = rows(run, "compute", 0, "backward")
@@ -50,7 +50,7 @@ def test_a_codec_on_its_core_makes_backward_longer() -> None:
 
 
 def test_both_are_measured_from_steps_with_a_codec_and_steps_without() -> None:
-    """So the same run would be predicted as it was: compute as it is without a codec, and what one adds to it."""
+    """The measured costs predict the same run: compute without a codec, and what a codec adds."""
     given = Costs(backward=BACK, forward=0.01, slows=0.5, **CAST)
     run = simulate(made(compressor=Dense(), steps=24), costs=given, changes=[Change(12, "compressor", Cast(to="bf16"))])
     found = Costs.measured(run)
@@ -59,30 +59,31 @@ def test_both_are_measured_from_steps_with_a_codec_and_steps_without() -> None:
     assert found.beside["Cast"][0] == pytest.approx(CAST["beside"]["Cast"][0])
     np.testing.assert_allclose(seconds(simulate(made(), costs=found))[2:], seconds(simulate(made(), costs=given))[2:],
                                rtol=1e-3)  # fmt: skip
-    without = Costs.measured(simulate(made(), costs=given))  # nobody knows what backward takes without it
+    # without uncompressed steps, backward's own time is unknown
+    without = Costs.measured(simulate(made(), costs=given))
     assert without.slows == 0.0 and without.backward[0].seconds == pytest.approx(BACK + 0.5 * 3 * 0.004)
 
 
 def test_a_stretch_takes_as_long_as_the_slowest_rank_in_the_mean() -> None:
-    """All wait for it: in every other step one of three ranks is held up and takes five times as long."""
+    """All ranks wait for it: in every second step one of 3 ranks is delayed and takes 5 times as long."""
     e = made(LocalSGD(every=1), steps=20)
     spans = rows_of(simulate(e, costs=Costs(backward=BACK, codec={"Cast": (0.002 / NBYTES, 0.0)})))
     held = spans.equal("lane", "codec") & (spans.rank == spans.step % 3) & (spans.step % 2 == 0)
     spans.columns["t1"][held] += 0.008
     found, _ = codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0)
-    assert 0.005 < found["Cast"][0] * NBYTES < 0.006  # the mean, less the most disturbed twentieth; the median is 0.002
+    assert 0.005 < found["Cast"][0] * NBYTES < 0.006  # the mean without the most disturbed 5 %; the median is 0.002
 
 
-def test_a_stretch_that_is_hardly_ever_written_takes_no_time() -> None:
-    """The engine leaves out what is too short; the few that are there were disturbed."""
+def test_a_stretch_that_is_rarely_recorded_costs_nothing() -> None:
+    """The engine leaves out short spans. The few long ones were disturbed."""
     e = made(LocalSGD(every=1), compressor=Dense(), steps=20)
     spans = rows_of(simulate(e, costs=Costs(backward=BACK, codec={"Dense": (0.002 / NBYTES, 0.0)})))
     spans = spans[~spans.equal("lane", "codec") | (spans.step == 7)]
     assert codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0) == ({}, {})
 
 
-def test_how_codecs_slow_compute_is_not_told_where_other_things_changed_too() -> None:
-    """A pace that was turned with the compressor would be taken for the codec's doing."""
+def test_slowdown_by_codecs_is_not_measured_if_other_settings_changed_too() -> None:
+    """A pace that changed with the compressor would count as the codec's effect."""
     given = Costs(backward=BACK, slows=0.5, **CAST)
     changes = [Change(12, "compressor", Cast(to="bf16")), Change(12, "pace", 400.0)]
     run = simulate(made(compressor=Dense(), steps=24), costs=given, changes=changes)
@@ -92,8 +93,8 @@ def test_how_codecs_slow_compute_is_not_told_where_other_things_changed_too() ->
     assert slows(spans, at, nbytes)[0] == 1.0 and Costs.measured(run).slows == 0.0
 
 
-def test_a_part_of_every_stretch_is_told_from_what_a_byte_takes() -> None:
-    """From buckets of different sizes: so small ones are not taken for cheap, nor their price for that of a byte."""
+def test_cost_per_stretch_and_cost_per_byte_are_measured_separately() -> None:
+    """Buckets of different sizes separate the cost per stretch from the cost per byte."""
     line, beside = Line(0.001, 2e-8), Line(0.002, 5e-8)
     given = Costs(backward=BACK, forward=0.01, codec={"Cast": (line, line)}, beside={"Cast": (beside, line)})
     sizes = {0.03: NBYTES, 0.1: 3 * NBYTES}
@@ -106,7 +107,7 @@ def test_a_part_of_every_stretch_is_told_from_what_a_byte_takes() -> None:
         e = made(LocalSGD(every=1)).set("bucket_mb", mb)
         spans = rows(simulate(e, costs=found), "codec", 0)
         assert (spans.t1 - spans.t0)[0] == pytest.approx(0.001 + 2e-8 * nbytes)
-    alike = Costs.measured(simulate(made(steps=15), costs=given))  # buckets of one size tell no line
+    alike = Costs.measured(simulate(made(steps=15), costs=given))  # buckets of one size define no line
     assert alike.codec["Cast"][0] == pytest.approx(line.byte + line.stretch / NBYTES)
 
 

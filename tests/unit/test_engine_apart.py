@@ -1,4 +1,4 @@
-"""Ranks that keep no common step: they meet when called, lose no update, end together and leave nothing behind."""
+"""Tests ranks without a common step: they meet on request, lose no update, and end cleanly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SLOW = (Slow(rank=1, factor=3.0),)
 
 
 def until(ask: Any, sessions: list[Session] = (), within: float = 60.0) -> None:  # type: ignore[assignment]
-    """Waits for `ask`; a rank that fails meanwhile, or time that runs out, fails the test with what ranks do."""
+    """Waits for `ask`. Fails the test with the ranks' status if a rank fails or time runs out."""
     end = time.monotonic() + within
     while not ask():
         assert not [s.error for s in sessions if s.error], [s.error["traceback"] for s in sessions if s.error]
@@ -58,19 +58,19 @@ def until(ask: Any, sessions: list[Session] = (), within: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def _opened_once() -> None:
-    """What torch opens in a process and keeps."""
+    """Opens what torch opens once in a process and keeps."""
     run(experiment(2, 1))
 
 
 def opened() -> tuple[int, int]:
-    """How many threads and descriptors this process has; sessions that are over are collected first."""
+    """Counts this process's threads and descriptors, after collecting ended sessions."""
     gc.collect()
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(_opened_once: None) -> Iterator[None]:
-    """No thread and no descriptor more than before."""
+    """Checks that a test leaves no thread and no descriptor."""
     before = opened()
     yield
     end = time.monotonic() + 60
@@ -80,7 +80,7 @@ def _nothing_is_left_behind(_opened_once: None) -> Iterator[None]:
 
 
 def steered(strategy: Strategy, ranks: int = 3, steps: int = 0, **rest: Any) -> list[Session]:
-    """Ranks under way, of which one is three times slower than the others."""
+    """Returns training ranks, one of them 3 times slower than the other ones."""
     rest = {"pace": 6.0, **rest}
     sessions = live(experiment(ranks, steps, strategy=strategy, **rest).set("faults", SLOW))
     until(lambda: sessions[0].rank.step > 6, sessions)
@@ -92,7 +92,7 @@ def with_servers(trainers: int, strategy: Strategy) -> int:
 
 
 def plain(strategy: Strategy | str) -> Any:
-    """As an order carries it."""
+    """Returns the strategy in the form of an order."""
     return strategy if isinstance(strategy, str) else to_plain(strategy)
 
 
@@ -103,8 +103,8 @@ def over(sessions: list[Session]) -> None:
 
 
 @pytest.mark.parametrize("strategy", [s for s in APART if not isinstance(s, SyncServer)], ids=str)
-def test_nobody_waits_for_the_slow_one_and_all_make_their_steps(strategy: Strategy) -> None:
-    """It stands in its fourth step until the others have made all of theirs: for ever, if they wait for it."""
+def test_no_rank_waits_for_a_slow_one_and_all_make_their_steps(strategy: Strategy) -> None:
+    """The slow rank waits in its fourth step until the other ranks have made all steps. It deadlocks if they wait."""
     goes_on, fourth = threading.Event(), batch(1, 3, 0)[0]
 
     def loss(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all(strategy: Strategy) ->
 
 
 @apart
-def test_it_is_left_and_entered_live_with_equal_parameters(strategy: Strategy) -> None:
+def test_live_switches_leave_parameters_equal(strategy: Strategy) -> None:
     sessions = steered(strategy)
     try:
         for k, other in enumerate(["DDP", strategy, "Gossip", strategy, "LocalSGD", strategy, "DDP"]):
@@ -184,7 +184,7 @@ def test_planned_changes_act_where_ranks_are_apart(strategy: Strategy) -> None:
     assert {s.experiment.lr for s in sessions} == {0.02} and {s.phase for s in sessions} == {"done"}
 
 
-def test_strategies_asked_for_at_once_follow_one_another_at_one_step() -> None:
+def test_strategies_requested_at_once_are_applied_one_after_another_at_one_step() -> None:
     sessions = live(experiment(3, 0, pace=4.0))
     try:
         until(lambda: sessions[0].rank.step > 4, sessions)
@@ -216,8 +216,8 @@ def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, ran
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(rank, 5, "a bad example")]
 
 
-def test_a_rank_that_nobody_has_sent_a_message_to_hears_of_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine rank 0 may fail before its line to the last rank is up, which then would train on for ever."""
+def test_a_rank_without_a_message_connection_learns_of_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine rank 0 may fail before it connects to the last rank, which would then train for ever."""
     monkeypatch.setattr(Mailbox, "reach", lambda mailbox, ranks: None)
 
     sessions = live(experiment(3, 0, task=poisoned(0, 5), strategy=Hogwild(), pace=4.0))
@@ -247,13 +247,13 @@ def test_a_background_that_fails_fails_the_run() -> None:
 
 
 def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo may not hear that a group was cut in the middle of a round, and then keeps its thread for ten minutes."""
+    """gloo may not notice that a group was cut in the middle of a round, and keeps its thread for 10 minutes."""
     ends, cuts, again, cut = [], [], Background._again, Session.cut
 
     def late(background: Background, rest: float, alone: bool) -> int:
         goes_on = again(background, rest, alone)
         if not goes_on and background.run.rank.id == 1:
-            time.sleep(0.7)  # as if the word that its bytes are out came late
+            time.sleep(0.7)  # as if the report of the sent bytes came late
         if not goes_on:
             ends.append(time.monotonic())
         return goes_on
@@ -269,7 +269,7 @@ def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: 
     assert len(ends) == len(cuts) == 3 and min(cuts) > max(ends)
 
 
-def test_one_rank_alone_that_fails_beside_its_background_says_so_and_ends() -> None:
+def test_a_single_rank_that_fails_next_to_its_background_ends() -> None:
     (session,) = live(experiment(1, 0, task=poisoned(0, 5), strategy=AsyncServer()))
     ended([session])
     assert session.error is not None and session.error["text"] == "a bad example"
@@ -278,20 +278,20 @@ def test_one_rank_alone_that_fails_beside_its_background_says_so_and_ends() -> N
 
 @dataclass(frozen=True, kw_only=True)
 class MisplacedUpdate(ShadowMA):
-    """Asks in its background for what belongs in a step."""
+    """Calls in its background a verb that belongs in a step."""
 
     async def background(self, rank: Rank, state: Any) -> None:
         await rank.update()
 
 
-def test_what_a_background_may_not_ask_for_is_said() -> None:
+def test_a_misplaced_verb_in_a_background_is_an_error() -> None:
     sessions = live(experiment(2, 0, strategy=MisplacedUpdate()))
     ended(sessions)
     assert any("`update` belongs in `step`" in s.error["text"] for s in sessions if s.error)
 
 
 class Heap(nn.Module):
-    """Many parameters whose gradient is the rank's own constant, whatever they are."""
+    """Many parameters with a gradient that is the rank's own constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class Heap(nn.Module):
 
 
 def test_no_update_is_lost_to_the_shadow() -> None:
-    """The sum of all ranks' parameters is what the optimizers made it, whenever the shadow wrote."""
+    """The sum of all ranks' parameters is the optimizers' result, whenever the shadow writes."""
     def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         return [torch.tensor(float(rank + 1))]
 
@@ -317,7 +317,7 @@ def test_no_update_is_lost_to_the_shadow() -> None:
     torch.testing.assert_close(total[150_000:], torch.full((90_000,), 2 * moved).double(), rtol=1e-4, atol=0)
 
 
-def test_a_round_of_the_shadow_brings_ranks_together_by_alpha() -> None:
+def test_a_round_of_the_shadow_pulls_ranks_together_by_alpha() -> None:
     plain = toy(partial(torch.optim.SGD, lr=0.3))
     left = {}
     for alpha in (0.0, 0.5, 1.0):
@@ -328,7 +328,7 @@ def test_a_round_of_the_shadow_brings_ranks_together_by_alpha() -> None:
     assert left[0.0] > 1e-2 and left[0.5] < left[0.0] * 0.5**5 and left[1.0] < 1e-6 * left[0.0]
 
 
-def test_evaluation_waits_for_nobody_and_takes_the_last_average() -> None:
+def test_evaluation_waits_for_no_rank_and_uses_the_last_average() -> None:
     chosen = experiment(3, 0, strategy=ShadowMA(), pace=6.0, eval_every=5)
     sessions = live(chosen, (Change(10, "faults", [{"Freeze": {"rank": 2, "seconds": 60}}]),))
 
@@ -348,8 +348,8 @@ def test_evaluation_waits_for_nobody_and_takes_the_last_average() -> None:
         over(sessions)
 
 
-def test_at_a_wire_much_slower_than_compute_the_shadow_costs_no_time() -> None:
-    """Steps are made and nobody waits while an averaging is under way; on a virtual clock it costs nothing at all."""
+def test_the_shadow_costs_no_time_on_a_slow_link() -> None:
+    """Ranks make steps and do not wait while an average is in flight. On a virtual clock it costs nothing."""
     e = experiment(4, 24, strategy=ShadowMA(), pace=30.0).set("bandwidth", 0.4)
     for s in run(e):
         buckets = len(s.layout.buckets)

@@ -1,4 +1,4 @@
-"""Error feedback: a residual that narrow gradients do not wear away, and steps that are not finite."""
+"""Tests error feedback: a wide residual under narrow gradients, and non-finite steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ INF, NAN = float("inf"), float("nan")
 
 
 def gradients(seed: int, n: int, ranks: int = 1) -> torch.Tensor:
-    """(ranks, n) of the kind that training has: a lasting direction of its own for each element, and noise."""
+    """Returns gradients like those of training: a constant direction for each element, plus noise. (ranks, n)"""
     lasting = torch.randn(n, generator=torch.Generator().manual_seed(0))
     return lasting + torch.randn(ranks, n, generator=torch.Generator().manual_seed(seed + 1))
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("of", [TopK(density=0.002), OneBit(), PowerSGD(rank=1), ACPSGD(rank=1)], ids=str)
-def test_with_narrow_gradients_nothing_is_lost(of: Compressor, dtype: torch.dtype) -> None:
-    """Alone, so that no sum between ranks rounds: all that came out and the residual is all that went in."""
+def test_narrow_gradients_lose_nothing(of: Compressor, dtype: torch.dtype) -> None:
+    """One rank, so no sum between ranks rounds: outputs plus residual equal the inputs."""
     parts, memory, n = placed((40, 30), (12, 50)), Memory(), 1800
     sent = owed = torch.zeros(n, dtype=torch.float64)
     for step in range(300):
@@ -36,7 +36,7 @@ def test_with_narrow_gradients_nothing_is_lost(of: Compressor, dtype: torch.dtyp
 
 
 def lost_with_a_residual_in(kind: torch.dtype, density: float, steps: int) -> float:
-    """Top-k under error feedback written out, gradients in bf16: what is neither sent nor left, relatively."""
+    """Runs top-k with error feedback on bf16 gradients. Returns the relative part neither sent nor left."""
     n = 2000
     residual, k = torch.zeros(n, dtype=kind), max(1, round(density * n))
     sent = owed = torch.zeros(n, dtype=torch.float64)
@@ -52,15 +52,15 @@ def lost_with_a_residual_in(kind: torch.dtype, density: float, steps: int) -> fl
     return float((sent + residual.double() - owed).norm() / owed.norm())
 
 
-def test_a_residual_in_bf16_would_swallow_what_is_small_beside_it() -> None:
-    """Why it is kept in fp32: of all gradients 0.4 % are lost with a density of 0.01, 4 % with 0.001."""
+def test_a_residual_in_bf16_would_lose_small_gradients() -> None:
+    """Shows why the residual is fp32: bf16 loses 0.4 % of all gradients at density 0.01, and 4 % at 0.001."""
     for density, steps, lost in ((0.01, 300, 0.002), (0.001, 1000, 0.02)):
         assert lost_with_a_residual_in(torch.bfloat16, density, steps) > lost
         assert lost_with_a_residual_in(torch.float32, density, steps) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_the_residual_of_narrow_gradients_stays_wide_when_buckets_are_cut_anew(dtype: torch.dtype) -> None:
+def test_the_residual_of_narrow_gradients_stays_wide_in_new_buckets(dtype: torch.dtype) -> None:
     parts, memory, of = placed((30,), (50,)), Memory(), ErrorFeedback(of=TopK(density=0.1))
     exchange(of, gradients(0, 80).to(dtype), parts, [memory])
     before = torch.cat([memory.buffers["residual"][p.name] for p in parts])
@@ -72,7 +72,7 @@ def test_the_residual_of_narrow_gradients_stays_wide_when_buckets_are_cut_anew(d
     assert wide(torch.float64) == torch.float64
 
 
-def test_what_does_not_fit_into_fp16_waits_in_the_residual() -> None:
+def test_values_beyond_fp16_wait_in_the_residual() -> None:
     memory, parts, of = Memory(), placed((4,)), ErrorFeedback(of=TopK(density=0.25))
     g = torch.tensor([[60000.0, 50000.0, 1.0, 0.0]], dtype=torch.float16)
     outs = [exchange(of, x, parts, [memory]) for x in (g, g, 0 * g, 0 * g, 0 * g)]
@@ -84,7 +84,7 @@ def test_what_does_not_fit_into_fp16_waits_in_the_residual() -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("of", [TopK(density=0.3), OneBit(), PowerSGD(rank=2), ACPSGD(rank=2), Dense()], ids=str)
-def test_where_a_step_is_not_finite_the_residual_stays_what_it_was_on_all_ranks(of: Compressor, bad: float) -> None:
+def test_a_step_that_is_not_finite_changes_no_residual(of: Compressor, bad: float) -> None:
     parts, memories, n = placed((20, 24), (40,)), [Memory(), Memory()], 520
     exchange(ErrorFeedback(of=TopK(density=0.05)), gradients(0, n, 2), parts, memories)
     before = [torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories]
@@ -97,14 +97,14 @@ def test_where_a_step_is_not_finite_the_residual_stays_what_it_was_on_all_ranks(
         left = torch.cat([memory.buffers["residual"][p.name] for p in parts])
         assert torch.equal(left[lost], old[lost]), "nothing of it was delivered"
         assert bool(left.isfinite().all()) and bool(mine[~lost].isfinite().all())
-    # where it is finite the step was as any other
+    # finite elements are treated as in any other step
     now = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories)
     torch.testing.assert_close((out + now)[~lost].float(), (g.sum(0) + sum(before))[~lost], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
 @pytest.mark.parametrize("of", [PowerSGD(rank=2), PowerSGD(rank=2, iterations=2), ACPSGD(rank=2)], ids=str)
-def test_a_contribution_kept_as_factors_is_the_one_that_is_written_out(of: Compressor, dtype: torch.dtype) -> None:
+def test_factored_and_dense_contributions_leave_the_same_residual(of: Compressor, dtype: torch.dtype) -> None:
     parts, fed, bare = placed((20, 24), (40,), (30, 40)), Memory(), Memory()
     for step in range(4):
         before = torch.cat([fed.buffers["residual"][p.name] for p in parts]) if step else torch.zeros(1720)
@@ -119,7 +119,7 @@ def test_a_contribution_kept_as_factors_is_the_one_that_is_written_out(of: Compr
 
 
 def test_a_huge_but_finite_gradient_is_a_step_like_any_other() -> None:
-    """Its elements' sum is not finite, which is how a bad step is noticed."""
+    """The sum of its elements is not finite, which usually marks a bad step."""
     memory, parts = Memory(), placed((4,))
     g = torch.tensor([[3e38, 3e38, 2e38, 0.0]])
     out = exchange(ErrorFeedback(of=TopK(density=0.5)), g, parts, [memory])
@@ -127,7 +127,7 @@ def test_a_huge_but_finite_gradient_is_a_step_like_any_other() -> None:
     assert memory.buffers["residual"]["p0"].tolist() == pytest.approx([0.0, 0.0, 2e38, 0.0])
 
 
-def test_what_is_kept_takes_the_place_without_a_copy_and_is_cut_anew_with_the_buckets() -> None:
+def test_kept_values_are_not_copied_and_follow_new_buckets() -> None:
     memory, parts = Memory(), placed((4,), (6,))
     bucket = Bucket(0, torch.zeros(10), tuple(parts), 0)
     memory.flat("residual", bucket)
@@ -139,8 +139,8 @@ def test_what_is_kept_takes_the_place_without_a_copy_and_is_cut_anew_with_the_bu
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_what_narrow_gradients_round_off_waits_in_the_residual(dtype: torch.dtype) -> None:
-    """Dense sends all it is given, and it is given x rounded: only error feedback knows what was rounded off."""
+def test_rounding_errors_of_narrow_gradients_wait_in_the_residual(dtype: torch.dtype) -> None:
+    """Dense sends its input, which is x rounded: only error feedback keeps the rounding error."""
     parts, memory, n, of = placed((64,)), Memory(), 64, ErrorFeedback(of=Dense())
     memory.flat("residual", Bucket(0, torch.zeros(n, dtype=dtype), tuple(parts), 0), torch.float32).fill_(2.0**-12)
     g = torch.ones(1, n).to(dtype)

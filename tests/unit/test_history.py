@@ -1,4 +1,4 @@
-"""What was changed before, and by whom: known to all ranks, also to those who came later and who have gone back."""
+"""Tests that all ranks know earlier changes and their origin, also new ranks and ranks that went back."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.ranks
 
 
 def known(session: Any) -> list[tuple[int, str]]:
-    """What a rank knows of changes: before which step, of what."""
+    """Returns the changes that a rank knows: step and path."""
     return [(change.at_step, change.path) for change in session.steering.made]
 
 
 def told(run: Run) -> list[tuple[int, str]]:
-    """The same, as the record has it."""
+    """Returns the same from the record."""
     return [(step, said["path"]) for step, _, said in run.details("change")]
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
-def test_one_who_came_and_is_the_first_now_leaves_alone_what_a_person_set_before(strategy: Strategy) -> None:
+def test_a_new_first_rank_respects_what_a_person_set_before(strategy: Strategy) -> None:
     with Crowd(resized(strategy, policy=Halver(look_every=5), diverged=0.0)) as crowd:
         crowd.first.request({"kind": "change", "path": "lr", "value": 0.001, "id": "by hand"})
         crowd.until(lambda: crowd.said("change"))
@@ -45,7 +45,7 @@ def test_one_who_came_and_is_the_first_now_leaves_alone_what_a_person_set_before
 
 
 @pytest.mark.parametrize("real", [True, False], ids=["real", "sizes"])
-def test_so_does_a_simulated_one(real: bool) -> None:
+def test_a_new_simulated_rank_respects_what_a_person_set_before(real: bool) -> None:
     e = setting(DDP(), ranks=2, steps=400, pace=300.0, on_death="replace", policy=Halver(look_every=5))
     changes = [Change(3, "lr", 0.04), crash(5, 0), Change(200, "bucket_mb", 0.5), crash(300, 0)]
     run, sessions = simulated(e, *changes, real=real)
@@ -55,8 +55,8 @@ def test_so_does_a_simulated_one(real: bool) -> None:
     assert [said["value"] for _, _, said in run.details("change") if said["path"] == "lr"] == [0.04]
 
 
-def test_who_came_knows_that_decisions_are_given() -> None:
-    """A run is simulated again with all that was changed in it: nobody decides a second time, whoever is first."""
+def test_a_new_rank_knows_that_decisions_are_replayed() -> None:
+    """The run is simulated again with all of its changes, so no policy decides a second time on any rank."""
     e = setting(DDP(), ranks=2, steps=400, pace=300.0, on_death="replace", policy=Halver(look_every=50), lr=0.5)
     run, _ = simulated(e, crash(5, 0), crash(300, 0))
     made = [(step, said["path"], said["value"]) for step, _, said in run.details("change")]

@@ -1,4 +1,4 @@
-"""Hogwild: one vector for all ranks of a host. What it computes, what is lost, where it is refused, what it leaves."""
+"""Tests Hogwild: one shared vector for all ranks of a host, lost updates, refusals and cleanup."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ BLOCK = re.compile(r"(\d+) +\S*/workbench-\S+\.shared( \(deleted\))?$", re.M)
 
 
 def blocks() -> list[str]:
-    """The inode of every mapping of memory in common in this process; all have lost their names."""
+    """Returns the inode of every shared mapping in this process. All must have lost their file names."""
     found = [(m[1], m[2]) for m in BLOCK.finditer(Path("/proc/self/maps").read_text())]
     assert all(deleted for _, deleted in found), "a block still has its name"
     return [inode for inode, _ in found]
 
 
 def files() -> list[Path]:
-    """Blocks that still have a name; the folders of other tests come and go meanwhile."""
+    """Returns blocks that still have a name. Other tests create and remove folders at the same time."""
     found: list[Path] = []
     for folder in os.listdir(tempfile.gettempdir()):
         if folder.startswith("workbench-"):
@@ -59,14 +59,14 @@ def files() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def _opened_once() -> None:
-    """What torch opens in a process and keeps."""
+    """Opens what torch opens once in a process and keeps."""
     run(experiment(2, 1))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(_opened_once: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """No file, no mapping, no descriptor and no thread."""
-    kept = 5 if "TorchDDP" in request.node.name else 0  # torch's DDP holds on to the last run's store, whoever follows
+    """Checks that a test leaves no file, mapping, descriptor or thread."""
+    kept = 5 if "TorchDDP" in request.node.name else 0  # torch's DDP keeps the last run's store
     before = len(os.listdir("/proc/self/fd")) + kept, threading.active_count()
     yield
     end = time.monotonic() + 60
@@ -85,7 +85,7 @@ sgd = partial(torch.optim.SGD, lr=0.05)
 # -- one vector
 
 
-def test_all_ranks_have_one_vector_and_its_memory_is_there_once() -> None:
+def test_all_ranks_share_one_vector_in_one_block_of_memory() -> None:
     sessions = run(experiment(4, 6, strategy=Hogwild()))
     assert len(blocks()) == 4 and len(set(blocks())) == 1, "four mappings of one block"
     first, last = (s.layout.weights[0] for s in (sessions[0], sessions[3]))
@@ -97,7 +97,7 @@ def test_all_ranks_have_one_vector_and_its_memory_is_there_once() -> None:
 
 def test_vectors_of_several_dtypes_lie_in_one_block() -> None:
     class Mixed(nn.Module):
-        """An odd number of narrow weights beside wide ones."""
+        """An odd number of narrow weights next to wide ones."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -123,13 +123,13 @@ def test_vectors_of_several_dtypes_lie_in_one_block() -> None:
 # -- what it computes
 
 
-def test_one_rank_is_sequential_gradient_descent_to_the_bit() -> None:
+def test_one_rank_is_bit_identical_to_sequential_gradient_descent() -> None:
     want = weights(run(experiment(1, 12, task=toy(sgd), strategy=DDP()))[0])
     assert torch.equal(weights(run(experiment(1, 12, task=toy(sgd), strategy=Hogwild()))[0]), want)
 
 
 class Table(nn.Module):
-    """Rows of which each rank learns its own."""
+    """A table in which each rank trains its own rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Table(nn.Module):
 
 
 def looked_up(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
-    """Rows that no other rank looks up, in an order of its own."""
+    """Draws rows that no other rank looks up, in the rank's own order."""
     rng = torch.Generator().manual_seed(rank)
     return [torch.randint(0, 8, (3,), generator=rng) + 8 * rank for _ in range(16)]
 
@@ -149,7 +149,7 @@ def bent(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (model(ids).sin() * (1 + ids[:, None] / 10)).sum()
 
 
-def test_disjoint_supports_equal_any_serial_order_to_the_bit() -> None:
+def test_disjoint_supports_are_bit_identical_to_any_serial_order() -> None:
     def start() -> nn.Module:
         model = Table()
         with torch.no_grad():
@@ -176,7 +176,7 @@ def test_disjoint_supports_equal_any_serial_order_to_the_bit() -> None:
 
 
 class Tally(nn.Module):
-    """Every update adds one to every element."""
+    """Every update adds 1 to every element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Tally(nn.Module):
         return -self.sums.sum() * x
 
 
-def test_overlapping_increments_are_lost_at_times_and_never_made_up(record_property: Any) -> None:
+def test_overlapping_increments_may_be_lost_but_never_invented(record_property: Any) -> None:
     ranks, steps = 4, 60
     task = toy(partial(torch.optim.SGD, lr=1.0), model=Tally, loss=lambda m, x: m(x), evaluate=None,
                data=lambda rank, ranks, seed: [torch.ones(())])  # fmt: skip
@@ -203,7 +203,7 @@ def test_overlapping_increments_are_lost_at_times_and_never_made_up(record_prope
 
 
 class Line(nn.Module):
-    """One layer: its gradient depends on the weights that its forward saw, and on nothing later."""
+    """One layer: its gradient depends only on the weights that its forward read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,8 +215,8 @@ class Line(nn.Module):
         return self.line(x)
 
 
-def test_virtual_time_alone_decides_who_sees_what() -> None:
-    """Against a plain replay: read at the beginning of each forward, written at the beginning of each update."""
+def test_virtual_time_alone_decides_which_updates_a_rank_reads() -> None:
+    """A plain replay gives the same values: reads at the start of a forward, writes at the start of an update."""
     chosen = paced(3, 12, task=toy(sgd, model=Line), strategy=Hogwild(), faults=[Slow(rank=1, factor=2.3)])
     found, ranks = simulated(chosen)
     compute = rows(found, "compute")
@@ -258,7 +258,7 @@ def test_no_byte_is_sent() -> None:
         assert not [row for r in range(4) for row in comm(simulate(chosen, real=real), r)]
 
 
-def test_a_rank_that_stands_still_holds_up_none() -> None:
+def test_a_frozen_rank_delays_no_other_rank() -> None:
     sessions = live(experiment(3, 0, strategy=Hogwild(), pace=10.0))
     try:
         until(lambda: all(s.rank.step > 3 for s in sessions), sessions)
@@ -285,7 +285,7 @@ OPTIMIZERS = [partial(torch.optim.SGD, lr=0.02, momentum=0.9), partial(torch.opt
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "Adam"])
-def test_in_and_out_live_leaves_ranks_equal(optimizer: Any) -> None:
+def test_switching_in_and_out_live_leaves_ranks_equal(optimizer: Any) -> None:
     chosen = experiment(4, 20, task=toy(optimizer), pace=2.0).set("faults", [Slow(rank=1, factor=2.0)])
     sessions = run(chosen, *CHAIN)
     assert not blocks(), "each rank's memory is its own again"
@@ -298,14 +298,14 @@ def test_in_and_out_live_leaves_ranks_equal(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("other", ["TorchDDP", {"AsyncServer": {"servers": 1}}, "ShadowMA", "Gossip"], ids=str)
-def test_it_follows_every_kind_of_strategy_and_is_followed_by_it(other: Any) -> None:
+def test_runs_switch_from_every_kind_of_strategy_to_hogwild_and_back(other: Any) -> None:
     plan = [Change(2, "strategy", "Hogwild"), Change(6, "strategy", other), Change(10, "strategy", "DDP")]
     sessions = run(experiment(3, 14, strategy=DDP(), pace=2.0), Change(0, "strategy", other), *plan)
     assert len(sessions[0].record.noted("change")) == 4 and not blocks()
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_into_it_and_out_again_without_learning_changes_nothing() -> None:
+def test_switching_in_and_out_without_learning_changes_nothing() -> None:
     still = [Change(3, "lr", 1e-30), Change(4, "strategy", "Hogwild"), Change(8, "strategy", "DDP")]
     stay = run(experiment(3, 10, strategy=DDP()), still[0])
     went = run(experiment(3, 10, strategy=DDP()), *still)
@@ -316,7 +316,7 @@ def sized(rank: int, ranks: int, seed: int, batch: int = 4) -> list[tuple[torch.
     return [examples(rank, step, seed, batch) for step in range(16)]
 
 
-def test_buckets_rate_and_batch_turned_while_it_lasts_keep_the_one_vector() -> None:
+def test_live_changes_of_buckets_rate_and_batch_keep_the_one_vector() -> None:
     chosen = experiment(3, 0, task=toy(sgd, data=sized), strategy=Hogwild(), pace=4.0, eval_every=5)
     sessions = live(chosen.set("faults", [Slow(rank=1, factor=3.0)]))
     try:
@@ -338,8 +338,8 @@ def test_buckets_rate_and_batch_turned_while_it_lasts_keep_the_one_vector() -> N
         over(sessions)
 
 
-def test_buckets_cut_anew_lose_nothing_of_what_was_learned() -> None:
-    """At a rate of next to nothing the parameters stay what they were, whatever is laid out anew."""
+def test_new_buckets_keep_the_parameters() -> None:
+    """At a learning rate of nearly 0 the parameters keep their values in the new layout."""
     plan = [Change(4, "lr", 1e-30), Change(6, "bucket_mb", 0.02), Change(9, "bucket_mb", 1.0)]
     chosen = experiment(3, 12, strategy=Hogwild(), pace=2.0, eval_every=1)
     (found, cut), (other, stayed) = simulated(chosen, *plan), simulated(chosen, plan[0])
@@ -398,7 +398,7 @@ def test_on_several_hosts_it_is_refused_before_the_run_and_before_the_change(mon
     assert {r[2] for s in sessions for r in s.record if r[1] == "step"} == {"DDP"}
 
 
-def test_on_a_gpu_it_is_refused_when_it_is_asked_for() -> None:
+def test_hogwild_on_a_gpu_is_refused() -> None:
     sessions = live(experiment(2, 0, pace=5.0))
     try:
         until(lambda: all(s.rank.step > 2 for s in sessions), sessions)
@@ -413,6 +413,6 @@ def test_on_a_gpu_it_is_refused_when_it_is_asked_for() -> None:
         over(sessions)
 
 
-def test_there_is_nothing_that_a_compressor_could_encode() -> None:
+def test_hogwild_with_a_compressor_is_refused() -> None:
     with pytest.raises(KnobError, match=r"Hogwild sends nothing that .* use Dense with it"):
         experiment(2, strategy=Hogwild(), compressor=TopK.usual())

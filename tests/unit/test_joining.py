@@ -1,7 +1,7 @@
-"""A fault at each moment of a join: the old ranks train on from their own state, whatever dies or is cut.
+"""Injects a fault at each moment of a join: the old ranks must train on from their own state.
 
-A moment is before a wait of a rank that joins or is joined: for a wire to open, for a collective, for the others to say
-that they have come so far. A test goes through a join moment by moment, as long as there is one more.
+A moment is just before a joining or old rank waits: for a connection, a collective, or the progress of other ranks. A
+test tries one moment after the other, until no moment is left.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from workbench.tasks import ByteGPT, Digits
 
 pytestmark = pytest.mark.ranks
 OLD, NEW = (0, 1), (2, 3)
-MOST = 400  # moments, of which there are fewer
+MOST = 400  # upper bound of the number of moments
 
 Values = dict[str, torch.Tensor]
 
 
 def dies(session: Session) -> None:
-    """What its peers see of a rank that is killed: its wires end, and it says nothing more."""
+    """Shows peers a killed rank: its connections end, and it sends nothing more."""
     session._told = True
     session.cut()
     raise Aborted("killed by the test")
@@ -53,7 +53,7 @@ def is_cut_off(session: Session) -> None:
 class Faults:
     """Makes `fault` happen to each of `victims` before its wait number `at` in a generation that forms.
 
-    happened: the victims that came so far
+    happened: victims that have met the fault
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, victims: tuple[int, ...], fault: Callable[[Session], None]) -> None:
@@ -96,9 +96,9 @@ class Faults:
 
 
 class Crowded(Crowd):
-    """Two ranks that have trained and stand still.
+    """Two paused ranks that have trained.
 
-    had: by rank, what an old rank held when all had come together for the join; now: what it has taken up since
+    had: by rank, an old rank's state when all ranks had met for the join; now: the state that it has taken since
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, faults: Faults, strategy: Strategy, **more: Any) -> None:
@@ -122,7 +122,7 @@ class Crowded(Crowd):
         self.now[run.session.member] = held(run)
 
     def join(self) -> None:
-        """Asks for two more ranks, and waits until they are there or the old ranks have settled to go on without."""
+        """Requests 2 more ranks, and waits until they train or the old ranks have settled to go on without them."""
         for _ in NEW:
             self.call(len(OLD + NEW))
         self.until(lambda: all(self.every[m].phase == "waiting" for m in NEW))
@@ -132,14 +132,14 @@ class Crowded(Crowd):
 
 
 def held(run: Any) -> Values:
-    """Copies of the parameters and of what the optimizer remembers, by name; only where they lie whole."""
+    """Copies whole parameters and optimizer state, by name."""
     params = {place.name: place.param.detach() for place in run.layout.order}
     return {name: x.clone() for name, x in {**params, **slots(run.layout, run.optimizer)}.items()}
 
 
 def play(patch: pytest.MonkeyPatch, victims: tuple[int, ...], fault: Any, at: int, strategy: Strategy,
          **more: Any) -> bool:  # fmt: skip
-    """One join with a fault at moment `at`: the right ranks go on, from the right state. Was there such a moment?"""
+    """Plays a join with a fault at moment `at`, and checks ranks and state. Returns whether that moment exists."""
     with patch.context() as patched:
         faults = Faults(patched, victims, fault)
         with Crowded(patched, faults, strategy, **more) as crowd:
@@ -163,7 +163,8 @@ def play(patch: pytest.MonkeyPatch, victims: tuple[int, ...], fault: Any, at: in
                     torch.testing.assert_close(x, source[name], rtol=0, atol=0)
             crowd.first.request({"kind": "resume", "id": "go"})
             crowd.reach(crowd.first.rank.step + 2)
-            crowd.stopped()  # torch's DDP waits in C++, where gloo may miss for minutes that an abort cut its sockets
+            # torch's DDP waits in C++, and gloo may take minutes to notice that an abort cut its sockets
+            crowd.stopped()
             return bool(faults.happened)
 
 
@@ -182,7 +183,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 FAULTS = {"dies": dies, "is cut off": is_cut_off}
-PARTS = 6  # tests into which the moments of one case are dealt, one after the other
+PARTS = 6  # tests that share the moments of one case, in turn
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_old_ranks_keep_their_state_at_each_moment_of_a_join(
 
 
 @pytest.mark.parametrize("name", ["DDP", "ZeRO1"])
-def test_a_new_rank_lost_while_it_joins_ends_no_run_that_ends_with_its_ranks(
+def test_losing_a_joining_rank_does_not_end_a_run_with_on_death_end(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert play(monkeypatch, (3,), dies, 9, **CASES[name], on_death="end")

@@ -1,4 +1,4 @@
-"""The laws as a notebook calls them: what is broken is named, with what it breaks by; nothing else is."""
+"""Tests that `laws` reports exactly the broken laws and by how much."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.strategies import DDP, LocalSGD
 
 
 class Apart(DDP):
-    """No rank tells another anything, and it claims to be DDP."""
+    """Claims to be DDP, but ranks exchange nothing."""
 
     async def step(self, rank: Any, state: Any) -> None:
         await rank.forward()
@@ -23,7 +23,7 @@ class Apart(DDP):
 
 
 class Partial(LocalSGD):
-    """Rank 0 asks for one sum more than the others."""
+    """Rank 0 requests one sum more than the other ranks."""
 
     plain: ClassVar[bool] = False
 
@@ -33,7 +33,7 @@ class Partial(LocalSGD):
             await rank.send((await rank.params())[0].data, 1, "more")
 
 
-def test_what_is_broken_is_named_and_nothing_else() -> None:
+def test_only_broken_laws_are_reported() -> None:
     assert laws(LocalSGD).broken == [] and len(laws(LocalSGD)) == len(LAWS)
     found = laws(Apart)
     assert found.broken == [
@@ -45,7 +45,7 @@ def test_what_is_broken_is_named_and_nothing_else() -> None:
     assert laws(Partial).broken == ["all ranks ask for the same, of sizes alone, too"]
 
 
-def test_what_crosses_is_one_of_four_things() -> None:
+def test_a_strategy_exchanges_one_of_four_kinds() -> None:
     class Odd(LocalSGD):
         exchanges: ClassVar[str] = "anything"
 
@@ -53,7 +53,7 @@ def test_what_crosses_is_one_of_four_things() -> None:
     assert not found.held and "must be one of gradients, moments, displacements, parameters" in found.said
 
 
-def test_only_a_strategys_class_is_held_to_laws() -> None:
+def test_laws_take_only_a_class_of_strategy() -> None:
     assert {"Apart", "Partial"}.isdisjoint(STRATEGIES), "the laws of the house are asked of what it ships"
     for wrong in (LocalSGD(), "LocalSGD", dict):
         with pytest.raises(KnobError, match="must be the class of a strategy"):

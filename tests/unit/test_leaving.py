@@ -1,4 +1,4 @@
-"""When compression is turned off: what was left unsent is sent at once, in shares, or dropped, as was chosen."""
+"""Tests what turning compression off does with the residual: send at once, in shares, or drop."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.ranks
 
 
 class Books:
-    """What all ranks put into the exchange, what came out, what was dropped, and rank 0's residual after each step."""
+    """Sums of what ranks put into the exchange, got out, and dropped, and rank 0's residual after each step."""
 
     def __init__(self) -> None:
         self.put: dict[str, Any] = {}
         self.got: dict[str, Any] = {}
         self.dropped: dict[str, Any] = {}
-        self.drops: set[int] = set()  # steps before which something was dropped
-        self.lengths: dict[int, float] = {}  # step -> length of the sum of all ranks' residuals after it
+        self.drops: set[int] = set()  # steps before which a residual was dropped
+        self.lengths: dict[int, float] = {}  # step -> length of the sum of all ranks' residuals after the step
         self.owed: dict[int, dict[str, Any]] = {}
         self.gradients: dict[int, dict[str, Any]] = {}
         self.ended: dict[int, dict[str, torch.Tensor]] = {}  # rank -> its residual after its last step
@@ -44,7 +44,7 @@ class Books:
         column[name] = column.get(name, 0.0) + x.detach().double()
 
     def begins(self, rank: Rank) -> None:
-        """What a rank owed after its last step and does not owe before this one was dropped in between."""
+        """Counts as dropped the residual that a rank held after its last step and does not hold now."""
         for name, before in self.ended.pop(rank.id, {}).items():
             gone = before - residual(rank).get(name, torch.zeros(()))
             if gone.any():
@@ -55,7 +55,7 @@ class Books:
         self.ended[rank.id] = {name: x.clone() for name, x in residual(rank).items()}
 
     def missing(self, left: dict[str, Any]) -> float:
-        """What is nowhere, relatively to what was put in."""
+        """Returns the relative size of gradients that are neither received, dropped nor left."""
         off = [self.put[n] - self.got[n] - self.dropped.get(n, 0.0) - left.get(n, 0.0) for n in self.put]
         return float(torch.cat(off).norm() / torch.cat(list(self.put.values())).norm())
 
@@ -70,13 +70,13 @@ def books() -> Books:
 
 
 def residual(rank: Rank) -> dict[str, torch.Tensor]:
-    """What a rank has left unsent, by parameter; nothing where there are sizes only."""
+    """Returns a rank's residual by parameter; empty if tensors have shapes only."""
     return {n: x for n, x in rank.memory.buffers.get("residual", {}).items() if not x.is_meta}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BookkeepingDDP(DDP):
-    """Averages gradients in every step and keeps books of what goes in and out; for the simulator, one thread."""
+    """Averages gradients in every step and records what goes in and out. Runs on the simulator, on one thread."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         BOOKS.begins(rank)
@@ -117,7 +117,7 @@ def left(sessions: list[Any]) -> dict[str, Any]:
 
 
 def kept(ranks: int, steps: int, compressor: Compressor, *turns: Change, **rest: Any) -> tuple[Any, list[Any]]:
-    """A simulated run with books; the learning rate is next to nothing, so gradients stay of one size."""
+    """Runs a simulation with books. The learning rate is nearly 0, so gradients keep their size."""
     e = experiment(ranks, steps, strategy=BookkeepingDDP(), compressor=compressor, lr=1e-9, pace=1, **rest)
     return simulated(e, *turns)
 
@@ -129,7 +129,7 @@ def marks(found: Any) -> list[dict[str, Any]]:
 SPARSE = {"density": 0.01}
 
 
-def test_by_default_one_uncompressed_step_sends_it_all() -> None:
+def test_by_default_one_uncompressed_step_sends_the_whole_residual() -> None:
     found, sessions = kept(3, 12, TopK.usual(), Change(8, "compressor", "Dense"))
     lengths = {step: length(owed) for step, owed in BOOKS.owed.items()}
     assert lengths[7] > 0 and lengths[8] == 0 and not left(sessions)
@@ -141,7 +141,7 @@ def test_by_default_one_uncompressed_step_sends_it_all() -> None:
 
 
 @pytest.mark.parametrize("after", [Dense(), TopK(density=0.5)], ids=str)
-def test_bled_it_is_sent_in_equal_shares_over_the_steps_that_were_asked_for(after: Compressor) -> None:
+def test_bleed_sends_the_residual_in_equal_shares_over_the_chosen_steps(after: Compressor) -> None:
     before = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=5)
     found, sessions = kept(2, 16, before, Change(8, "compressor", to_plain(after)))
     full = length(BOOKS.owed[7])
@@ -154,7 +154,7 @@ def test_bled_it_is_sent_in_equal_shares_over_the_steps_that_were_asked_for(afte
         assert BOOKS.missing({}) < 1e-6
 
 
-def test_dropped_it_is_gone_and_the_record_says_how_much() -> None:
+def test_drop_discards_the_residual_and_records_its_length() -> None:
     found, sessions = kept(3, 12, ErrorFeedback(of=TopK(**SPARSE), off="drop"), Change(8, "compressor", "Dense"))
     assert not left(sessions) and BOOKS.missing({}) < 1e-6
     assert length(BOOKS.dropped) == pytest.approx(length(BOOKS.owed[7]))
@@ -168,7 +168,7 @@ def test_dropped_it_is_gone_and_the_record_says_how_much() -> None:
     assert _said("residual", every[1]) is None
 
 
-def test_a_long_residual_that_is_sent_at_once_is_worth_a_warning_and_a_short_one_is_not() -> None:
+def test_flushing_warns_of_a_long_residual_only() -> None:
     tiny = ErrorFeedback(of=TopK(density=0.0001))
     found, _ = kept(2, 40, tiny, Change(30, "compressor", "Dense"))
     exact = length(BOOKS.owed[29]) / length(BOOKS.gradients[30])
@@ -183,7 +183,7 @@ def test_a_long_residual_that_is_sent_at_once_is_worth_a_warning_and_a_short_one
     assert "text" not in marks(bled)[0], "fifty steps with a fiftieth each are none of them long"
 
 
-def test_what_comes_between_changes_nothing_about_the_choice_but_error_feedback_takes_the_rest_over() -> None:
+def test_bleeding_survives_other_changes_and_new_error_feedback_takes_the_rest() -> None:
     bleeding = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=6)
     turns = [Change(8, "compressor", "Dense"), Change(10, "compressor", {"ByteGrad": {}}),
              Change(11, "bucket_mb", 0.05)]
@@ -199,7 +199,7 @@ def test_what_comes_between_changes_nothing_about_the_choice_but_error_feedback_
     assert length(left(sessions)) > 0.5 * length(BOOKS.owed[7]), "what was not bled yet is fed back"
 
 
-def test_where_nothing_has_been_left_unsent_the_next_compressor_begins_at_once() -> None:
+def test_without_a_residual_the_next_compressor_starts_at_once() -> None:
     found, sessions = kept(2, 4, TopK.usual(), Change(0, "compressor", "Dense"))
     assert not marks(found) and all(s.rank.compressor == Dense() and not s.flushing for s in sessions)
     found, _ = kept(2, 8, ErrorFeedback(of=Dense()), Change(4, "compressor", "Dense"))
@@ -207,8 +207,8 @@ def test_where_nothing_has_been_left_unsent_the_next_compressor_begins_at_once()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_lost_through_random_live_changes_with_every_way_of_leaving(seed: int) -> None:
-    """The master invariant, dropped ones counted in, over 250 changes in each of two sequences."""
+def test_random_live_changes_lose_no_gradient_with_any_off_mode(seed: int) -> None:
+    """The sum of sent, dropped and left gradients is right over 250 changes in each of two sequences."""
     rng = random.Random(seed)
     lossless = [Dense(), ErrorFeedback(of=Dense())]
     turns: list[Change] = []
@@ -227,7 +227,7 @@ def test_nothing_is_lost_through_random_live_changes_with_every_way_of_leaving(s
 
 
 @pytest.mark.parametrize("off", ["flush", "bleed", "drop"])
-def test_the_engine_does_what_the_simulator_does_and_sizes_alone_know_the_bytes(off: str) -> None:
+def test_engine_and_simulator_agree_and_shapes_alone_give_the_bytes(off: str) -> None:
     e = experiment(3, 14, compressor=ErrorFeedback(of=TopK(**SPARSE), off=off, over=3))
     turns = [Change(6, "compressor", "Dense")]
     sessions = run(e, *turns)
@@ -243,12 +243,12 @@ def test_the_engine_does_what_the_simulator_does_and_sizes_alone_know_the_bytes(
                     {k: v for k, v in b.items() if isinstance(v, float)}, rel=1e-3)
 
 
-def test_a_residual_that_is_foreign_to_what_is_exchanged_next_is_dropped_whatever_was_chosen() -> None:
+def test_a_residual_in_another_unit_is_dropped_with_any_off_mode() -> None:
     for off in ("flush", "bleed"):
         before = ErrorFeedback(of=TopK(**SPARSE), off=off)
         found, sessions = kept(2, 10, before, Change(6, "strategy", {"LocalSGD": {}}))
         assert [m["unit"] for m in marks(found)] == ["gradients"] * 2 and all("dropped" in m for m in marks(found))
-    # a bleeding under way, too
+    # also while bleeding
     bleeding = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=8)
     turns = [Change(4, "compressor", "Dense"), Change(6, "strategy", {"LocalSGD": {}})]
     found, sessions = kept(2, 10, bleeding, *turns)
@@ -260,12 +260,12 @@ def test_a_residual_that_is_foreign_to_what_is_exchanged_next_is_dropped_whateve
     ("compressor.off", "keep", "one of flush, bleed, drop"),
     ("compressor.over", 1, r"an integer in \[2, 10000\] steps"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_with_what_would_be_allowed(knob: str, value: object, words: str) -> None:
+def test_invalid_settings_are_refused_with_the_allowed_values(knob: str, value: object, words: str) -> None:
     with pytest.raises(KnobError, match=rf"{knob}={value!r}: must be {words}"):
         experiment(compressor=TopK.usual()).set(knob, value)
 
 
-def test_the_steps_that_send_what_is_left_are_no_choice_of_anybody() -> None:
+def test_users_cannot_choose_the_leaving_compressor() -> None:
     assert _Leaving.__name__ not in shipped(Compressor)
     with pytest.raises(KnobError, match="no such compressor"):
         experiment().set("compressor", "_Leaving")
@@ -280,14 +280,14 @@ def rank_one(n: int, m: int) -> torch.Tensor:
     (torch.randn(50_000, generator=torch.Generator().manual_seed(2)), 0.05), (rank_one(300, 64), 0.15),
     (rank_one(300, 2 * WIDTH), (2 / SIGNS) ** 0.5), (torch.ones(WIDTH * 40), (2 / SIGNS) ** 0.5),
 ], ids=["noise", "rank one", "the worst", "ones"])  # fmt: skip
-def test_a_sketch_is_as_long_as_what_it_is_of_on_average_and_seldom_far_off(x: torch.Tensor, spread: float) -> None:
+def test_a_sketch_keeps_the_mean_squared_length_with_bounded_spread(x: torch.Tensor, spread: float) -> None:
     draws = 400
     ratio = torch.stack([sketch(x, f"p{i}").square().sum() / x.square().sum() for i in range(draws)])
     assert abs(float(ratio.mean()) - 1) < 5 * spread / draws**0.5
     assert float(ratio.std()) < 1.25 * spread
 
 
-def test_a_sketch_is_linear_the_same_everywhere_and_exact_for_a_few_elements() -> None:
+def test_a_sketch_is_linear_deterministic_and_exact_for_few_elements() -> None:
     x, y = rank_one(30, 40), torch.randn(1200)
     torch.testing.assert_close(sketch(x, "p") + 2 * sketch(y, "p"), sketch(x + 2 * y, "p"), rtol=1e-4, atol=1e-4)
     assert torch.equal(sketch(x, "p"), sketch(x, "p")) and not torch.equal(sketch(x, "p"), sketch(x, "q"))
@@ -295,12 +295,12 @@ def test_a_sketch_is_linear_the_same_everywhere_and_exact_for_a_few_elements() -
         torch.testing.assert_close(sketch(few, "p").norm(), few.norm())
 
 
-def test_inside_a_partition_a_stages_residual_is_seen_beside_its_own_gradient() -> None:
-    """Two stages, the second one small: what each has left unsent, from runs that end where the other one changes."""
+def test_a_pipeline_stage_compares_its_residual_with_its_own_gradient() -> None:
+    """Runs two stages, the second one small, and compares each residual with runs that end at the change."""
     e = piped(4, 6, partition=Pipeline(cuts=(6,)), compressor=ErrorFeedback(of=TopK(density=0.02)))
     owing, sent = run(e), run(replace(e, steps=8), Change(6, "compressor", "Dense"))
     lengths = []
-    for stage, off in ((0, 0.25), (1, 0.02)):  # of few numbers the length of a sketch is nearly exact
+    for stage, off in ((0, 0.25), (1, 0.02)):  # a sketch of few numbers has nearly the exact length
         held = [owing[rank].training.rank.memory.buffers["residual"] for rank in (stage, stage + 2)]
         owed = torch.cat([(held[0][name] + held[1][name]).view(-1) for name in held[0]]).norm()
         lengths.append(float(owed))

@@ -1,4 +1,4 @@
-"""Ranks that are lost: what analyses and views say goes on with those who are left, whoever is gone."""
+"""Tests that analyses and views go on with the ranks left after a loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOST, STEPS = 20, 60  # the step that was under way; steps in all
 
 
 def outlived(gone: int, slow: Slow | None = None) -> Run:
-    """Four ranks, of whom one is lost in a step; the others make it anew, and take half as long from then on."""
+    """Records 4 ranks and loses one in a step. The other ranks repeat it, and take half the time from then on."""
     how = {"link": True, "noise": 0.02, "hiccups": 0.0}
     before, after = Host(4, 0.2, seed=1, **how), Host(3, 0.1, seed=2, **how)  # type: ignore[arg-type]
     left = [rank for rank in range(4) if rank != gone]
@@ -42,7 +42,7 @@ def outlived(gone: int, slow: Slow | None = None) -> Run:
 
 
 @pytest.mark.parametrize("gone", range(4))
-def test_the_newest_steps_are_those_of_who_is_left(gone: int) -> None:
+def test_the_newest_steps_are_those_of_the_ranks_left(gone: int) -> None:
     run = outlived(gone)
     found, spans = run.summary(), run.spans
     lasted = spans[(spans.lane == "step") & (spans.step >= LOST)]
@@ -61,7 +61,7 @@ def test_the_newest_steps_are_those_of_who_is_left(gone: int) -> None:
 
 
 @pytest.mark.parametrize(("gone", "slow"), [(0, 2), (1, 3), (3, 0)])
-def test_who_is_slow_among_those_who_are_left_is_named_by_the_number_it_has(gone: int, slow: int) -> None:
+def test_a_straggler_among_the_ranks_left_keeps_its_number(gone: int, slow: int) -> None:
     run = outlived(gone, (slow, "forward", 2.5))
     found = analysis.straggler(run.timeline)
     assert found is not None and found.rank == slow

@@ -1,4 +1,4 @@
-"""Gossip in 8 bits: what neighbours know of each other, what it is without rounding, and what crosses the wire."""
+"""Tests gossip in 8 bits: copies of neighbours, results without rounding, and traffic."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_without_rounding_it_is_gossip_on_a_ring_of_thirds(ranks: int) -> None:
-    """A round is W x + (what the optimizer did), which is D-PSGD with the gradient taken before the mixing."""
+def test_without_rounding_it_is_gossip_on_a_ring_with_weights_of_one_third(ranks: int) -> None:
+    """A round is W x + (the optimizer's step). That is D-PSGD with the gradient taken before the mixing."""
     e = paced(ranks, 10, strategy=LowPrecisionDecentralized(bits=32), task=exact_task(momentum=0.9))
     plain = Plain(matrix("ring", ranks), adapt_first=False, momentum=0.9)
     for step in range(10):
@@ -36,7 +36,7 @@ def test_without_rounding_it_is_gossip_on_a_ring_of_thirds(ranks: int) -> None:
 
 
 def of_neighbours(sessions: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What ranks remember of others, by pair, and what those remember of themselves."""
+    """Returns the ranks' copies of their neighbours, and the originals, pair by pair."""
     copies, originals = [], []
     for s in sessions:
         near = {(s.rank.index - 1) % len(sessions), (s.rank.index + 1) % len(sessions)}
@@ -50,14 +50,14 @@ def of_neighbours(sessions: list[Any]) -> tuple[list[torch.Tensor], list[torch.T
 
 @pytest.mark.parametrize("host", ["engine", "simulator"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_after_many_rounds_copies_equal_what_they_are_copies_of_to_the_bit(host: str, every: int) -> None:
-    """Through changes of bucket size, too: copies lie by place in the model."""
+def test_after_many_rounds_copies_are_bit_identical_to_their_originals(host: str, every: int) -> None:
+    """Also through changes of bucket size, because copies are stored by place in the model."""
     e = paced(4, 100, strategy=LowPrecisionDecentralized(every=every))
     plan = (Change(40, "bucket_mb", 0.02), Change(70, "bucket_mb", 0.01))
     sessions = simulated(e, *plan)[1] if host == "simulator" else run(e.set("pace", 0.0), *plan)
     copies, originals = of_neighbours(sessions)
     assert len(copies) == 4 * 2 * 6 and all(torch.equal(a, b) for a, b in zip(copies, originals, strict=True))
-    if every == 1:  # else the last steps have moved the parameters further than anybody knows
+    if every == 1:  # otherwise the last steps have moved the parameters further than the copies
         for s in sessions:
             own = s.state.known.buffers[str(s.rank.index)]
             found = torch.cat([own[name].double() for name, _ in sorted(s.model.named_parameters())])
@@ -65,8 +65,8 @@ def test_after_many_rounds_copies_equal_what_they_are_copies_of_to_the_bit(host:
 
 
 @pytest.mark.parametrize("bits", [8, 32])
-def test_ranks_come_together_though_they_round(bits: int) -> None:
-    """On a ring of 4 by 1/3 in each round; rounded, by nearly so, for the error is a 510th of what is still to go."""
+def test_ranks_converge_in_spite_of_rounding(bits: int) -> None:
+    """On a ring of 4 each round leaves 1/3 of the distance; rounding adds an error of 1/510 of it."""
     e = paced(4, 16, strategy=LowPrecisionDecentralized(bits=bits), task=toy(partial(torch.optim.SGD, lr=0.3)))
     still = Change(6, "lr", 1e-30)
     spread = []
@@ -89,7 +89,7 @@ def test_it_learns_as_gossip_does() -> None:
 
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_on_the_wire_it_is_a_byte_per_parameter_and_a_heading_per_bucket(bits: int, ranks: int) -> None:
+def test_ranks_send_one_byte_per_parameter_and_a_header_per_bucket(bits: int, ranks: int) -> None:
     e = paced(ranks, 9, strategy=LowPrecisionDecentralized(bits=bits, every=4))
     sessions = run(e.set("pace", 0.0))
     sizes = [b.nbytes // 4 for b in sessions[0].layout.buckets]
@@ -102,8 +102,8 @@ def test_on_the_wire_it_is_a_byte_per_parameter_and_a_heading_per_bucket(bits: i
     assert [sum(n for _, _, n in comm(whole, r)) for r in range(ranks)] == [neighbours * once * 3] * ranks
 
 
-def test_it_wins_where_latency_and_bandwidth_are_both_short() -> None:
-    """One bucket of 0.32 MB on 8 ranks at 10 Mbit/s and 20 ms: two messages of a quarter, after the update."""
+def test_it_is_fastest_with_high_latency_and_low_bandwidth() -> None:
+    """One bucket of 0.32 MB on 8 ranks at 10 Mbit/s and 20 ms: two messages of 25 %, after the update."""
     def lasts(strategy: Any) -> float:
         e = paced(8, 4, 1.0, 10.0, latency=20.0, strategy=strategy, task=stack(8, 100), bucket_mb=1.0)
         return float(seconds(simulate(e))[-1])
@@ -115,7 +115,7 @@ def test_it_wins_where_latency_and_bandwidth_are_both_short() -> None:
     assert mine < 0.35 * lasts(DDP()) and mine < 0.5 * lasts(Gossip())
 
 
-def test_turned_live_the_codes_change_and_the_copies_stay() -> None:
+def test_live_changes_of_bits_keep_the_copies() -> None:
     sessions = run(experiment(3, 12, strategy=LowPrecisionDecentralized()), Change(4, "strategy.bits", 32),
                    Change(6, "every", 2), Change(9, "strategy.bits", 8), Change(10, "every", 1))  # fmt: skip
     copies, originals = of_neighbours(sessions)
@@ -124,7 +124,7 @@ def test_turned_live_the_codes_change_and_the_copies_stay() -> None:
     assert sent[3] < sent[4] == sent[5] == sent[6] == sent[8] and sent[7] == sent[9] == 0 and sent[10] == sent[3]
 
 
-def test_a_change_reaches_all_round_the_ring_before_the_same_step() -> None:
+def test_all_ranks_of_the_ring_apply_a_change_before_the_same_step() -> None:
     sessions = live(experiment(5, 0, pace=5.0, strategy=LowPrecisionDecentralized(every=2)))
     try:
         for k, (path, value) in enumerate([("bucket_mb", 0.03), ("every", 1), ("strategy", "DDP")]):
@@ -144,13 +144,13 @@ def test_a_change_reaches_all_round_the_ring_before_the_same_step() -> None:
             assert s.join(60)
 
 
-def test_in_and_out_without_learning_changes_nothing() -> None:
+def test_switching_in_and_out_without_learning_changes_nothing() -> None:
     there = [Change(3, "lr", 1e-30), Change(4, "strategy", "LowPrecisionDecentralized"), Change(8, "strategy", "DDP")]
     stay, went = (run(experiment(3, 10, strategy=DDP()), *plan) for plan in (there[:1], there))
     torch.testing.assert_close(weights(went[0]), weights(stay[0]), rtol=1e-6, atol=1e-7)
 
 
-def test_a_compressor_beside_its_own_codes_is_refused_in_words() -> None:
+def test_a_compressor_is_refused_with_a_reason() -> None:
     with pytest.raises(KnobError, match=r"has codes of its own instead of .*TopK.* use Dense with it, or LocalSGD"):
         experiment(3, strategy=LowPrecisionDecentralized(), compressor=TopK.usual())
     with pytest.raises(KnobError, match=r"bits=4: must be one of 8, 32"):
