@@ -1,4 +1,4 @@
-"""That engine and simulator say the same of a run: what crosses, what is computed, what fills the memory."""
+"""Checks that engine and simulator agree on a run's traffic, computation and memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COLUMNS = ["rank", "step", "lane", "name", "nbytes", "t0", "t1"]
 
 
 def sampled(run: Any, name: str, rank: int) -> list[float]:
-    """Every value of one number on one rank of a recorded run."""
+    """Returns every value of one number on one rank of a recorded run."""
     rows = run.timeline.samples.rows()
     found: list[float] = rows.value[rows.equal("name", name) & (rows.rank == rank)].tolist()
     return found
 
 
 def crosses_alike(run: Any, sessions: Sequence[Any]) -> None:
-    """All that each rank sends in `run` is what it sent on the engine: its name, its bytes and the step."""
+    """Checks that each rank sends the same in `run` as on the engine: name, bytes and step."""
     spans = run.timeline.spans.rows()
     for rank, session in enumerate(sessions):
         here = (spans.rank == rank) & spans.equal("lane", "comm")
@@ -31,16 +31,17 @@ def crosses_alike(run: Any, sessions: Sequence[Any]) -> None:
 
 
 def spans_alike(one: Any, other: Any) -> None:
-    """Two simulated runs do the same at the same time, to the last digit."""
+    """Checks that two simulated runs do the same at exactly the same time."""
     first, second = (run.spans[COLUMNS].sort_values(COLUMNS).reset_index(drop=True) for run in (one, other))
     assert first.equals(second)
 
 
 def memory_alike(e: Experiment, sessions: Sequence[Any], peak: float = 0.05, held: float = 0.0) -> None:
-    """Engine and simulator say the same of every category; with sizes only the peak is within a share of it.
+    """Checks that engine and simulator agree on every category; without values the peak may differ by `peak`.
 
-    held: the same share with values, where the engine's own runs differ: in 2 of 14 a gradient that ranks had summed in
-          the middle of a backward was let go a moment later than in the others
+    held: the allowed share with values, if the engine's own runs differ. In 2 of 14 runs a gradient that ranks had
+    summed
+          in the middle of a backward was freed a moment later.
     """
     simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
     for rank, session in enumerate(sessions):
@@ -48,7 +49,7 @@ def memory_alike(e: Experiment, sessions: Sequence[Any], peak: float = 0.05, hel
         mine = [rows[rows.rank == rank] for rows in simulated]
         real, sizes = ({n: v for n, v in zip(rows.name, rows.value, strict=True) if n.startswith("memory ")}
                        for rows in mine)  # fmt: skip
-        for some in (here, real, sizes):  # what gathers leave there for a moment differs; test_budget compares it
+        for some in (here, real, sizes):  # momentary buffers of gathers differ there; test_budget compares them
             some.pop("memory evaluation", None)
         assert here.pop("memory peak") == pytest.approx(real["memory peak"], rel=held)
         assert here == {name: value for name, value in real.items() if name != "memory peak"}

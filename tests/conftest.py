@@ -1,4 +1,4 @@
-"""What all tests share: a time limit for each mark, and the marks written into the report of `make test`."""
+"""Shared by all tests: a time limit for each mark, and the marks in the report of `make test`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import pytest
 
 from tests.run_all import says
 
-# The slowest mark that a test carries decides after how many seconds it hangs for certain, also on a busy machine.
+# Seconds after which a test certainly hangs, also on a busy machine. The slowest of its marks decides.
 LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 900, "notebook": 900, "gpu": 360, "netns": 600,
           "engine": 600, "ranks": 400}  # fmt: skip
-# Of a test's cases on real ranks `make test` runs one in so many, and at least one; of the others `make test-long` and
-# CI run one in so many, and the rest is run with EVERY=1.
+# Of a test's cases on real ranks, `make test` runs one in ONE_IN, and at least one. Of the remaining cases, `make
+# test-long` and CI run one in ONE_LATER; EVERY=1 runs all.
 ONE_IN, ONE_LATER = 8, 64
-# Of the tests that take seconds each people wait for one in so many. Of the others `make test-long` and CI run four in
-# five of those with engines or a browser, one in five of those on ranks that are threads of one process, and all
-# lessons; EVERY=1 runs the rest.
+# Of the tests that take seconds each, `make test` runs one in ONE_OF. Of the remaining tests, `make test-long` and CI
+# run 80 % with engines or a browser, 20 % with ranks on threads, and all lessons. EVERY=1 runs all.
 ONE_OF = 6
 LATER = {**dict.fromkeys(("engine", "browser", "notebook"), pytest.mark.slow), "ranks": pytest.mark.long}
 REST = {"engine": {5}, "browser": {5}, "notebook": set[int](), "ranks": {1, 3, 4, 5}}  # of the numbers 1 to 5
 
-collect_ignore = ["scripts_ddp"]  # scripts for torchrun: what tests run, and not what they are
+collect_ignore = ["scripts_ddp"]  # scripts for torchrun: tests run them, and they contain no tests
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,12 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.user_properties.append(("marks", " ".join(marks) or "quick"))
         if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(max(LIMITS[mark] for mark in marks)))
-    for item, mark in later:  # when it hangs for certain is known by then: not later than before
+    for item, mark in later:  # the timeout is set by now; the later mark must not change it
         item.add_marker(mark)
 
 
 def put_off(item: pytest.Item) -> pytest.MarkDecorator | None:
-    """The mark of those whom this test is left to, if people need not wait for it. Its name chooses."""
+    """Returns the mark that leaves this test to `make test-long` or EVERY=1, if any. Its name decides."""
     marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
     number = crc32(item.nodeid.partition("[")[0].encode()) % ONE_OF
     if not marks or set(marks) - set(LATER) or not number:
@@ -59,9 +58,9 @@ def put_off(item: pytest.Item) -> pytest.MarkDecorator | None:
 
 
 def left_for_later(items: list[pytest.Item]) -> list[tuple[pytest.Item, pytest.MarkDecorator]]:
-    """The cases that people need not wait for, of tests that do not choose by themselves (see tests/thinned.py).
+    """Returns cases to leave out of `make test`, for tests that do not choose themselves (see tests/thinned.py).
 
-    A case's own name chooses, so that hardly any other does when a family gets another member.
+    A case's own name decides, so hardly any other case changes when a family gets another member.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -77,14 +76,14 @@ def left_for_later(items: list[pytest.Item]) -> list[tuple[pytest.Item, pytest.M
 
 
 def pytest_configure() -> None:
-    """Interrupts are heard, though a shell that starts the tests in the background has them ignored."""
+    """Restores SIGINT, which a shell that starts the tests in the background ignores."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Numbers do not depend on how many cores are free."""
+    """Makes numbers independent of how many cores are free."""
     import torch
 
     from workbench.tasks import byte_gpt

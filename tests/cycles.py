@@ -31,8 +31,8 @@ from workbench import Digits, Experiment, Lab
 from workbench.lab import RankError
 
 RANKS, STEPS = 2, 6
-SETTLE = 5.0  # seconds that a thread has to see that its lab is closed
-LIMIT = 120.0  # seconds for one part of a cycle: a hang, not a busy machine, takes longer
+SETTLE = 5.0  # seconds in which a thread must notice that its lab is closed
+LIMIT = 120.0  # seconds for one part of a cycle; a hang takes longer, a busy machine does not
 SHM = Path("/dev/shm")
 
 
@@ -93,7 +93,7 @@ def cycle(number: int, where: Path) -> set[psutil.Process]:
 
 
 def count(folders: list[Path], had: set[psutil.Process]) -> dict[str, Counter[str]]:
-    """What this process and those that its labs had have now. folders: where files are counted"""
+    """Counts what this process and its labs' processes have now. folders: where to count files"""
     links = Counter[str]()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself
@@ -109,20 +109,20 @@ def count(folders: list[Path], had: set[psutil.Process]) -> dict[str, Counter[st
 
 
 def describe(process: psutil.Process) -> str:
-    """Its pid and its command, or its state if it has no command left."""
+    """Returns a process's pid and its command, or its state if it has no command left."""
     with suppress(psutil.Error):
         return f"{process.pid} {' '.join(process.cmdline())[-120:] or process.status()}"
     return str(process.pid)
 
 
 def grown(before: dict[str, Counter[str]], now: dict[str, Counter[str]]) -> dict[str, dict[str, int]]:
-    """What is there in `now` and was not in `before`, by kind; nothing for a kind without growth."""
+    """Returns what is in `now` and not in `before`, by kind, without kinds that have not grown."""
     found = {kind: dict(now[kind] - before[kind]) for kind in now}
     return {kind: more for kind, more in found.items() if more}
 
 
 def go_on(cycles: int, out: Path) -> list[dict[str, Any]]:
-    """The cycles that `out` lacks, each written into it. Returns all of them."""
+    """Plays the cycles that `out` lacks and writes each into it. Returns all cycles."""
     kept = json.loads(out.read_text()) if out.exists() else {"ranks": RANKS, "cycles": []}
     rows = kept["cycles"]
     with tempfile.TemporaryDirectory(prefix="cycles-") as top:

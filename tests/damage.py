@@ -1,9 +1,9 @@
-"""Changes the files of a checkpoint or of a record at random, by seed, and compares what is read then.
+"""Damages files of a checkpoint or a record at random, and checks what reading them gives.
 
     python -m tests.damage                          both, 3,000 seeds each, into docs/data/damage.json
     python -m tests.damage --only record --count 50 --out some.json
 
-A campaign goes on where its file ends. Nothing is trained: files are read as ranks, notebooks and pages read them.
+A campaign continues at the end of its file. Nothing trains: files are read as ranks, notebooks and pages read them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "data" / "damage.json"
-COUNT = 3000  # changes of each
-DIGITS = 1000  # of them changed digits of a manifest
+COUNT = 3000  # changes of each kind
+DIGITS = 1000  # of these, changes of a digit in a manifest
 HANGS = 60  # seconds after which reading counts as hung
 SAVED_EVERY = 100  # seeds
 
-GOOD = ("refused", "warned", "same", "shorter")  # outcomes that lose nothing in silence
+GOOD = ("refused", "warned", "same", "shorter")  # outcomes without silent loss
 Change = Callable[[bytearray, random.Random], None]
 
 
 class Subject(Protocol):
-    """What is damaged. make: writes it into a folder; read: answers with the outcome and a sentence."""
+    """Files to damage. make: writes them into a folder; read: returns the outcome and a sentence."""
 
     def make(self, folder: Path) -> None: ...
     def files(self, folder: Path) -> list[Path]: ...
@@ -44,7 +44,7 @@ class Subject(Protocol):
 
 
 def digit(data: bytearray, rng: random.Random) -> None:
-    """Another digit in the place of one."""
+    """Replaces one digit by another."""
     at = rng.choice([i for i, byte in enumerate(data) if 48 <= byte <= 57])
     data[at] = rng.choice([d for d in range(48, 58) if d != data[at]])
 
@@ -58,13 +58,13 @@ def set_byte(data: bytearray, rng: random.Random) -> None:
 
 
 def clear(data: bytearray, rng: random.Random) -> None:
-    """A stretch becomes zeros, as when a block of a disk was never written."""
+    """Zeroes a stretch, as if a block of a disk was never written."""
     at, n = rng.randrange(len(data)), rng.choice((8, 64, 512, 4096))
     data[at : at + n] = bytes(len(data[at : at + n]))
 
 
 def repeat(data: bytearray, rng: random.Random) -> None:
-    """A stretch is written over by another stretch of the file."""
+    """Overwrites a stretch with another stretch of the file."""
     n = min(rng.choice((8, 64, 512)), len(data))
     source, to = rng.randrange(len(data) - n + 1), rng.randrange(len(data) - n + 1)
     data[to : to + n] = data[source : source + n]
@@ -91,11 +91,11 @@ def append(data: bytearray, rng: random.Random) -> None:
 CHANGES: tuple[Change, ...] = (flip, flip, set_byte, clear, repeat, insert, leave_out, cut, append, digit)
 
 
-# -- and of files as a whole
+# changes of whole files
 
 
 def swap(file: Path, files: list[Path], rng: random.Random) -> None:
-    """Two files change places."""
+    """Swaps two files."""
     other = rng.choice([each for each in files if each != file])
     mine, others = file.read_bytes(), other.read_bytes()
     file.write_bytes(others)
@@ -107,7 +107,7 @@ def remove(file: Path, files: list[Path], rng: random.Random) -> None:
 
 
 def replace(file: Path, files: list[Path], rng: random.Random) -> None:
-    """A link, a pipe or a folder stands in the file's place."""
+    """Replaces the file by a link, a pipe or a folder."""
     file.unlink()
     match rng.randrange(3):
         case 0:
@@ -122,7 +122,7 @@ WHOLE = (swap, remove, replace)
 
 
 def harm(subject: Subject, folder: Path, seed: int, only: str = "") -> tuple[Path, str]:
-    """Makes the change of this seed. Returns the file, as it is called, and the way. only: this file, digits alone"""
+    """Makes the change of this seed. Returns the file and the kind of change. only: this file, digits alone"""
     rng, files = random.Random(seed), subject.files(folder)
     if only:
         file, way = folder / only, digit
@@ -130,7 +130,8 @@ def harm(subject: Subject, folder: Path, seed: int, only: str = "") -> tuple[Pat
     file = rng.choice(files)
     if seed % 8 == 7:
         whole = rng.choice(WHOLE)
-        if not (whole is remove and file.suffix == ".arrow"):  # a record may lack a file: a rank may have written none
+        # a record may lack a file, because a rank may have written none
+        if not (whole is remove and file.suffix == ".arrow"):
             whole(file, files, rng)
             return file, whole.__name__
     return file, _changed(file, rng.choice(CHANGES), rng)
@@ -155,7 +156,7 @@ def _ring(*_: Any) -> None:
 
 
 def play(subject: Subject, good: Path, folder: Path, seed: int, only: str = "") -> dict[str, Any]:
-    """One seed: what was changed, and what came of it."""
+    """Plays one seed. Returns the change and its outcome."""
     shutil.copytree(good, folder)
     file, way = harm(subject, folder, seed, only)
     signal.signal(signal.SIGALRM, _ring)
@@ -173,9 +174,9 @@ def play(subject: Subject, good: Path, folder: Path, seed: int, only: str = "") 
 
 
 def campaign(subject: Subject, count: int, done: dict[str, Any], save: Callable[[], None], first: str) -> None:
-    """Plays the seeds from `done["next"]` on. first: a file of which the first DIGITS seeds change a digit
+    """Plays the seeds from `done["next"]` on. first: a file; the first DIGITS seeds change a digit in it
 
-    done: by way and outcome how many seeds, and each wrong one
+    done: counts of seeds by way and outcome, and each wrong one
     """
     ways, wrong = done.setdefault("ways", {}), done.setdefault("wrong", [])
     top = Path(tempfile.mkdtemp(prefix="damage-"))

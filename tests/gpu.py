@@ -1,4 +1,7 @@
-"""`make test-gpu`: runs what wants GPUs, says what passed, and writes docs/gpu.md; without a GPU it says so."""
+"""`make test-gpu`: runs the GPU tests, prints the outcome and writes docs/gpu.md.
+
+Without a GPU it only reports that.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 LIMIT = 1800  # seconds
-FIRST, LAST = "<!-- written by make test-gpu -->", "<!-- end -->"  # of what it writes
+FIRST, LAST = "<!-- written by make test-gpu -->", "<!-- end -->"  # markers around the written part
 
 
 def main() -> int:
-    """Exit code: 0 if all that could run passed."""
+    """Returns exit code 0 if all tests that could run passed."""
     if not torch.cuda.is_available():
         print(f"no NVIDIA GPU was found (torch {torch.__version__}), so nothing was run and docs/gpu.md stays as it is")
         return 0
@@ -39,7 +42,7 @@ def main() -> int:
 
 
 def read(report: Path) -> list[tuple[str, str]]:
-    """(test, "passed", "failed" or why it was skipped) by the order of running."""
+    """Returns (test, "passed", "failed" or the reason for skipping) in the order of running."""
     found = []
     for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
         kinds = {child.tag: child for child in case}
@@ -51,13 +54,13 @@ def read(report: Path) -> list[tuple[str, str]]:
 
 
 def renewed(text: str, seen: str) -> str:
-    """The page with another account of what was seen; the rest, which is written by hand, stays."""
+    """Returns the page with a new generated part. The handwritten rest stays."""
     before, _, rest = text.partition(FIRST)
     return f"{before}{FIRST}\n\n{seen}\n{LAST}{rest.partition(LAST)[2]}"
 
 
 def seen(outcomes: list[tuple[str, str]], numbers: list[dict[str, object]]) -> str:
-    """The machine, each test's outcome, and what was measured."""
+    """Describes the machine, each test's outcome, and the measurements."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
     lines = [f"{len(gpus)} GPU: {', '.join(gpus)}; torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}; "

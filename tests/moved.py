@@ -1,6 +1,6 @@
-"""What ranks hold before a switch of partition and what they hold after it, element by element, put together.
+"""Compares what ranks hold before and after a switch of partition, element by element.
 
-It is read as a checkpoint reads it, from the parameters and the optimizer that train: not from what was on its way.
+It reads the parameters and the optimizer that train, as a checkpoint does, not the moving data.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from workbench.host.reconfigure import changes
 from workbench.host.transfer import repartition
 from workbench.sim.rank import changes as sim
 
-Pieces = dict[str, tuple[tuple[int, ...], Any, torch.Tensor]]  # by name its shape, where in it these elements lie
+Pieces = dict[str, tuple[tuple[int, ...], Any, torch.Tensor]]  # by name: shape, slices of these elements, values
 
 
 def held(run: Any) -> Pieces:
-    """Of parameters, and of what the optimizer remembers of each."""
+    """Returns a rank's parameters and optimizer state."""
     found: Pieces = {}
     for name, x, place in [*image.parameters(run), *image._slots(run)]:
-        shape, slices = (*place, None)[:2]  # a number stands for all of a parameter: it lies nowhere in it
+        shape, slices = (*place, None)[:2]  # a number belongs to the whole parameter, so it has no slices
         found[f"{name} of {tuple(shape)}"] = tuple(shape), slices, x.detach().reshape(-1).clone()
     return found
 
 
 class Watch:
-    """Within it each switch is noted: by its number what each rank held, before it and when it next trains."""
+    """Notes each switch inside its block: by number, each rank's state before it and when it next trains."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.before: dict[int, dict[int, Pieces]] = {}
@@ -58,7 +58,8 @@ class Watch:
 
     def _entering(self, plain: Any) -> Any:
         def enter(run: Any, was: Any, wanted: Any) -> None:
-            if run.rank.id in self._due and wanted.strategy.has_background:  # from here on it changes what trains
+            # from here on the background changes the parameters
+            if run.rank.id in self._due and wanted.strategy.has_background:
                 self._note(run, False)
             plain(run, was, wanted)
 
@@ -77,7 +78,7 @@ class Watch:
                 self.before.setdefault(number + 1, {})[rank] = pieces
 
     def check(self) -> int:
-        """Fails where an element is another after a switch; how many elements were compared."""
+        """Raises AssertionError if a switch changed an element. Returns how many elements were compared."""
         compared = 0
         for number, ranks in self.after.items():
             was, now = whole(self.before[number]), whole(ranks)
@@ -90,7 +91,7 @@ class Watch:
 
 
 def whole(ranks: dict[int, Pieces]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By name the elements that any rank holds, and which these are; all who hold one have the same bits."""
+    """Returns by name the elements that any rank holds, and a mask of them. All holders must have the same bits."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for pieces in ranks.values():
         for name, (shape, slices, x) in pieces.items():

@@ -1,6 +1,6 @@
-"""A real network on one machine: a namespace for each rank, a cable from each to one switch, a rate on each port.
+"""A real network on one machine: a namespace per rank, with a cable and a rate to one switch.
 
-Linux only, needs root and iproute2. Every name carries a token of its own, and leaving takes everything away.
+Linux only; needs root and iproute2. Every name carries a unique token, and leaving the block removes everything.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import subprocess
 import uuid
 from typing import Any
 
-OURS = "workbench"  # what the names of our namespaces begin with
-INTERFACE = "eth0"  # what each rank's own port is called in its namespace
-BURST = 1e-3  # seconds of the rate that a port may send at once
+OURS = "workbench"  # prefix of our namespaces' names
+INTERFACE = "eth0"  # name of each rank's port in its namespace
+BURST = 1e-3  # seconds of its rate that a port may send at once
 
 
 class Network:
-    """`ranks` namespaces around a switch, each with a full-duplex port of a rate to be set.
+    """`ranks` namespaces around a switch, each with a full-duplex port with a settable rate.
 
-    A token bucket (tc tbf) limits both ends of every cable: what a rank sends and what it is sent. The switch is
-    a namespace too, so that the machine's own interfaces and firewall have no part in it. `frame` is the largest
-    packet in bytes (the MTU). The kernel hands a port pieces of up to 64 kB; where the burst is smaller they are cut
-    into frames there, and counted with every frame's header, else with one header for each piece.
+    A token bucket (tc tbf) limits both ends of every cable, so both directions. The switch is a namespace too, so the
+    machine's own interfaces and firewall play no part. `frame` is the largest packet in bytes (the MTU). The kernel
+    hands a port pieces of up to 64 kB. If the burst is smaller, they are cut into frames there and counted with every
+    frame's header. Otherwise each piece counts one header.
     """
 
     def __init__(self, ranks: int, frame: int = 9000) -> None:
@@ -49,7 +49,7 @@ class Network:
         return f"10.90.0.{rank + 1}"
 
     def command(self, rank: int, argv: list[str]) -> list[str]:
-        """`argv` as it runs in the namespace of `rank`."""
+        """Returns `argv` as a command in the namespace of `rank`."""
         return ["ip", "netns", "exec", self.names[rank], *argv]
 
     def set_rate(self, mbit: float) -> None:
@@ -73,13 +73,13 @@ class Network:
                 _ask("ip", "-n", where, "link", "set", device, "mtu", f"{self.frame}", "up")
 
     def _bucket(self, mbit: float) -> list[str]:
-        """tbf's arguments: the burst is BURST of the rate, but has room for a frame; the queue never drops."""
+        """Returns tbf's arguments: the burst is BURST of the rate, at least a frame; the queue never drops."""
         burst = max(int(mbit * 1e6 / 8 * BURST), self.frame + 100)
         return ["rate", f"{mbit:g}mbit", "burst", f"{burst}b", "limit", "64mb"]
 
 
 def sweep() -> None:
-    """Takes away what a killed process of ours has left; its id is in the names."""
+    """Removes the namespaces of killed processes. A namespace's name contains the process's id."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for name in (line.split()[0] for line in listed.splitlines() if line.startswith(f"{OURS}-")):
         pid = name.split("-")[1]
@@ -94,7 +94,7 @@ def _ask(*command: str) -> None:
 
 
 def why_not() -> str:
-    """Why namespaces cannot be made here, or an empty string."""
+    """Returns why namespaces cannot be made here, or ""."""
     if not (shutil.which("ip") and shutil.which("tc")):
         return "netns: iproute2 is not installed"
     try:

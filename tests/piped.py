@@ -1,4 +1,4 @@
-"""A model that pipelines are tried on, and what one process would make of it."""
+"""A model for pipelines, and its result in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, DEPTH, ROWS = 12, 6, 8
 
 
 def deep() -> nn.Module:
-    """Six layers of one size, from a generator of their own: threads as ranks share torch's."""
+    """Makes 6 layers of one size from a separate generator, because ranks on threads share torch's."""
     rng = torch.Generator().manual_seed(7)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
@@ -48,7 +48,7 @@ def piped(ranks: int, steps: int = 6, **rest: Any) -> Experiment:
 
 
 def assembled(sessions: list[Session], stages: int, replica: int = 0) -> dict[str, torch.Tensor]:
-    """All parameters of one replica by name, from whoever holds them."""
+    """Returns all parameters of one replica by name, from the ranks that hold them."""
     mine = sessions[replica * stages : (replica + 1) * stages]
     found = [(place.name, place.param.data) for s in mine for place in s.layout.order]
     assert len({name for name, _ in found}) == len(found)
@@ -56,7 +56,7 @@ def assembled(sessions: list[Session], stages: int, replica: int = 0) -> dict[st
 
 
 def alone(e: Experiment, *phases: tuple[int, int, int], longest: float = 0.0) -> dict[str, torch.Tensor]:
-    """What one process comes to that adds up the same micro-batches, and replicas' sums, in the same order.
+    """Returns the result of one process that adds the same micro-batches and replica sums in the same order.
 
     phases: (steps, replicas, micro-batches) one after the other, each with the data from its beginning
     """
@@ -79,7 +79,7 @@ def alone(e: Experiment, *phases: tuple[int, int, int], longest: float = 0.0) ->
 
 
 def same(sessions: list[Session], stages: int, want: dict[str, torch.Tensor]) -> None:
-    """Every replica has these parameters to the bit, each rank a part of them."""
+    """Checks that every replica's parameters are bit-identical to these; each rank holds a part of them."""
     for replica in range(len(sessions) // stages):
         found = assembled(sessions, stages, replica)
         assert found.keys() == want.keys()

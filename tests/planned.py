@@ -1,8 +1,8 @@
-"""Ranks that turn slow by a plan, which no change announces: for seeing how soon it is noticed, and by whom.
+"""Ranks that become slow by a plan, without a recorded change, to measure detection.
 
-A delay of X seconds in one phase of one rank, for some steps. Passes and updates are stretched, where X is what a
-step's phase takes longer; batches are handed out late, gradients packed late, and a rank stands still between two steps
-by sleeping; a port is choked. So a delay takes no time of a processor's, and many ranks can share a few.
+A delay adds X seconds to one phase of one rank, for some steps. Faults stretch passes and updates, where X is the added
+time of the phase in a step. Batches come late, and gradients are packed late. A rank sleeps between two steps, or a
+fault chokes its port. A delay uses no processor time, so many ranks can share a few cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STRETCHED = {"forward": "forward", "backward": "backward", "optimizer": "update"
 
 
 class Delay(NamedTuple):
-    """In steps [first, stop) one rank takes so many seconds longer, in what `cause` names."""
+    """In steps [first, stop) one rank takes so many seconds longer, in the phase of `cause`."""
 
     first: int
     stop: int
@@ -37,11 +37,11 @@ class Delay(NamedTuple):
 
 
 class Plan:
-    """What this process's rank is to suffer; it knows the present step, which neither ports nor codecs are told."""
+    """The delays of this process's rank. It knows the present step, which ports and codecs do not."""
 
     def __init__(self) -> None:
         self.delays: tuple[Delay, ...] = ()
-        self.pace = self.wire = 1.0  # seconds of a step's compute, and on the wire
+        self.pace = self.wire = 1.0  # seconds of a step's compute, and of its communication
         self.elements = 1  # of the model
         self.rank = self.step = -1
 
@@ -68,7 +68,7 @@ WIDTH, LAYERS = 128, 4
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedDigits(Digits):
-    """Digits read by layers that are alike, where what befalls ranks stands in a plan."""
+    """Digits with equal layers, and delays from a plan."""
 
     plan: str = knob("{}", live=False, doc="delays, and the seconds of a step's compute and on the wire, as JSON")
 
@@ -94,7 +94,7 @@ def _layers() -> nn.Module:
 
 
 def _begins(step: int) -> float:
-    """Asked between two steps."""
+    """Runs between two steps."""
     if step != PLAN.step:
         PLAN.step = step
         PLAN.sleep("outside")
@@ -104,7 +104,7 @@ def _begins(step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(Fault):
-    """What of the plan stretches compute and chokes ports."""
+    """The delays that stretch compute and choke ports."""
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         causes = (cause for cause, name in STRETCHED.items() if name == phase)

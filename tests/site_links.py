@@ -1,4 +1,7 @@
-"""Links between the pages of the built site, to files and to anchors; other sites' are only read. Asks no network."""
+"""Checks links between the pages of the built site, to files and to anchors, without network.
+
+Links to other sites are only checked for their form.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 HELD = ("href", "src", "data-run", "data-plotly")  # attributes that name another file
-LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src"}  # where a page loads by itself
+LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src"}  # elements that a page loads by itself
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and the anchors that it has."""
+    """A page's links, loaded files and anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -43,12 +46,12 @@ def page(path: Path) -> Page:
 
 
 def pages(site: Path) -> list[Path]:
-    """Every page of the site; below _static lies a template of the theme."""
+    """Returns every page of the site, without _static, which contains a template of the theme."""
     return sorted(p for p in site.rglob("*.html") if "_static" not in p.parts)
 
 
 def broken(path: Path, site: Path) -> list[str]:
-    """The links of the page at `path` that lead nowhere, or are no address, as they are written."""
+    """Returns a page's links that lead nowhere or are malformed."""
     return [link for link in page(path).links if not leads_somewhere(path, link, site)]
 
 
@@ -66,13 +69,13 @@ def leads_somewhere(path: Path, link: str, site: Path) -> bool:
 
 
 def is_address(link: str) -> bool:
-    """Does it read as an address of another site?"""
+    """Returns whether a link is a well-formed address of another site."""
     if link.startswith("mailto:"):
         return bool(re.fullmatch(r"mailto:[^@\s]+@[\w-]+(\.[\w-]+)+", link))
     return bool(re.fullmatch(r"https?://[\w-]+(\.[\w-]+)+(:\d+)?(/[^\s<>\"]*)?(\?[^\s]*)?(#[^\s]*)?", link))
 
 
 def weight(path: Path) -> int:
-    """Bytes of a page and of what it names to be loaded, also that which it loads late, as they lie on disk."""
+    """Returns the bytes on disk of a page and of all files that it loads, also late ones."""
     loaded = [path.parent / unquote(urlsplit(link).path) for link in page(path).loaded]
     return sum(file.stat().st_size for file in {path.resolve(), *(file.resolve() for file in loaded)})

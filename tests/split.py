@@ -1,4 +1,4 @@
-"""A transformer that tensor parallelism is tried on, and how what its ranks hold is put together again."""
+"""A transformer for tensor parallelism, and how to assemble its parameters from ranks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ PLAN: Plan = {
     "blocks.*.up": Colwise(),
     "blocks.*.down": Rowwise(),
     "head": Colwise(gather=True),
-    "blocks.0": Scatter(),  # from here on for sequence parallelism alone
+    "blocks.0": Scatter(),  # from here on for sequence parallelism only
     "blocks.*.norms.*": Sequence(),
     "norm": Sequence(),
 }
 
 
 class Block(nn.Module):
-    """Attention and a network of two layers, as in GPT-2, with matrices of their own for q, k and v."""
+    """Attention and a two-layer network as in GPT-2, with separate matrices for q, k and v."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.q, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.k = nn.Linear(WIDTH, WIDTH, bias=False)  # whose gradient would be nothing but rounding
+        self.k = nn.Linear(WIDTH, WIDTH, bias=False)  # its gradient would be nothing but rounding
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.inside, self.outside = nn.Dropout(dropout), nn.Dropout(dropout)
 
@@ -82,7 +82,7 @@ def held_out(model: nn.Module) -> float:
 
 
 def small(**rest: Any) -> Any:
-    """A task that learns it."""
+    """Returns a task that trains it."""
     own = {"model": Small, "data": texts, "loss": entropy, "evaluate": held_out, "split": lambda _: PLAN}
     return toy(**{**own, **rest})
 
@@ -93,7 +93,7 @@ def spread(ranks: int, steps: int = 6, **rest: Any) -> Experiment:
 
 
 def together(sessions: list[Any], replica: int = 0) -> dict[str, torch.Tensor]:
-    """All parameters of one replica by name, whole, from whoever holds them: every rank of it has a Spread."""
+    """Returns all parameters of one replica by name, whole, from the ranks that hold them, which have a Spread."""
     lies = next(s.spread if hasattr(s, "spread") else s.training.spread for s in sessions)
     if lies is None:
         return {place.name: place.param.data for place in sessions[replica].layout.order}
@@ -114,7 +114,7 @@ def together(sessions: list[Any], replica: int = 0) -> dict[str, torch.Tensor]:
 
 
 def alone(e: Experiment, replicas: int, steps: int = 6, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """What one process comes to that averages the replicas' gradients."""
+    """Returns the result of one process that averages the replicas' gradients."""
     model = model or Small()
     params = list(model.parameters())
     optimizer = e.optimizer.make(params, e.lr, lambda lr: torch.optim.SGD(params, lr))

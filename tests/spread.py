@@ -1,4 +1,4 @@
-"""State of every dtype, random placements of it on up to six ranks, and what a move costs, element by element."""
+"""State of every dtype, random placements of it on up to 6 ranks, and the cost of moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = {
     "embed": (6, 8), "qkv": (3, 4, 5), "up": (9, 4), "norm": (7,), "down": (4, 9), "ids": (5, 3), "mask": (6, 2),
     "wave": (3, 5), "exp_avg/embed": (6, 8), "exp_avg/qkv": (3, 4, 5), "exp_avg/up": (9, 4), "exp_avg/norm": (7,),
 }  # fmt: skip
-WHOLE = {"step": 1, "rng": 13, "running_mean": 7}  # what is not elementwise lies whole wherever it lies
+WHOLE = {"step": 1, "rng": 13, "running_mean": 7}  # tensors that are not elementwise are always whole
 DTYPES = {
     "embed": torch.float32, "qkv": torch.bfloat16, "up": torch.float64, "norm": torch.float16, "down": torch.float32,
     "ids": torch.int64, "mask": torch.bool, "wave": torch.complex128, "exp_avg/embed": torch.float32,
@@ -32,36 +32,36 @@ Names = Collection[str]
 
 
 def reference(seed: int) -> dict[str, torch.Tensor]:
-    """Every tensor whole and flat, of random bits, NaNs among them."""
+    """Returns every tensor whole and flat, with random bits, including NaNs."""
     rng = torch.Generator().manual_seed(seed)
     raw = {n: torch.randint(0, 256, (SIZES[n] * WIDTHS[n],), generator=rng, dtype=torch.uint8) for n in SIZES}
     return {n: x > 127 if DTYPES[n] is torch.bool else x.view(DTYPES[n]) for n, x in raw.items()}
 
 
 def elements(s: Slice) -> list[int]:
-    """What a Slice says it holds, one by one, in order: its definition."""
+    """Returns a Slice's elements in order: its definition."""
     return [s.start + k * s.stride + j for k in range(s.times) for j in range(s.length)]
 
 
 def local(slices: Iterable[Slice]) -> list[int]:
-    """The elements in the order in which a rank that holds these slices keeps them."""
+    """Returns the elements in the order in which a rank with these slices stores them."""
     return [e for s in slices for e in elements(s)]
 
 
 def order(placement: Placement, rank: int, name: str) -> list[int]:
-    """Which element each place of a rank's own tensor stands for."""
+    """Returns the element at each position of a rank's own tensor."""
     return local(placement.at(rank).get(name, ()))
 
 
 def held(placement: Placement, rank: int, name: str) -> np.ndarray:
-    """(size,) whether a rank holds each element."""
+    """Returns whether a rank holds each element: (size,)."""
     found = np.zeros(SIZES[name], dtype=bool)
     found[order(placement, rank, name)] = True
     return found
 
 
 class Step(NamedTuple):
-    """One move of a walk; lost: the elements of each tensor that nobody who is alive has, if it cannot be made."""
+    """One move of a walk; lost: by tensor, the elements that no living rank has, if the move is impossible."""
 
     was: Placement
     to: Placement
@@ -74,12 +74,12 @@ def has(step: Step, rank: int, name: str) -> np.ndarray:
 
 
 def least(step: Step) -> int:
-    """The fewest bytes of a move: one element sent for each that a rank needs and does not have."""
+    """Returns the fewest bytes of a move: each element that a rank needs and lacks, once."""
     return sum(WIDTHS[n] * int((held(step.to, r, n) & ~has(step, r, n)).sum()) for n in SIZES for r in range(RANKS))
 
 
 def demands(step: Step) -> dict[tuple[int, ...], list[int]]:
-    """The widths of the elements that have to be sent, one by one, by the ranks that have them."""
+    """Returns the widths of the elements to send, one by one, by the ranks that have them."""
     found: dict[tuple[int, ...], list[int]] = {}
     for name in sorted(SIZES):
         owned = np.array([has(step, r, name) for r in range(RANKS)])
@@ -101,12 +101,13 @@ def lost(was: Placement, to: Placement, alive: Collection[int]) -> dict[str, int
 
 @cache
 def walk(seed: int, moves: int) -> tuple[Step, ...]:
-    """So many moves that can be made, among random placements; between them some that cannot, as too many died."""
+    """Returns `moves` possible moves among random placements, and some impossible ones with too many deaths."""
     rng = random.Random(seed)
     was, found, made = placement(rng), list[Step](), 0
     while made < moves:
         to = placement(rng)
-        few = 0 if found and found[-1].lost else rng.choice([0, 1, 1, 2])  # who died once too often is back
+        # after an impossible move the dead ranks are back
+        few = 0 if found and found[-1].lost else rng.choice([0, 1, 1, 2])
         dead = rng.sample(was.ranks, min(few, len(was.ranks) - 1))
         alive = tuple(r for r in range(RANKS) if r not in dead)
         found.append(Step(was, to, alive, lost(was, to, alive)))
@@ -116,7 +117,7 @@ def walk(seed: int, moves: int) -> tuple[Step, ...]:
 
 
 def placement(rng: random.Random) -> Placement:
-    """Any of the ways to spread the state over any of the ranks; the moments may be spread another way."""
+    """Returns a random spread of the state over random ranks. The moments may have another spread."""
     ranks = rng.sample(range(RANKS), rng.randint(1, RANKS))
     params = [n for n in SHAPES if "/" not in n]
     moments = [n for n in SHAPES if "/" in n]

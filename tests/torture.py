@@ -1,11 +1,11 @@
-"""A seeded random sequence of live changes on a real lab, and what must hold however they fall.
+"""Plays a seeded random sequence of live changes on a real lab, and checks invariants.
 
     python -m tests.torture --turns 1000 [--seed 7] [--ranks 4]
     python -m tests.torture --minutes 30 --seed 7 --out docs/data/torture.json
 
-The sequence depends on the seed alone, never on timing, so that a failure is replayed by its seed. Nothing may
-hang, no step may mix settings, ranks agree after each change of strategy (they check that themselves and fail
-otherwise), and a second run leaves no more threads and descriptors behind than the first.
+The sequence depends on the seed alone, never on timing, so a seed replays a failure. Nothing may hang, and no step may
+mix settings. Ranks must agree after each change of strategy: they check that themselves and fail otherwise. A second
+run must leave no more threads and descriptors behind than the first.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from workbench.settings import KnobError, knobs, members
 from workbench.strategies import Strategy
 from workbench.tasks import Digits
 
-ANSWER = 90.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
-SPARE = 3  # threads or descriptors that a process may open on its own
+ANSWER = 90.0  # seconds within which a turn is answered; a hang takes longer, a slow machine does not
+SPARE = 3  # threads or descriptors that a process may open by itself
 
 KINDS = ("strategy", "strategy", "partition", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault",
          "optimizer", "large")  # fmt: skip
@@ -48,7 +48,7 @@ Turn = tuple[str, Any]  # (what, value): a knob's path, or "pause", "step", "res
 
 
 def sequence(seed: int, turns: int, ranks: int) -> list[list[Turn]]:
-    """Bursts of turns that are asked at once."""
+    """Returns bursts of turns to request at once."""
     rng, left, out = random.Random(seed), turns, []
     while left:
         burst = min(left, rng.choice((1, 1, 2, 4, 8)))
@@ -81,7 +81,7 @@ def one(rng: random.Random, ranks: int) -> Turn:
         case "batch":
             return "batch", rng.randint(1, 32)
         case "optimizer":
-            return "optimizer", rng.choice(shipped(Optimizer)).usual()  # others might diverge
+            return "optimizer", rng.choice(shipped(Optimizer)).usual()  # other settings might diverge
         case "large":
             return rng.choice((("clip", rng.choice((0.0, 10 ** rng.uniform(-1, 1)))),
                                 ("lr_scaled", rng.random() < 0.5), ("lr_warmup", rng.randint(0, 30))))
@@ -97,7 +97,7 @@ def shipped(family: Any) -> list[type]:
 
 
 def settings(rng: random.Random, family: list[type]) -> Any:
-    """One member with one of its knobs turned, as a person would name it."""
+    """Draws a member with one of its knobs changed, in the form that a person types."""
     member = rng.choice(family)
     usual = member.usual()
     own = [k for k in knobs(member) if k.kind in (int, float) and k.live]
@@ -111,7 +111,7 @@ def settings(rng: random.Random, family: list[type]) -> Any:
 
 
 def play(lab: Lab, run: Run, bursts: list[list[Turn]], rng: random.Random, say: Any) -> dict[str, int]:
-    """Turns everything; returns how many turns were applied and how many refused in words."""
+    """Requests all turns. Returns how many were applied and how many refused."""
     count = {"applied": 0, "refused": 0, "others": 0}
     for number, burst in enumerate(bursts):
         say(f"{number}: {burst}")
@@ -155,7 +155,7 @@ def until(true: Any, what: str) -> None:
 
 
 def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
-    """Steps of `run`, or of these of its spans, in which ranks in lockstep did not communicate alike, in words."""
+    """Yields a sentence for each step in which ranks in lockstep did not communicate alike."""
     spans = run.spans if spans is None else spans
     kinds = members(Strategy)
     steps = spans[spans.lane == "step"].groupby("step").name.agg(["nunique", "first", "count"])
@@ -164,20 +164,20 @@ def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
     comm = comm[~before_a_common_step(spans, comm, steps, kinds)]
     comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
-    within = comm["name"].str.match(r"broadcast .* in [\w+]+ \[")  # of layers, of which each group has its own
+    within = comm["name"].str.match(r"broadcast .* in [\w+]+ \[")  # of layers; each group has its own
     turn = comm.groupby(["step", "rank", "name"], observed=True).cumcount()
     uneven = comm[within].groupby(["step", "name", turn[within]]).nbytes.nunique()
     yield from (f"step {s}: unlike bytes of {name}" for s, name, _ in uneven.index[uneven > 1] if s in lock)
     comm.loc[within, "nbytes"] = 0
     comm = comm.assign(name=comm["name"].str.replace(r" in ([\w+]+) \[.*\]", r" in \1", regex=True))
-    comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # a choice by values: each rank's own number
+    comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # values decide each rank's number
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
     said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
     moved = {int(step) for step, _, _ in run.details("partition")}
     for step in lock:
-        if step in said.index and step not in moved:  # there ranks change their stages
+        if step in said.index and step not in moved:  # ranks change their stages in this step
             here, (stages, slices) = said.loc[step], spread_at(run.timeline, int(step))
-            if stages > 1:  # messages and collectives are under way beside each other
+            if stages > 1:  # messages and collectives are in flight at the same time
                 here = here.map(lambda each: tuple(sorted(each)))
             places = stages * slices
             alike = [here[here.index % places == place].nunique() <= 1 for place in range(places)]
@@ -186,19 +186,19 @@ def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
 
 
 def before_a_common_step(spans: Any, comm: Any, steps: Any, kinds: dict[str, Any]) -> Any:
-    """A mask of `comm`: exchanges in the step of a switch, before it, by a strategy that keeps no common step.
+    """Returns a mask of `comm`: exchanges before a switch, in its step, by a strategy without a common step.
 
-    Each rank names its own step then, and what one settles at a change in step 217 another does in 213.
+    Ranks name different steps then: one settles at a change in step 217, another in step 213.
     """
     apart = {s for last, s in pairwise(sorted(steps.index)) if not kinds[steps.loc[last, "first"]].lockstep}
     switches = spans[(spans.lane == "switch") & spans.step.isin(apart)]
     first = switches.groupby(["step", "rank"], observed=True).t0.min()
     begins = first.reindex(list(zip(comm.step, comm["rank"], strict=True))).to_numpy()
-    return comm.t0.to_numpy() < begins  # of no switch: NaN, which is later than nothing
+    return comm.t0.to_numpy() < begins  # without a switch: NaN, which never compares as later
 
 
 def left_behind(lab: Lab) -> list[tuple[int, int]]:
-    """(threads, descriptors) of each engine, once the last run has gone."""
+    """Returns (threads, descriptors) of each engine, once the last run has ended."""
     until(lambda: not lab.live, "the run to end")
     time.sleep(0.5)
     found = [psutil.Process(e.pid) for e in lab.cluster.engines]
@@ -206,7 +206,7 @@ def left_behind(lab: Lab) -> list[tuple[int, int]]:
 
 
 def torture(lab: Lab, seed: int, turns: int, say: Any = print) -> dict[str, Any]:
-    """Two runs of half the turns each; raises AssertionError, TimeoutError or RankError where something is wrong."""
+    """Plays two runs of half the turns each. Raises AssertionError, TimeoutError or RankError after an error."""
     say(f"seed {seed}, {turns} turns, {lab.ranks} ranks")
     began, behind, total = time.monotonic(), [], {"applied": 0, "refused": 0, "others": 0}
     for half in range(2):
@@ -237,7 +237,7 @@ def start(ranks: int) -> Experiment:
 
 
 def agree(lab: Lab) -> None:
-    """All ranks hold the same parameters, bit by bit."""
+    """Checks that all ranks' parameters are bit-identical."""
     lab.pause()
     until(lambda: lab.state == "paused", "the run to pause")
     hashes = lab.cluster.view.apply_sync(parameters)
@@ -246,7 +246,7 @@ def agree(lab: Lab) -> None:
 
 
 def parameters() -> int:
-    """Runs on an engine, beside its training thread."""
+    """Runs on an engine, next to its training thread."""
     from workbench.cluster.engines import worker
     from workbench.host.placement.canonical import state_hash
 
@@ -254,7 +254,8 @@ def parameters() -> int:
 
 
 def more(out: Path, first: int, turns: int, ranks: int, minutes: float, say: Any) -> bool:
-    """Seeds from `first` on, each with a lab of its own, added to a file of them all. Did all of this time hold?"""
+    """Plays seeds from `first` on, each on its own lab, and adds them to a file. Returns whether all new ones passed.
+    """
     each = json.loads(out.read_text())["each"] if out.exists() else []
     before, end = len(each), time.monotonic() + 60 * minutes
     seed = max([first, *(one["seed"] + 1 for one in each)])

@@ -1,4 +1,4 @@
-"""Accordion against its rule written out, the static runs between which it switches, and what the record must say."""
+"""Tests Accordion against its written-out rule, static runs and the record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.settings import Change, KnobError
 pytestmark = pytest.mark.ranks
 
 ENDLESS = 1e6  # a threshold that no change reaches
-PAIR = Accordion(gentle=Dense(), harsh=Cast(to="bf16"))  # what an all-reduce carries tells them apart
+PAIR = Accordion(gentle=Dense(), harsh=Cast(to="bf16"))  # the dtype of an all-reduce shows which one is in force
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 def exchanged(compressor: object, g: torch.Tensor, parts: list[Part], memories: list[Memory],
               lr: float = 0.1) -> tuple[torch.Tensor, list[Op]]:
-    """One bucket's reduce on all ranks at this learning rate: the sum, and what rank 0 asked for."""
+    """Reduces one bucket on all ranks at this learning rate. Returns the sum, and rank 0's Ops."""
     buckets = [Bucket(0, row.clone(), tuple(parts), 0) for row in g]
     ranks = [Rank(r, len(g)) for r in range(len(g))]
     for rank in ranks:
@@ -40,7 +40,7 @@ def exchanged(compressor: object, g: torch.Tensor, parts: list[Part], memories: 
 
 
 def level(seen: list[Op]) -> str:
-    """Which of PAIR a single parameter crossed by: "g" or "h"."""
+    """Returns which one of PAIR reduced a single parameter: "g" or "h"."""
     [dtype] = {op.args[0].dtype for op in seen if op.verb == "all_reduce"}
     return {torch.float32: "g", torch.bfloat16: "h"}[dtype]
 
@@ -50,7 +50,7 @@ def said(seen: list[Op]) -> list[tuple[str, float]]:
 
 
 def levels(accordion: Accordion, norms: list[float], rates: list[float] | None = None) -> str:
-    """By which level each exchange of gradients of these norms crossed; all are multiples of one gradient."""
+    """Returns the level of each exchange, for gradients that are multiples of one gradient with these norms."""
     one, memories = torch.zeros(2, 64), [Memory(), Memory()]
     one[:, 3] = 0.5
     rates = rates or [0.1] * len(norms)
@@ -59,19 +59,19 @@ def levels(accordion: Accordion, norms: list[float], rates: list[float] | None =
 
 
 @pytest.mark.parametrize(("norms", "want"), [
-    ([4, 4, 4, 4], "gghh"),                    # the first two norms are needed to compare them
-    ([4, 4, 8, 8, 8, 2, 2, 2], "gghghhgh"),    # up by as much as it was, steady, down by three quarters, steady
-    ([4, 2, 1, 0.5, 0.5, 0.5], "gggggh"),      # exactly the threshold is critical
-    ([4, 2.125, 1.25, 0.75], "gghh"),          # less than it is not
-    ([0, 0, 0, 5, 5, 5], "gggggh"),            # a norm of zero before: critical, whatever comes
-    ([4, 4, 0, 0, 0], "gghgg"),                # to zero is a change by all of it
+    ([4, 4, 4, 4], "gghh"),  # the first comparison needs two norms
+    ([4, 4, 8, 8, 8, 2, 2, 2], "gghghhgh"),  # doubled, steady, down by 75 %, steady
+    ([4, 2, 1, 0.5, 0.5, 0.5], "gggggh"),  # exactly the threshold is critical
+    ([4, 2.125, 1.25, 0.75], "gghh"),  # less than the threshold is not
+    ([0, 0, 0, 5, 5, 5], "gggggh"),  # after a norm of zero any change is critical
+    ([4, 4, 0, 0, 0], "gghgg"),  # a fall to zero is a change by 100 %
 ], ids=str)  # fmt: skip
 def test_levels_follow_a_scripted_sequence_of_norms(norms: list[float], want: str) -> None:
     accordion = Accordion(gentle=PAIR.gentle, harsh=PAIR.harsh, every=1)
     assert levels(accordion, norms) == want
 
 
-def test_a_check_takes_what_all_exchanges_since_the_last_gave_together() -> None:
+def test_a_check_uses_the_sum_of_all_exchanges_since_the_last() -> None:
     accordion = Accordion(gentle=PAIR.gentle, harsh=PAIR.harsh, every=3)
     assert levels(accordion, [1, 1, 1] * 2 + [0, 0, 3] + [9, -3, -3] + [1] * 3) == "ggg" * 2 + "hhh" * 3
     assert levels(accordion, [1, 1, 1] * 3 + [9, 9, 9] + [1] * 3) == "ggg" * 2 + "hhh" * 2 + "ggg"
@@ -87,7 +87,7 @@ def test_a_lower_rate_is_gentle_at_once_until_the_next_check() -> None:
 
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.9])
 def test_levels_are_those_of_the_rule_written_out(threshold: float) -> None:
-    """By layer, from the sums that were given alone."""
+    """Computes the rule by layer, from the returned sums alone."""
     parts, memories, every = placed((6, 4), (9,), (5, 8)), [Memory(r) for r in range(3)], 3
     accordion = Accordion(gentle=TopK(density=0.5), harsh=TopK(density=0.05), threshold=threshold, every=every)
     before: dict[str, float] = {}
@@ -110,15 +110,15 @@ def test_levels_are_those_of_the_rule_written_out(threshold: float) -> None:
     assert found == {True, False}
 
 
-def test_threshold_zero_is_the_gentle_run_to_the_bit() -> None:
+def test_threshold_zero_is_bit_identical_to_the_gentle_run() -> None:
     pair = {"gentle": PowerSGD(rank=3), "harsh": TopK()}
     hashes = [state_hash(run(experiment(3, 12, compressor=ErrorFeedback(of=c)))[0].layout)
               for c in (PowerSGD(rank=3), Accordion(**pair, threshold=0.0, every=2))]  # fmt: skip
     assert hashes[0] == hashes[1]
 
 
-def test_an_endless_threshold_is_harsh_from_the_second_check_on_to_the_bit() -> None:
-    """And the same as turning the compressor by hand, which shows that the residual is kept."""
+def test_an_unreachable_threshold_is_exactly_harsh_from_the_second_check_on() -> None:
+    """Equals a change of the compressor by hand, which shows that the residual is kept."""
     accordion = Accordion(gentle=TopK(density=0.2), harsh=TopK(density=0.01), threshold=ENDLESS, every=3)
     by_rule = run(experiment(3, 12, compressor=ErrorFeedback(of=accordion)))[0]
     by_hand = run(experiment(3, 12, compressor=ErrorFeedback(of=accordion.gentle)), Change(6, "density", 0.01))[0]
@@ -127,7 +127,7 @@ def test_an_endless_threshold_is_harsh_from_the_second_check_on_to_the_bit() -> 
 
 
 def in_force(session: object, steps: int) -> list[dict[str, float]]:
-    """By step, the level of each parameter, from the record alone."""
+    """Returns, by step, the level of each parameter, from the record alone."""
     rows = [(step, what.removeprefix("level "), v) for step, what, _, v in session.record.samples if "level " in what]
     every: list[dict[str, float]] = [{}]
     for step in range(steps):
@@ -135,7 +135,7 @@ def in_force(session: object, steps: int) -> list[dict[str, float]]:
     return every
 
 
-def test_bytes_are_those_of_the_level_in_force_of_every_layer_and_all_ranks_have_it() -> None:
+def test_bytes_match_each_layers_level_on_all_ranks() -> None:
     accordion = Accordion(gentle=PowerSGD(rank=3), harsh=PowerSGD(rank=1), every=2, threshold=0.25)
     sessions = run(experiment(4, 21, compressor=ErrorFeedback(of=accordion), bucket_mb=0.05))
     first = sessions[0]
@@ -155,7 +155,7 @@ def test_bytes_are_those_of_the_level_in_force_of_every_layer_and_all_ranks_have
     assert not any("level" in what for s in sessions[1:] for _, what, _, _ in s.record.samples), "said once"
 
 
-def test_the_record_says_a_level_at_each_decision_and_not_in_every_step() -> None:
+def test_the_record_has_a_level_at_each_decision_only() -> None:
     memories, parts = [Memory(), Memory()], placed((8, 8))
     accordion = Accordion(gentle=PAIR.gentle, harsh=PAIR.harsh, every=4)
     heard = [said(exchanged(accordion, torch.ones(2, 64), parts, memories, lr)[1])
@@ -166,20 +166,20 @@ def test_the_record_says_a_level_at_each_decision_and_not_in_every_step() -> Non
     assert heard == want
 
 
-def test_a_turned_rate_reaches_the_levels_of_a_run() -> None:
+def test_a_new_learning_rate_changes_the_levels_of_a_run() -> None:
     accordion = Accordion(threshold=ENDLESS, every=3)
     e = experiment(2, 14, compressor=ErrorFeedback(of=accordion))
     every = in_force(run(e, Change(7, "lr", 0.001), Change(10, "lr", 0.01))[0], 14)
     assert [set(one.values()) for one in every[1:]] == [{1.0}] * 5 + [{0.0}] * 2 + [{1.0}] + [{0.0}] * 6
 
 
-def test_what_it_knows_of_a_layer_does_not_depend_on_buckets() -> None:
+def test_statistics_of_a_layer_do_not_depend_on_buckets() -> None:
     parts = placed((6, 8), (8,), (4, 9))
     one, cut = [Memory(), Memory()], [Memory(), Memory()]
     accordion = Accordion(gentle=PAIR.gentle, harsh=PAIR.harsh, every=3)
     for step in range(20):
         g = noise(step // 3, 2, parts[-1].stop)
-        g[:, :48] *= 1 + step // 3 % 2 * 3  # the first layer never comes to rest
+        g[:, :48] *= 1 + step // 3 % 2 * 3  # the first layer never becomes steady
         exchange(accordion, g, parts, one)
         for group in ((parts[:1], parts[1:]), (parts[:2], parts[2:]), (parts,))[step % 3]:
             exchange(accordion, g, group, cut)
@@ -187,7 +187,7 @@ def test_what_it_knows_of_a_layer_does_not_depend_on_buckets() -> None:
     assert {one.gentle for one in cut[0].parts[Accordion.buffer].values()} == {True, False}
 
 
-def test_nothing_is_lost_through_random_live_changes() -> None:
+def test_random_live_changes_lose_nothing() -> None:
     rng, ranks, parts = random.Random(3), 2, placed(*[(12, 16), (8,)] * 3)
     memories, n, used = [Memory(r) for r in range(ranks)], parts[-1].stop, set()
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -236,7 +236,7 @@ def test_many_small_gradients_of_sixteen_bits_add_up(dtype: torch.dtype) -> None
     assert memories[0].parts[Accordion.buffer]["p0"].norm == pytest.approx(1000 * float(g[0, 0]) * 8, rel=1e-4)
 
 
-def test_with_sizes_only_it_is_harsh_from_the_second_check_on() -> None:
+def test_with_shapes_only_it_is_harsh_from_the_second_check_on() -> None:
     e = experiment(4, 9, compressor=ErrorFeedback(of=Accordion(every=3)), pace=10)
     spans = simulate(e, real=False).spans
     got = [int(spans[(spans["rank"] == 0) & (spans.step == step)].nbytes.sum()) for step in range(1, 9)]
@@ -245,7 +245,7 @@ def test_with_sizes_only_it_is_harsh_from_the_second_check_on() -> None:
     assert got == [gentle] * 5 + [harsh] * 3
 
 
-def test_engine_and_simulator_decide_alike() -> None:
+def test_engine_and_simulator_make_the_same_decisions() -> None:
     e = experiment(3, 16, compressor=ErrorFeedback(of=Accordion(every=2, threshold=0.3)))
     rows = simulate(e.set("pace", 10), real=True).samples
     mine = rows[(rows["rank"] == 0) & rows.name.str.startswith("level ")]
@@ -259,12 +259,12 @@ def test_one_rank_trains_and_decides_alone() -> None:
     assert bool(weights(session).isfinite().all()) and len(session.rank.memory.parts[Accordion.buffer]) == 6
 
 
-def test_one_within_another_is_refused() -> None:
+def test_nested_accordion_is_refused() -> None:
     with pytest.raises(KnobError, match=r"Accordion inside Accordion: .*; use one of them"):
         experiment(2, 4, compressor=Accordion(harsh=ErrorFeedback(of=Accordion())))
 
 
-def test_a_simulation_with_sizes_says_what_it_takes_the_levels_to_be() -> None:
+def test_a_simulation_with_shapes_only_states_its_assumption() -> None:
     e = experiment(2, 3, compressor=Accordion.usual(), pace=10)
     [(_, _, detail)] = simulate(e, real=False).details("estimate")
     assert detail["text"] == "Accordion: norms do not change: gentle until the second check, harsh from there on"

@@ -1,4 +1,4 @@
-"""Scripts as people write them, adopted: their numbers on one rank and on two, live changes, and what is refused."""
+"""Tests adopted training scripts: numbers on 1 and 2 ranks, live changes, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.tasks import at_rate
 
 DECAYS = SCRIPTS["a scheduler per step"]
 TORN = ("batches that a sampler makes", "a stream")  # batches go to ranks whole
-OTHER = ("dicts, a frozen layer and a dropped rest",)  # of a batch of its own, whatever is asked for
+OTHER = ("dicts, a frozen layer and a dropped rest",)  # with a fixed batch of its own
 
 
 def of(task: Any, ranks: int, steps: int, **rest: Any) -> Experiment:
@@ -31,13 +31,13 @@ def of(task: Any, ranks: int, steps: int, **rest: Any) -> Experiment:
 
 
 def same(model: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
-    """Both have the same parameters; `other` has moved since it was made."""
+    """Checks that both have the same parameters, and that `other` has trained."""
     for (name, p), q in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_stands_for_a_loop_is_five_lines_at_most(name: str) -> None:
+def test_adopting_a_script_takes_at_most_five_lines(name: str) -> None:
     run_it = "lab = Lab(4)\nrun = lab.run(Experiment(task=task))"
     assert len((SCRIPTS[name].adopted.strip() + "\n" + run_it).splitlines()) <= 5
 
@@ -64,7 +64,7 @@ def test_two_ranks_make_the_steps_of_the_loop_with_batches_twice_as_large(name: 
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_ranks_share_out_a_pass_and_no_example_comes_twice(name: str) -> None:
+def test_ranks_share_an_epoch_without_duplicates(name: str) -> None:
     learner, first = SCRIPTS[name].task().build(), []
     batch = SCRIPTS[name].task().batch
     for rank in range(3):
@@ -78,7 +78,7 @@ def rows_of(batch: Any) -> list[tuple[float, ...]]:
     return list(map(tuple, (batch["x"] if isinstance(batch, dict) else batch[0]).tolist()))
 
 
-def test_the_order_goes_on_behind_what_is_used_up_and_is_another_with_another_seed() -> None:
+def test_the_order_continues_after_used_examples_and_depends_on_the_seed() -> None:
     learner = SCRIPTS["a custom sampler"].task().build()
     whole = [rows_of(b) for b in islice(learner.data(0, 1, 8, 0), 30)]
     later = [rows_of(b) for b in islice(learner.data(0, 1, 8, 0, 160), 10)]
@@ -88,7 +88,7 @@ def test_the_order_goes_on_behind_what_is_used_up_and_is_another_with_another_se
 
 @pytest.mark.ranks
 def test_strategies_are_switched_live_and_every_group_keeps_its_settings() -> None:
-    """All of these make the same step, so that a parameter in another group would show."""
+    """These strategies make the same step, so a parameter in a wrong group would show."""
     plain = DECAYS.plain(16)
     way = [Change(2 * k + 1, "strategy", name) for k, name in enumerate(["ZeRO3", "TorchFSDP", "ZeRO1", "HSDP", "DDP"])]
     sessions = run(of(DECAYS.task(8), 2, 12), *way)
@@ -107,13 +107,13 @@ def test_one_replica_of_two_ranks_makes_the_steps_of_the_loop(partition: Partiti
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [LocalSGD(every=2), ZeRO3()], ids=lambda s: type(s).__name__)
-def test_the_simulator_trains_what_is_adopted_as_ranks_do(strategy: Strategy) -> None:
+def test_the_simulator_trains_an_adopted_script_like_ranks(strategy: Strategy) -> None:
     e = of(DECAYS.task(), 2, 6, strategy=strategy, pace=1.0)
     _, virtual = simulated(e)
     torch.testing.assert_close(parameters(virtual), parameters(run(e)), rtol=1e-4, atol=1e-5)
 
 
-def test_the_simulator_needs_no_values_of_what_is_adopted() -> None:
+def test_the_simulator_runs_an_adopted_script_without_values() -> None:
     told = simulate(of(DECAYS.task(), 4, 8, strategy=ZeRO3(), pace=5.0))
     assert told.summary()["steps"] == 8
     part = simulate(of(DECAYS.task(), 4, 4, partition=Tensor(), pace=5.0))
@@ -126,7 +126,7 @@ def test_a_rank_that_trains_a_part_of_the_model_keeps_its_groups() -> None:
     assert all(len(s.training.optimizer.param_groups) == 2 for s in sessions)
 
 
-def test_what_is_adopted_goes_to_other_processes_and_stays_as_it_was() -> None:
+def test_an_adopted_task_is_pickled_with_its_state_at_adoption() -> None:
     names = DECAYS.make()
     exec(DECAYS.adopted, names)
     sent = cloudpickle.dumps(names["task"])
@@ -147,7 +147,7 @@ def test_what_is_adopted_goes_to_other_processes_and_stays_as_it_was() -> None:
         assert type(optimizer) is torch.optim.AdamW
 
 
-def test_trying_uses_up_no_random_number_and_changes_no_model() -> None:
+def test_adopting_draws_no_random_number_and_changes_no_model() -> None:
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     before, drawn = {n: x.clone() for n, x in model.state_dict().items()}, torch.get_rng_state()
     adopt(model, torch.optim.SGD(model.parameters(), lr=0.1), ROWS, nn.MSELoss(), batch=4)
@@ -155,7 +155,7 @@ def test_trying_uses_up_no_random_number_and_changes_no_model() -> None:
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
 
 
-def test_moments_that_stay_behind_are_told_of() -> None:
+def test_adopting_an_optimizer_with_state_warns() -> None:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 6)).sum().backward()
@@ -176,7 +176,7 @@ def test_a_batch_that_accumulates_is_changed_live_in_multiples_only() -> None:
         of(SCRIPTS["a stream"].task(), 1, 1).set("batch", 6)
 
 
-def test_a_rate_of_nothing_keeps_the_ratio_of_groups() -> None:
+def test_a_learning_rate_of_zero_keeps_the_ratio_of_groups() -> None:
     learner = DECAYS.task().build()
     optimizer = learner.optimizer(learner.model().parameters(), 0.0)
     at_rate(optimizer, 0.0)
@@ -194,7 +194,7 @@ class Endless(Sampler):
 
 
 def given(**other: Any) -> dict[str, Any]:
-    """What is adopted, but for these; what is made of the model may be a function of it."""
+    """Returns arguments of `adopt` with these changes. A function gets the model or the optimizer."""
     model = other.pop("model", None) or nn.Linear(6, 3)
     optimizer = other.pop("optimizer", lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer = optimizer(model) if callable(optimizer) else optimizer
@@ -239,7 +239,7 @@ schedules = torch.optim.lr_scheduler
     ({"optimizer": lambda m: torch.optim.SGD([{"params": [m.weight]}, {"params": [m.bias]}], lr=0.1),
       "scheduler": lambda o: schedules.LambdaLR(o, [lambda t: 1.0, lambda t: 0.5**t])}, "turns the rates of groups"),
 ])  # fmt: skip
-def test_what_cannot_be_adopted_is_said_in_a_sentence(other: dict[str, Any], said: str) -> None:
+def test_scripts_that_cannot_be_adopted_are_refused_in_a_sentence(other: dict[str, Any], said: str) -> None:
     with pytest.raises(KnobError) as refused:
         adopt(**given(**other))
     assert said in str(refused.value) and "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""AsyncDrop: against its recurrence in plain torch, with sub-models that compute and send less, on both hosts."""
+"""Tests AsyncDrop against its recurrence in plain torch, and that sub-models compute and send less."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SGD = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
 
 
 class Seen:
-    """A task's loss that keeps what training forwards found: shapes, operations, and whole models."""
+    """A loss that notes shapes, operations and whole models of training forwards."""
 
     def __init__(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
@@ -67,7 +67,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def trained(strategy: AsyncDrop, ranks: int, steps: int = 10, fabric: Fabric = SLOW) -> tuple[Run, Seen]:
-    """A simulated run whose last step is DDP's, which begins with the server's model."""
+    """Simulates a run. Its last step uses DDP, which begins with the server's model."""
     seen = Seen()
     task = toy(SGD, partial(net, mlp), seen, data, None)
     e = experiment(ranks, steps, task=task, strategy=strategy, pace=5.0, fabric=fabric)
@@ -75,7 +75,7 @@ def trained(strategy: AsyncDrop, ranks: int, steps: int = 10, fabric: Fabric = S
 
 
 def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float, scale: float) -> torch.Tensor:
-    """The server's model after these messages, of which a rank's are in turn a request and what it has trained.
+    """Returns the server's model after these messages: a rank's messages are in turn a request and its trained task.
 
     Rank 0 is the fastest, rank 1 the next.
     """
@@ -110,7 +110,7 @@ def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float
     (2, {"keep": 0.75, "local": 2, "mixing": 0.9, "scaled": True}),
     (1, {"keep": 0.25, "local": 2, "mixing": 1.0, "scaled": True}),
 ])  # fmt: skip
-def test_given_the_order_of_arrivals_it_is_its_recurrence(ranks: int, knobs: dict[str, Any]) -> None:
+def test_the_server_follows_the_recurrence_for_the_order_of_arrivals(ranks: int, knobs: dict[str, Any]) -> None:
     done, seen = trained(AsyncDrop(**knobs), ranks, fabric=SLOW if ranks > 1 else Fabric())
     rows = done.samples[(done.samples["name"] == "recv client") & (done.samples["rank"] == 0)]
     order = rows.sort_values("t", kind="stable")["value"].astype(int).to_list()
@@ -122,7 +122,7 @@ def test_given_the_order_of_arrivals_it_is_its_recurrence(ranks: int, knobs: dic
     assert ranks == 1 or order[:4] != [0, 1, 0, 1], "one of them is late"
 
 
-def test_all_of_the_model_mixed_in_whole_on_one_rank_is_the_optimizer_begun_anew_in_each_task() -> None:
+def test_full_models_fully_mixed_on_one_rank_equal_an_optimizer_restarted_per_task() -> None:
     _, seen = trained(AsyncDrop(keep=1.0, local=3, mixing=1.0), 1, 3, Fabric())
     model = net(mlp)
     for step in range(6):
@@ -134,7 +134,7 @@ def test_all_of_the_model_mixed_in_whole_on_one_rank_is_the_optimizer_begun_anew
     torch.testing.assert_close(seen.whole[-1], flat(model), rtol=1e-9, atol=1e-12)
 
 
-def test_a_forward_makes_fewer_operations_by_smaller_matrices_and_takes_less_time() -> None:
+def test_a_sub_model_has_smaller_matrices_and_a_faster_forward() -> None:
     done, seen = trained(AsyncDrop(keep=0.5), 1, fabric=Fabric())
     whole = 2 * 4 * (8 * HIDDEN + HIDDEN * 4)
     assert seen.shapes == {(HIDDEN // 2, 8), (HIDDEN, 8)}, "the second is DDP's"
@@ -146,14 +146,14 @@ def test_a_forward_makes_fewer_operations_by_smaller_matrices_and_takes_less_tim
     assert lasts == pytest.approx([lasts[-1] / 2] * 9 + [lasts[-1]])
 
 
-def test_slower_ranks_have_smaller_sub_models_where_that_is_wanted_and_finish_more_tasks() -> None:
+def test_slower_ranks_may_have_smaller_sub_models_and_finish_more_tasks() -> None:
     done, _ = trained(AsyncDrop(keep=0.5, slowest=0.5), 2)
     computed = done.samples[done.samples["name"] == "computed"]
     assert [set(computed[computed["rank"] == r]["value"].round(6)) for r in (0, 1)] == [{0.5}, {0.25}]
 
 
 @pytest.mark.parametrize("choose", ["changing", "random"])
-def test_its_bytes_are_known_from_sizes_alone_and_are_the_sub_models(choose: str) -> None:
+def test_bytes_are_those_of_the_sub_models_and_follow_from_shapes(choose: str) -> None:
     e = experiment(2, 6, strategy=AsyncDrop(keep=0.25, choose=choose), pace=5.0)
     sent = []
     for real in (True, False):
@@ -166,7 +166,7 @@ def test_its_bytes_are_known_from_sizes_alone_and_are_the_sub_models(choose: str
     assert update == 6 * 4 * (a // 4 + b // 4 + c), "a quarter of what units cut, and all else"
 
 
-def test_entries_that_a_sub_model_has_not_stay_to_the_bit_and_disjoint_ones_commute() -> None:
+def test_entries_outside_a_sub_model_stay_exact_and_disjoint_ones_commute() -> None:
     units = [Units("a", 6, (Cut("w", (6, 4), 0), Cut("v", (2, 6, 3), 1))), Units("b", 4, (Cut("w", (6, 4), 1),))]
     parts = (Part("w", (6, 4), 0, 24), Part("v", (2, 18), 24, 60), Part("free", (5,), 60, 65))
     start = torch.randn(65)
@@ -182,7 +182,7 @@ def test_entries_that_a_sub_model_has_not_stay_to_the_bit_and_disjoint_ones_comm
     one.mix(touched, torch.ones_like(came))
     left = touched.data == 0
     assert int(left.sum()) == 65 - came.numel() and torch.equal(bucket.data[left], start[left])
-    # all but "free" is apart between the two
+    # all units but "free" differ between the two
     ways = []
     for first, second in ((one, other), (other, one)):
         x = bucket.like(start.clone())
@@ -194,7 +194,7 @@ def test_entries_that_a_sub_model_has_not_stay_to_the_bit_and_disjoint_ones_comm
 
 
 @pytest.mark.parametrize("task", [Digits(width=4, hidden=16), ByteGPT(layers=2, width=16, heads=4, context=8)], ids=str)
-def test_a_sub_model_is_the_model_in_which_nobody_reads_the_other_units(task: Any) -> None:
+def test_a_sub_model_equals_the_model_with_unread_dropped_units(task: Any) -> None:
     learner = task.build()
     torch.manual_seed(3)
     model = learner.model()
@@ -216,7 +216,7 @@ def test_a_sub_model_is_the_model_in_which_nobody_reads_the_other_units(task: An
 
 
 class Residual(nn.Module):
-    """What the first layer makes is read by the second, and added to what that makes."""
+    """The second layer reads the first layer's output, and adds its own output to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,13 +235,13 @@ class Residual(nn.Module):
     (Residual, lambda model: {"b": Colwise()}, "names no Colwise.. Linears with a Rowwise.. one"),
     (Residual, lambda model: {"d": Colwise()}, "the plan names d, and no module"),
 ])  # fmt: skip
-def test_what_has_no_such_units_is_refused_in_words(model: Any, split: Any, words: str) -> None:
+def test_models_without_droppable_units_are_refused(model: Any, split: Any, words: str) -> None:
     task = toy(model=model, **({"split": split} if split else {}))
     with pytest.raises(KnobError, match=words):
         simulate(experiment(2, 2, task=task, strategy=AsyncDrop(), pace=5.0), real=True)
 
 
-def test_heads_that_the_plan_does_not_keep_together_are_refused() -> None:
+def test_a_plan_that_splits_heads_is_refused() -> None:
     whole = ByteGPT(layers=1, width=16, heads=4, context=8).build()
     plan = {"blocks.*.qkv": Colwise(packed=3), "blocks.*.attention_out": Rowwise()}
     task = toy(model=whole.model, loss=whole.loss, data=lambda rank, ranks, seed: whole.data(rank, ranks, 4, seed),
@@ -250,7 +250,7 @@ def test_heads_that_the_plan_does_not_keep_together_are_refused() -> None:
         simulate(experiment(2, 2, task=task, strategy=AsyncDrop(), pace=5.0), real=True)
 
 
-def test_on_real_ranks_it_trains_sub_models_and_is_turned_and_left_live() -> None:
+def test_real_ranks_train_sub_models_through_live_changes() -> None:
     shapes: list[tuple[int, ...]] = []
 
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_on_real_ranks_it_trains_sub_models_and_is_turned_and_left_live() -> Non
         return mse(model, pair)
 
     wanted = [(2, "strategy.keep", 0.25), (4, "bucket_mb", 0.02), (6, "strategy", "DDP"), (8, "strategy", "AsyncDrop")]
-    # those ahead are so by some tasks: where all meet they may have passed several changes, but not the end
+    # fast ranks lead by some tasks: at a meeting they may have passed several changes, but not the end
     e = experiment(3, 30, task=toy(loss=loss), strategy=AsyncDrop(local=2), pace=1.0, clip=1.0)
     sessions = run(e.set("faults", (Slow(rank=1, factor=3.0),)), *(Change(*change) for change in wanted),
                    Change(9, "strategy", "DDP"))  # fmt: skip

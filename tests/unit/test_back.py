@@ -1,4 +1,4 @@
-"""A run that goes back to a checkpoint in its midst: what ranks hold then, how often, and what is said without one."""
+"""Tests runs that go back to a checkpoint: state, repetitions, and errors without a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from workbench.partitions import Pipeline
 from workbench.settings import Change
 from workbench.strategies import DiLoCo, LocalSGD, ZeRO3
 
-SAVED = 4  # the step before which there is a checkpoint
+SAVED = 4  # the step before which a checkpoint exists
 
 
 class Bad:
-    """A loss that is no number on rank 1 at some of its steps, however often the data are begun again."""
+    """A loss that is NaN on rank 1 at given steps, also when the data begin again."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
@@ -84,7 +84,7 @@ SETTINGS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("label", SETTINGS)
-def test_all_ranks_hold_what_they_held_and_go_on(label: str, tmp_path: Path) -> None:
+def test_all_ranks_restore_their_state_and_go_on(label: str, tmp_path: Path) -> None:
     sessions = lived(rolling(**SETTINGS[label]), tmp_path)
     (back,) = said(sessions, "rolled back")
     assert back["to"] == SAVED and 7 <= back["step"] <= 13 and "back to the checkpoint before step 4" in back["text"]
@@ -97,8 +97,8 @@ def test_all_ranks_hold_what_they_held_and_go_on(label: str, tmp_path: Path) -> 
 
 
 @pytest.mark.ranks
-def test_it_is_to_the_bit_what_a_run_from_that_checkpoint_makes_of_the_data_that_follow(tmp_path: Path) -> None:
-    """The reference: parameters and moments of the checkpoint, and the batches from the step after on."""
+def test_going_back_is_bit_identical_to_a_run_from_the_checkpoint_on_the_next_data(tmp_path: Path) -> None:
+    """The reference takes parameters and moments of the checkpoint, and the batches from the next step on."""
     went = lived(rolling(12, optimizer=AdamW(), saves=9), tmp_path / "went")
     at = said(went, "rolled back")[0]["step"]
     first = lived(experiment(2, SAVED, task=Bad().task(), optimizer=AdamW()), tmp_path / "first")
@@ -118,7 +118,7 @@ def test_it_is_to_the_bit_what_a_run_from_that_checkpoint_makes_of_the_data_that
 
 
 @pytest.mark.ranks
-def test_what_compression_owed_is_what_it_owed_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_back_restores_the_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owed, take = dict[int, dict[str, Tensor]](), Regained.take
 
     async def taken(self: Regained, run: Any, anew: bool = True) -> None:
@@ -150,7 +150,7 @@ def test_the_stages_of_all_replicas_go_back_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_it_goes_back_to_the_same_one_so_often_and_then_pauses(tmp_path: Path) -> None:
+def test_a_run_goes_back_to_the_same_checkpoint_a_few_times_and_then_pauses(tmp_path: Path) -> None:
     e = rolling(0, bad=tuple(range(6, 64)), save_every=0)
     sessions = live(e, run_dir=tmp_path)
     sessions[0].request({"kind": "checkpoint", "id": "one"})
@@ -169,7 +169,7 @@ def test_it_goes_back_to_the_same_one_so_often_and_then_pauses(tmp_path: Path) -
     ((Change(0, "save_every", 0),), "there is no checkpoint yet; set save_every, or make one with lab.checkpoint()"),
     ((Change(5, "strategy", {"LocalSGD": {"every": 2}}),), "was made with another strategy"),
 ])  # fmt: skip
-def test_where_there_is_none_that_will_do_it_pauses_and_says_why(changes: Any, why: str, tmp_path: Path) -> None:
+def test_without_a_fitting_checkpoint_the_run_pauses_with_a_reason(changes: Any, why: str, tmp_path: Path) -> None:
     sessions = live(rolling(0), changes, run_dir=tmp_path)
     waited(sessions, lambda: sessions[0].phase == "paused")
     (cannot,) = said(sessions, "not rolled back")
@@ -180,12 +180,12 @@ def test_where_there_is_none_that_will_do_it_pauses_and_says_why(changes: Any, w
 
 
 @pytest.mark.ranks
-def test_no_checkpoint_is_made_of_what_is_spoiled_and_takes_a_good_ones_place(tmp_path: Path) -> None:
-    """The number is met in the gradient of a step before a checkpoint, so that one would hold it already."""
+def test_no_spoiled_checkpoint_replaces_a_good_one(tmp_path: Path) -> None:
+    """The gradient of the step before a checkpoint has the NaN, so the checkpoint would contain it."""
 
     def loss(model: torch.nn.Module, triple: Any) -> Tensor:
         found = mse(model, triple[:2])
-        return found + (found * 0).sqrt() * 0 if triple[2] else found  # a good loss, and a gradient that is none
+        return found + (found * 0).sqrt() * 0 if triple[2] else found  # a good loss with a gradient that is NaN
 
     e = rolling(0, task=toy(data=Bad(7).task().data, loss=loss), save_every=0)
     sessions = live(e, run_dir=tmp_path)
@@ -208,7 +208,7 @@ def test_no_checkpoint_is_made_of_what_is_spoiled_and_takes_a_good_ones_place(tm
 
 
 class Asked:
-    """As much of a Live as an Alarm asks for."""
+    """The part of a Live that an Alarm needs."""
 
     def __init__(self, watched: bool) -> None:
         self.notes: list[str] = []
@@ -226,7 +226,7 @@ class Asked:
         self.ended = True
 
 
-def test_the_lab_asks_for_ranks_that_nobody_in_the_run_hears_and_says_what_became_of_it() -> None:
+def test_the_lab_orders_ranks_back_and_reports_the_outcome() -> None:
     it = Asked(watched=True)
     alarm = Alarm(it)  # type: ignore[arg-type]
     alarm.heard("nan", 1, 6, 2.0, {"loss": "nan"})
@@ -241,7 +241,7 @@ def test_the_lab_asks_for_ranks_that_nobody_in_the_run_hears_and_says_what_becam
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_where_they_cannot_a_run_pauses_if_somebody_watches_and_else_ends(watched: bool) -> None:
+def test_a_run_that_cannot_go_back_pauses_if_watched_and_ends_otherwise(watched: bool) -> None:
     it = Asked(watched)
     alarm = Alarm(it)  # type: ignore[arg-type]
     alarm.heard("nan", 1, 6, 2.0, {"loss": "nan"})

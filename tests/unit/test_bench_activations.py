@@ -1,4 +1,4 @@
-"""The campaign of compressed activations: what it compares, that it goes on where it stopped, and its page."""
+"""Tests the campaign of compressed activations: rows, resumption and page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def cell(row: Row, seed: int, **more: Any) -> dict[str, Any]:
     return {**row._asdict(), "seed": seed, "loss": 2.0, "held_out": 2.5, "activation": 1000, "gradient": 1000, **more}
 
 
-def test_every_row_is_an_experiment_that_can_be() -> None:
+def test_every_row_is_a_valid_experiment() -> None:
     rows = activations.rows()
     assert len(set(rows)) == len(rows) == 30
     for row in rows:
         Experiment(ranks=2, partition=row.partition).checked()
 
 
-def test_it_goes_on_where_it_stopped() -> None:
+def test_the_campaign_continues_where_it_stopped() -> None:
     rows = activations.rows()
     there = [cell(rows[0], 0), cell(rows[3], 1)]
     left = list(activations.todo(there))
@@ -41,13 +41,13 @@ SENT = [
 @pytest.mark.parametrize(("row", "ahead", "back"), SENT, ids=[" ".join(row) for row, *_ in SENT])
 def test_bytes_are_those_of_the_direction_that_is_compressed(row: Row, ahead: float, back: float) -> None:
     floats = 4 * activations.TASK.batch * activations.TASK.context * activations.TASK.width
-    whole = (1, 1) if row.way == "2 stages" else (2 * 2 * 2, 2 * (2 * 2 + 1))  # two ranks, two layers; the head's input
+    whole = (1, 1) if row.way == "2 stages" else (2 * 2 * 2, 2 * (2 * 2 + 1))  # 2 ranks, 2 layers; the head's input
     found = activations.measured(row, 0, steps=2)
     assert found["activation"] == pytest.approx(ahead * whole[0] * floats, rel=1e-3)
     assert found["gradient"] == pytest.approx(back * whole[1] * floats, rel=1e-3)
 
 
-def test_the_page_says_by_how_much_a_row_is_off() -> None:
+def test_the_page_shows_each_rows_difference() -> None:
     plain, row = Row("2 stages", "none", ""), Row("2 stages", "fp16", "both")
     cells = [cell(plain, 0), cell(plain, 1, loss=3.0), cell(row, 0, loss=2.25, activation=500), cell(row, 1, loss=3.25)]
     timed = {"fp16": {"seconds": 1e-3, "nbytes": 500, "dense": 1000}}
@@ -66,8 +66,8 @@ def tuned(row: str, rate: float, seed: int, loss: float) -> dict[str, Any]:
     return {"row": row, "rate": rate, "seed": seed, "loss": loss, "held_out": loss}
 
 
-def test_each_row_is_tuned_until_its_best_rate_has_neighbours_and_then_runs_with_all_seeds() -> None:
-    """The best rates are known here: a quarter of the task's for none, the task's own for all others."""
+def test_each_row_is_tuned_until_its_best_rate_has_neighbours_then_runs_all_seeds() -> None:
+    """The best rates are known: 25 % of the task's for no codec, the task's own for the other rows."""
     cells: list[dict[str, Any]] = []
     while one := activations_tuned.wanted(cells):
         row, rate, seed = one

@@ -1,4 +1,4 @@
-"""What the strategies' page says of each paper's claim: of which row a number is, of which seeds, of what it is not."""
+"""Tests the page's verdicts on papers' claims: rows, seeds, and missing evidence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.ranks
 def common(
     folder: Path, label: str, ends: dict[int, float], rates: tuple[float, ...] = (1.0, 2.0, 4.0), **found: float
 ) -> None:
-    """A row from the common state whose second rate is the best, by seed."""
+    """Makes a row from the common state, by seed; its second rate is the best."""
     for seed, end in ends.items():
         for rate in rates:
             lost = end + 0.5 * (rate != rates[1])
             made_up(folder, label, f"rate {rate:g}", seed, "outer", curve=[[0, 0, 5.0], [9, 1, lost]], **found)
 
 
-def test_a_gain_stands_only_beside_the_knobs_that_it_was_measured_with(tmp_path: Path) -> None:
+def test_a_gain_belongs_to_the_knobs_it_was_measured_with(tmp_path: Path) -> None:
     for label in ("DDP", "SlowMo(every=12)", "SlowMo(every=12, beta=0.2)"):
         made_up(tmp_path, label, LINK)
     common(tmp_path, "LocalSGD(every=25)", {0: 2.2})
@@ -38,7 +38,7 @@ def test_a_gain_stands_only_beside_the_knobs_that_it_was_measured_with(tmp_path:
     assert "over that of SlowMo(every=25, beta=0.2), from a common state: 1.05" in said
 
 
-def test_a_gap_is_of_the_seeds_that_both_have(tmp_path: Path) -> None:
+def test_a_gap_uses_only_seeds_that_both_rows_have(tmp_path: Path) -> None:
     for seed, end in enumerate((2.0, 2.0, 1.4)):
         common(tmp_path, "DDP", {seed: end}, bytes=(1e6, 1e6, 4e6)[seed])
     common(tmp_path, "LocalSGD(every=25)", {0: 2.1, 1: 2.1}, bytes=4e4)
@@ -46,7 +46,7 @@ def test_a_gap_is_of_the_seeds_that_both_have(tmp_path: Path) -> None:
     assert found[3:5] == ["+5.0%", "4.0%"], "and of the third seed nothing"
 
 
-def test_an_edge_beyond_which_nothing_was_tried_is_named(tmp_path: Path) -> None:
+def test_an_untested_edge_of_the_grid_is_reported(tmp_path: Path) -> None:
     common(tmp_path, "DDP", {0: 2.0})
     common(tmp_path, "LocalSGD(every=4)", {0: 2.1}, rates=(2.0, 4.0))
     page = strategies_page.text(tmp_path)
@@ -56,7 +56,7 @@ def test_an_edge_beyond_which_nothing_was_tried_is_named(tmp_path: Path) -> None
     assert "still lacking" not in strategies_page.text(tmp_path)
 
 
-def test_a_headline_of_bytes_and_of_time_is_judged_by_both(tmp_path: Path) -> None:
+def test_a_claim_about_bytes_and_time_is_judged_by_both(tmp_path: Path) -> None:
     name = "OneBitAdam(warmup=60)"
     for seconds, words in ((2.0, "the bytes show; the time, 1.50, does not. A fifth"), (1.0, "the time, 3.00, does.")):
         for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""What the second-order bench decides by itself: when tuning is over, what is best, and when a loss was reached."""
+"""Tests decisions of the second-order bench: end of tuning, best cell, and reached losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Place = tuple[int, int]
 
 
 def campaign(best: Place, method: str = "SGD") -> dict[str, list[tuple[int, float]]]:
-    """All that is run where steps grow with the distance from `best`."""
+    """Plays all runs if steps to the goal grow with the distance from `best`."""
     cells: dict[str, list[tuple[int, float]]] = {}
     while lacking := next(bench.wanted("Digits", method, cells), None):
         at, seed, steps = lacking
@@ -24,7 +24,7 @@ def campaign(best: Place, method: str = "SGD") -> dict[str, list[tuple[int, floa
 
 
 @pytest.mark.parametrize("best", [(5, 3), (8, 1), (0, 0), (9, 6)])
-def test_tuning_goes_on_until_all_neighbours_of_the_best_were_tried(best: Place) -> None:
+def test_tuning_goes_on_until_all_neighbours_of_the_best_are_tried(best: Place) -> None:
     cells = campaign(best)
     assert bench.best_of("Digits", "SGD", cells) == best
     ladders = bench.METHODS["SGD"].ladders
@@ -38,14 +38,14 @@ def test_tuning_goes_on_until_all_neighbours_of_the_best_were_tried(best: Place)
     assert not set(bench.SEEDS) & set(bench.TUNING)
 
 
-def test_a_campaign_that_was_broken_off_goes_on_and_ends_alike() -> None:
+def test_an_interrupted_campaign_continues_to_the_same_end() -> None:
     whole = campaign((7, 5))
     part = dict(list(whole.items())[:11])
     at, seed, _ = next(bench.wanted("Digits", "SGD", part))
     assert bench.key("Digits", "SGD", at, seed) == list(whole)[11]
 
 
-def test_nothing_is_run_that_could_not_be_the_best() -> None:
+def test_no_run_starts_that_could_not_be_the_best() -> None:
     cells = campaign((5, 3))
     longest = {name: found[-1][0] for name, found in cells.items()}
     assert longest[bench.key("Digits", "SGD", (5, 3), bench.SEEDS[0])] == bench.GOALS["Digits"].steps
@@ -53,7 +53,7 @@ def test_nothing_is_run_that_could_not_be_the_best() -> None:
     assert bench.key("Digits", "SGD", (6, 4), bench.TUNING[1]) not in cells
 
 
-def test_the_worse_of_two_seeds_counts_and_what_is_no_number_is_the_worst() -> None:
+def test_the_worse_of_two_seeds_counts_and_nan_is_the_worst() -> None:
     good, slow, lost = [(0, 2.3), (10, 0.1)], [(0, 2.3), (10, 0.2), (20, 0.15)], [(0, 2.3), (10, math.nan)]
     assert bench.reached("Digits", good) == 10 and bench.reached("Digits", slow) == 20
     assert bench.reached("Digits", lost) == math.inf
@@ -62,8 +62,8 @@ def test_the_worse_of_two_seeds_counts_and_what_is_no_number_is_the_worst() -> N
     assert bench.score("Digits", [good, slow]) < bench.score("Digits", [good, lost])
 
 
-def test_bytes_are_those_of_whole_periods() -> None:
-    """KFAC's on top of SGD's: the factors every fifth step, the inverses every tenth."""
+def test_bytes_are_averaged_over_whole_periods() -> None:
+    """KFAC sends in addition to SGD the factors every fifth step and the inverses every tenth."""
     sgd, kfac = (bench.nbytes("Digits", m, (0, 0)) for m in ("SGD", "KFAC"))
     half = sum(n * (n + 1) // 2 for n in (1025, 384, 385, 10))  # of the two Linear layers, with biases
     factors = 4 * 2 * 3 / 4 * half / 5

@@ -1,4 +1,4 @@
-"""BMUF: its two forms against the papers' formulas, SlowMo at a constant rate, what it sends and how it is left."""
+"""Tests BMUF against the papers' formulas, and SlowMo at a constant learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_form = pytest.mark.parametrize("form", ["classical", "nesterov"])
 
 
 def reference(form: str, eta: float, zeta: float, every: int, blocks: int, ranks: int = 3) -> Plain:
-    """W and delta kept apart, and a begin of each block that is made of both."""
+    """Keeps W and delta separately, and begins each block from both."""
     plain = Plain(ranks, MOMENTUM)
     w = begin = plain.get()[0]
     delta = torch.zeros_like(w)
@@ -34,7 +34,7 @@ def reference(form: str, eta: float, zeta: float, every: int, blocks: int, ranks
 
 
 @every_form
-def test_it_is_the_papers_filter(form: str) -> None:
+def test_bmuf_follows_the_papers_formulas(form: str) -> None:
     sessions = run(experiment(3, 12, strategy=BMUF(form=form, eta=0.6, zeta=0.9, every=3)))
     want = reference(form, 0.6, 0.9, 3, 4).get()[0]
     for s in sessions:
@@ -42,24 +42,24 @@ def test_it_is_the_papers_filter(form: str) -> None:
 
 
 @pytest.mark.parametrize(("eta", "zeta"), [(0.75, 1.0), (0.5, 0.6)])
-def test_at_a_constant_rate_it_is_slowmo(eta: float, zeta: float) -> None:
+def test_at_a_constant_rate_bmuf_is_slowmo(eta: float, zeta: float) -> None:
     mine, slow = (run(experiment(3, 12, strategy=s)) for s in (BMUF(eta=eta, zeta=zeta), SlowMo(beta=eta, alpha=zeta)))
     torch.testing.assert_close(weights(mine[0]), weights(slow[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_at_a_falling_rate_it_is_not_slowmo() -> None:
-    """What is left of delta keeps its length, what is left of u is scaled by the rate."""
+def test_at_a_falling_rate_bmuf_is_not_slowmo() -> None:
+    """The rest of delta keeps its length; the rest of u is scaled by the rate."""
     fall = Change(8, "lr", 0.002)
     mine, slow = (run(experiment(3, 12, strategy=s), fall) for s in (BMUF(eta=0.6), SlowMo(beta=0.6)))
     assert (weights(mine[0]) - weights(slow[0])).norm() > 1e-3
 
 
-def test_without_momentum_it_is_local_sgd() -> None:
+def test_without_momentum_bmuf_is_local_sgd() -> None:
     mine, plain = (run(experiment(3, 12, strategy=s)) for s in (BMUF(eta=0.0, every=4), LocalSGD(every=4)))
     assert torch.equal(weights(mine[0]), weights(plain[0]))
 
 
-def test_it_sends_the_model_once_a_block() -> None:
+def test_bmuf_sends_the_model_once_a_block() -> None:
     s = run(experiment(4, 9, strategy=BMUF(every=4)))[0]
     buckets = sum(traffic("all_reduce", b.nbytes, 4)[0] for b in s.layout.buckets)
     by_step = {step: sum(sent for at, _, sent in s.record.comm() if at == step) for step in range(9)}
@@ -67,7 +67,7 @@ def test_it_sends_the_model_once_a_block() -> None:
 
 
 @every_form
-def test_a_begun_block_ends_in_the_mean_when_it_is_left(form: str) -> None:
+def test_leaving_in_a_block_gives_the_mean(form: str) -> None:
     changes = Change(6, "lr", 1e-30), Change(6, "strategy", "DDP")
     mine = run(experiment(3, 7, strategy=BMUF(form=form, eta=0.6, every=4)), *changes)
     plain = reference(form, 0.6, 1.0, 4, 1)
@@ -84,6 +84,6 @@ def test_the_simulator_trains_the_same(form: str) -> None:
 
 
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("eta", 1.0), ("zeta", -1), ("form", "heavy")])
-def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
+def test_invalid_settings_are_refused_with_a_reason(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
         experiment(2, strategy=BMUF()).set(f"strategy.{knob}", value)

@@ -1,4 +1,4 @@
-"""Bounded staleness: how far ranks get apart, what they see, what it costs, and how a change acts."""
+"""Tests BoundedStaleness: ranks' distance, seen updates, cost, and live changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAST = (Slow(rank=1, factor=5.0),)
 
 
 def apart(done: Run, ranks: int) -> list[int]:
-    """After each finished step of any rank, by how many steps the first leads the last."""
+    """Returns the lead of the first rank over the last in steps, after each step of any rank."""
     made = rows(done, "step")
     clocks, found = [0] * ranks, []
     for i in np.argsort(made.t1, kind="stable"):
@@ -63,14 +63,14 @@ def test_one_rank_is_the_plain_optimizer(bound: int, eager: bool) -> None:
 
 @pytest.mark.parametrize(("bound", "most"), [(0, 1), (1, 2), (3, 4), (7, 8)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_one_rank_is_never_more_than_the_bound_and_one_ahead_and_gets_there(bound: int, most: int, ranks: int) -> None:
+def test_a_rank_leads_by_at_most_the_bound_plus_one(bound: int, most: int, ranks: int) -> None:
     done = simulate(paced(ranks, 60, strategy=BoundedStaleness(bound=bound), faults=LAST, mbit=0))
     leads = apart(done, ranks)
     assert max(leads) == most == bound + 1
     assert done.state == "done" and len(rows(done, "step")) == 60 * ranks
 
 
-def test_on_the_engine_too() -> None:
+def test_the_engine_respects_the_bound() -> None:
     ranks = run(experiment(3, 40, strategy=BoundedStaleness(bound=2), pace=4.0).set("faults", LAST))
     ends = sorted((r[5], s.rank.index) for s in ranks for r in s.record if r[1] == "step")
     clocks, leads = [0] * 3, []
@@ -81,7 +81,7 @@ def test_on_the_engine_too() -> None:
     assert len([s for s in ranks if s.error]) == 0
 
 
-def test_who_need_not_wait_keeps_its_pace_until_the_bound() -> None:
+def test_a_fast_rank_keeps_its_pace_until_the_bound() -> None:
     def lasts(bound: int, faults: tuple = LAST) -> np.ndarray:
         return seconds(simulate(paced(4, 40, strategy=BoundedStaleness(bound=bound), faults=faults, mbit=0)), 0)
 
@@ -94,7 +94,7 @@ def test_who_need_not_wait_keeps_its_pace_until_the_bound() -> None:
         assert mine[-10 - bound : -1 - bound].mean() == pytest.approx(5 * alone[0], rel=0.01), "then it waits for it"
 
 
-def test_chance_slowness_is_hidden_by_a_bound_and_a_rank_that_is_always_slow_is_not() -> None:
+def test_a_bound_hides_random_slowness_but_not_a_constant_straggler() -> None:
     def length(bound: int, *faults: Any) -> float:
         done = simulate(paced(4, 200, strategy=BoundedStaleness(bound=bound), faults=faults, mbit=0))
         return float(rows(done, "step").t1.max())
@@ -104,8 +104,8 @@ def test_chance_slowness_is_hidden_by_a_bound_and_a_rank_that_is_always_slow_is_
     assert length(8, *LAST) > 0.99 * length(0, *LAST)
 
 
-def test_it_sees_every_update_that_it_must_and_no_update_twice() -> None:
-    """One weight per (rank, iteration): each update adds its own power of two, so a sum tells what is in it."""
+def test_a_rank_sees_every_required_update_once() -> None:
+    """Each (rank, iteration) adds to one weight, so the weights show which updates are included."""
     ranks, steps, bound = 3, 8, 2
     seen: dict[tuple[int, int, int], int] = {}
 
@@ -141,7 +141,7 @@ def test_it_sees_every_update_that_it_must_and_no_update_twice() -> None:
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_it_fetches_only_when_its_copy_is_too_old(bound: int) -> None:
-    """Bytes: a model per iteration pushed; one fetched in s + 1 iterations at best, in each behind a slow rank."""
+    """Each iteration pushes a model. One in s + 1 iterations fetches at best, and every one behind a slow rank."""
     model, steps = 4 * sum(p.numel() for p in net().parameters()), 48
     fetches = {}
     for factor in (1.02, 5.0):
@@ -167,7 +167,7 @@ def test_it_fetches_only_when_its_copy_is_too_old(bound: int) -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 3])
-def test_eager_it_fetches_in_every_iteration_sees_more_and_is_bound_all_the_same(bound: int) -> None:
+def test_eager_ranks_fetch_in_every_iteration_and_respect_the_bound(bound: int) -> None:
     model, steps = 4 * sum(p.numel() for p in net().parameters()), 40
     for faults in (LAST, (Noisy(spread=3.0, seed=1),), ()):
         behind = {}
@@ -205,7 +205,7 @@ def test_without_a_bound_it_is_the_asynchronous_server_with_sums() -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 2, 64])
-def test_a_rank_that_stands_still_for_three_seconds_hangs_nobody(bound: int) -> None:
+def test_a_rank_frozen_for_three_seconds_hangs_no_other_rank(bound: int) -> None:
     e = paced(4, 400, strategy=BoundedStaleness(bound=bound), mbit=0)
     done = simulate(e, changes=[Change(20, "faults", [{"Freeze": {"rank": 2, "seconds": 3.0}}])])
     assert done.state == "done" and len(rows(done, "step")) == 1600
@@ -231,8 +231,8 @@ def test_the_bound_acts_live() -> None:
 
 
 @pytest.mark.parametrize(("bound", "slow"), [(0, 1), (2, 0), (64, 1)])
-def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound: int, slow: int) -> None:
-    """Rank 0 names the step at which all meet, also where the others are as far ahead of it as can be."""
+def test_orders_reach_all_ranks_while_some_wait(bound: int, slow: int) -> None:
+    """Rank 0 names the step of the meeting, also if the other ranks are ahead of it by the bound."""
     e = experiment(3, 0, strategy=BoundedStaleness(bound=bound), pace=5.0)
     ranks = live(e.set("faults", [Slow(rank=slow, factor=5.0)]))
     try:
@@ -262,8 +262,8 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound:
         over(ranks)
 
 
-def test_it_is_left_with_every_update_in_it(sessions: list[Session]) -> None:
-    """All gradients are the same wherever they are taken: after the exit each update has counted once."""
+def test_leaving_includes_every_update_once(sessions: list[Session]) -> None:
+    """All gradients are equal everywhere: after the exit each update has counted once."""
     task = toy(partial(torch.optim.SGD, lr=0.5), model=lambda: net(Line), loss=lambda m, x: m.w.sum(), evaluate=None)
     for bound in (0, 2, 64):
         e = paced(3, 30, lr=0.5, strategy=BoundedStaleness(bound=bound), faults=LAST, task=task)
@@ -277,7 +277,7 @@ def test_it_is_left_with_every_update_in_it(sessions: list[Session]) -> None:
 
 
 class Line(torch.nn.Module):
-    """One number."""
+    """One number as the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def weights_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("other", [n for n, cls in shipped(Strategy).items() if not cls.opaque])
-def test_it_is_entered_and_left_live_while_ranks_are_apart(other: str, sessions: list[Session]) -> None:
+def test_live_switches_work_while_ranks_are_apart(other: str, sessions: list[Session]) -> None:
     e = paced(4, 50, strategy=BoundedStaleness(bound=1), faults=LAST)
     changes = [Change(9, "strategy", other), Change(18, "strategy", to_plain(BoundedStaleness(bound=5))),
                Change(30, "strategy", "DDP")]  # fmt: skip
@@ -299,7 +299,7 @@ def test_it_is_entered_and_left_live_while_ranks_are_apart(other: str, sessions:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_what_cannot_be_is_refused_in_words() -> None:
+def test_invalid_settings_are_refused_with_a_reason() -> None:
     with pytest.raises(KnobError, match="use Dense with it"):
         experiment(2, strategy=BoundedStaleness(), compressor=TopK.usual())
     with pytest.raises(KnobError, match=r"bound=65: must be an integer in \[0, 64\] iterations"):

@@ -1,4 +1,4 @@
-"""What is said of a pipeline's time."""
+"""Tests the report on a pipeline's idle time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EQUAL = (WIDTH,) * 4
 
 
 def simulated(ranks: int, widths: tuple[int, ...] = EQUAL, steps: int = 10, *changes: Change, **rest: Any) -> Any:
-    """Layers of equal widths, or of these, on a virtual clock; a batch of eight."""
+    """Simulates layers of these widths on a virtual clock, with a batch of 8."""
 
     def model() -> nn.Module:
         return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, w), nn.Linear(w, WIDTH)) for w in widths])
@@ -42,7 +42,7 @@ def simulated(ranks: int, widths: tuple[int, ...] = EQUAL, steps: int = 10, *cha
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 1)])
-def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: int, micros: int) -> None:
+def test_equal_stages_idle_for_the_minimum(schedule: Any, stages: int, micros: int) -> None:
     found = bubble(simulated(4, partition=Pipeline(stages=stages, micros=micros, schedule=schedule)))
     assert found is not None and (found.stages, found.micros) == (stages, micros)
     assert found.share == pytest.approx(found.least, abs=2e-3) and found.least == (stages - 1) / (micros + stages - 1)
@@ -52,7 +52,7 @@ def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: in
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8)])
-def test_backwards_in_halves_stand_still_for_a_third(stages: int, micros: int) -> None:
+def test_zero_bubble_idles_for_a_third(stages: int, micros: int) -> None:
     found = bubble(simulated(4, partition=Pipeline(stages=stages, micros=micros, schedule=ZeroBubble())))
     assert found is not None and found.least == (stages - 1) / (3 * micros + stages - 1)
     assert found.share == pytest.approx(found.least, abs=2e-3)
@@ -62,8 +62,8 @@ def test_backwards_in_halves_stand_still_for_a_third(stages: int, micros: int) -
 @pytest.mark.parametrize(("schedule", "stages", "micros"), [
     (PipeDream(), 2, 1), (PipeDream(), 4, 1), (PipeDream2BW(), 2, 2), (PipeDream2BW(), 4, 4), (PipeDream2BW(), 4, 8),
 ])  # fmt: skip
-def test_what_is_never_flushed_does_not_stand_still(schedule: Any, stages: int, micros: int) -> None:
-    """Where 1F1B with as many micro-batches must; but for what a wire costs."""
+def test_schedules_without_flush_do_not_idle(schedule: Any, stages: int, micros: int) -> None:
+    """1F1B with as many micro-batches must idle. A tolerance covers the links' time."""
     way = Pipeline(stages=stages, micros=micros, schedule=schedule)
     found = bubble(simulated(4, EQUAL, 30, partition=way))
     assert found is not None and (found.stages, found.micros, found.flushes) == (stages, micros, False)
@@ -81,10 +81,10 @@ def test_several_batches_in_a_step_are_not_in_flight_together() -> None:
     assert found is not None and found.in_flight.tolist() == [2, 1, 2, 1]
 
 
-def test_a_stage_of_two_ranks_stands_still_as_one_does() -> None:
-    """How long its ranks wait for each other inside of a pass is no bubble."""
+def test_a_stage_of_two_ranks_idles_like_one_rank() -> None:
+    """The time that ranks of a stage wait for each other inside a pass is no bubble."""
     way = Pipeline(stages=2, micros=4, of=Tensor())
-    link = Fabric(link=Link(bandwidth=1000.0, latency=0.05))  # which costs messages between stages something, too
+    link = Fabric(link=Link(bandwidth=1000.0, latency=0.05))  # its messages between stages take time, too
     for fabric in (Fabric(), link):
         found = bubble(simulated(8, partition=way, fabric=fabric))
         assert found is not None and (found.stages, found.slices, found.micros) == (2, 2, 4)
@@ -92,14 +92,16 @@ def test_a_stage_of_two_ranks_stands_still_as_one_does() -> None:
         assert found.in_flight.tolist() == [2, 2, 1, 1] * 2 and "by stage" in found.text and "2, 1 micro" in found.text
 
 
-def test_the_slow_rank_of_such_a_stage_is_named() -> None:
-    """It holds up the other one, whose passes take as long: either is named, and no rank of the other stage."""
+def test_the_slow_rank_of_a_stage_of_two_is_named() -> None:
+    """The slow rank delays its partner, whose passes take as long. So either may be named, but no rank of another
+    stage.
+    """
     way, slow = Pipeline(stages=2, micros=4, of=Tensor()), Fabric(faults=(Slow(rank=2, factor=2.0),))
     found = bubble(simulated(8, partition=way, fabric=slow))
     assert found is not None and ("Rank 2 takes" in found.text or "Rank 3 takes" in found.text)
 
 
-def test_pieces_make_it_smaller() -> None:
+def test_interleaved_pieces_shrink_the_bubble() -> None:
     widths = (WIDTH,) * 8
     found = bubble(simulated(4, widths, partition=Pipeline(stages=4, micros=8, schedule=Interleaved())))
     assert found is not None and (found.stages, found.micros, found.pieces) == (4, 8, 2)
@@ -108,20 +110,20 @@ def test_pieces_make_it_smaller() -> None:
     assert "8 micro-batches through 2 pieces each" in found.text
 
 
-def test_a_stage_that_takes_longest_is_named() -> None:
+def test_the_longest_stage_is_named() -> None:
     found = bubble(simulated(4, (WIDTH, WIDTH, 3 * WIDTH, WIDTH), partition=Pipeline(stages=4, micros=8)))
     assert found is not None and found.share > found.least + 0.1
     assert "Stage 2 takes longest, 2.0 times the mean" in found.text
 
 
-def test_a_rank_that_is_slower_than_others_with_its_stage_is_named() -> None:
+def test_a_rank_slower_than_its_stage_is_named() -> None:
     slow = Fabric(faults=(Slow(rank=3, factor=2.0),))
     found = bubble(simulated(6, partition=Pipeline(), fabric=slow))
     assert found is not None
     assert "Rank 3 takes 2.0 times what is usual for its stage (rank 1, 5)" in found.text
 
 
-def test_nothing_is_said_of_whole_replicas_and_only_of_steps_since_the_change() -> None:
+def test_the_report_covers_only_pipelined_steps_since_the_change() -> None:
     changes = Change(4, "partition", Pipeline()), Change(8, "partition", Whole())
     whole, cut = simulated(4, EQUAL, 12, *changes), simulated(4, EQUAL, 8, *changes[:1])
     assert bubble(whole) is None and why_silent(whole) != "stages"
@@ -129,7 +131,7 @@ def test_nothing_is_said_of_whole_replicas_and_only_of_steps_since_the_change() 
     assert straggler(cut) is None and why_silent(cut) == "stages", "stages are unlike, which makes none a straggler"
 
 
-def test_micro_batches_have_numbers_in_the_timeline_in_all_three_passes() -> None:
+def test_the_timeline_numbers_micro_batches_in_all_three_passes() -> None:
     done = simulate(piped(4, 3, pace=50.0, partition=Pipeline(stages=2, micros=4, schedule=ZeroBubble())))
     named = {name["name"]: name["short"] for name in Timeline().update(done).facts["names"]}
     assert {named[f"{phase} 3"][1] for phase in ("forward", "backward", "backward weights")} == {"F3", "B3", "W3"}

@@ -1,4 +1,4 @@
-"""ByteGrad against the min-max rule written out, and what the record must say."""
+"""Tests ByteGrad against the written-out min-max rule, and the record."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def reduced(compressor: Compressor, g: torch.Tensor) -> torch.Tensor:
-    """(ranks, n) -> (n,) float64: what every rank is given."""
+    """(ranks, n) -> (n,) float64: every rank's result."""
     return exchange(compressor, g.clone(), placed((g.shape[1],)), [Memory() for _ in g])
 
 
 def steps(x: np.ndarray, ranks: int, bits: int, block: int) -> np.ndarray:
-    """(n,) -> (n,): the step between codes at every element's place, from the blocks' ranges alone."""
+    """(n,) -> (n,): the step between codes at every element, from the blocks' ranges alone."""
     m = math.ceil(len(x) / ranks)
     blocks = math.ceil(m / block) if block else 1
     each = math.ceil(m / blocks)
@@ -52,15 +52,15 @@ def test_each_element_is_within_half_a_step_of_each_coding(ranks: int, n: int, b
     out = reduced(ByteGrad(bits=bits, block=block), g).numpy()
     first = sum(steps(x, ranks, bits, block) for x in g.double().numpy()) / 2
     exact = g.double().sum(0).numpy()
-    # the sum that is coded again is off by the first hop's errors, so its range is larger by twice the worst of them
+    # the second coding has the first hop's errors, so its range may grow by twice the worst of them
     second = (steps(exact, ranks, bits, block) + 2 * first.max() / (2**bits - 1)) / 2
     assert np.all(np.abs(out - exact) <= (first + second) * (1 + 1e-4))
     assert np.abs(out - exact).max() > 0.4 * first.min()
 
 
 @pytest.mark.parametrize(("bits", "off"), [(8, 0.0098), (4, 0.167), (2, 0.93)])
-def test_the_error_on_normal_numbers_in_blocks_of_512_is_the_published_rule(bits: int, off: float) -> None:
-    """And rounding at random makes it the square root of two times as large."""
+def test_the_error_on_normal_numbers_in_blocks_of_512_matches_the_published_rule(bits: int, off: float) -> None:
+    """Random rounding makes the error sqrt(2) times as large."""
     g, memories = noise(3, 4, 2048), [Memory(r) for r in range(4)]
     exact = g.double().sum(0)
     assert float((reduced(ByteGrad(bits=bits), g) - exact).norm() / exact.norm()) == pytest.approx(off, rel=0.1)
@@ -70,8 +70,8 @@ def test_the_error_on_normal_numbers_in_blocks_of_512_is_the_published_rule(bits
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_rounded_at_random_the_mean_is_right_through_both_hops(bits: int) -> None:
-    draws, g = 1500, noise(1, 3, 64) ** 3  # each draw in a block of its own
+def test_random_rounding_is_unbiased_through_both_hops(bits: int) -> None:
+    draws, g = 1500, noise(1, 3, 64) ** 3  # each draw in a separate block
     memories, exact = [Memory(r) for r in range(3)], g.double().sum(0)
     codec = ByteGrad(bits=bits, block=64, stochastic=True)
     off = exchange(codec, g.repeat(1, draws), placed((64 * draws,)), memories).view(draws, 64) - exact
@@ -86,7 +86,7 @@ def test_rounded_at_random_the_mean_is_right_through_both_hops(bits: int) -> Non
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_integers_that_fill_the_codes_are_added_to_the_bit(ranks: int, bits: int, stochastic: bool) -> None:
+def test_integers_that_fill_the_codes_are_added_exactly(ranks: int, bits: int, stochastic: bool) -> None:
     top = 2**bits - 1
     chunk = torch.cat([torch.tensor([0, top]), torch.randint(0, top + 1, (62,))])
     g = (chunk.repeat(ranks) - 7.0).repeat(ranks, 1)
@@ -104,7 +104,7 @@ def test_a_large_offset_and_a_tiny_range_never_wrap() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_numbers_that_are_all_equal_come_back_as_they_are(codec: Compressor) -> None:
+def test_equal_numbers_come_back_unchanged(codec: Compressor) -> None:
     for value in (0.0, 1.0, -3.25, 1e-30, 1e30) if isinstance(codec, ByteGrad | Float8) else (0.0, 0.5, -3.25):
         for n in (1, 2, 7, 100):
             out = reduced(codec, torch.full((3, n), value))
@@ -112,7 +112,7 @@ def test_numbers_that_are_all_equal_come_back_as_they_are(codec: Compressor) -> 
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_an_empty_bucket_is_exchanged_with_nobody(codec: Compressor) -> None:
+def test_an_empty_bucket_is_not_exchanged(codec: Compressor) -> None:
     bucket = Bucket(0, torch.zeros(0), (), 0)
     with pytest.raises(StopIteration) as end:
         codec.reduce(Rank(0, 4), bucket, Memory()).send(None)
@@ -121,7 +121,7 @@ def test_an_empty_bucket_is_exchanged_with_nobody(codec: Compressor) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_what_is_not_finite_spoils_its_block_and_no_other(codec: Compressor, bad: float) -> None:
+def test_a_value_that_is_not_finite_spoils_only_its_block(codec: Compressor, bad: float) -> None:
     g = noise(2, 2, 512)
     g[1, 5] = bad
     out = reduced(codec, g)
@@ -152,7 +152,7 @@ def test_other_dtypes_and_strides_keep_shape_and_dtype(codec: Compressor, dtype:
             assert op.args[0].dtype == torch.uint8 and op.args[0].is_contiguous()
             answer = op.args[0] if op.verb == "all_to_all" else op.args[0][None]
     assert bucket.data.dtype == end.value.value.dtype == dtype and bucket.data.shape == (100,)
-    torch.testing.assert_close(end.value.value, bucket.data)  # alone, what this rank contributes is all there is
+    torch.testing.assert_close(end.value.value, bucket.data)  # on one rank the contribution is the result
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -165,7 +165,7 @@ def test_codes_are_packed_to_their_bits(width: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_what_ranks_contribute_adds_up_to_the_result(codec: Compressor) -> None:
+def test_contributions_and_residuals_add_up_to_the_sum(codec: Compressor) -> None:
     memories, g = [Memory() for _ in range(3)], noise(6, 3, 500)
     out = exchange(ErrorFeedback(of=codec), g, placed((500,)), memories)
     left = sum(m.buffers["residual"]["p0"] for m in memories)
@@ -173,7 +173,7 @@ def test_what_ranks_contribute_adds_up_to_the_result(codec: Compressor) -> None:
 
 
 def formula(session: object, codec: ByteGrad | OneBit) -> int:
-    """Bytes that one of four ranks sends per step: two hops, three others, one chunk each."""
+    """Returns the bytes that one of 4 ranks sends per step: 2 hops, 3 peers, one chunk each."""
     total = 0
     for bucket in session.layout.buckets:
         m = math.ceil(bucket.nbytes // 4 / 4)
@@ -184,7 +184,7 @@ def formula(session: object, codec: ByteGrad | OneBit) -> int:
 
 
 @pytest.mark.parametrize("cls", [ByteGrad, OneBit])
-def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes(cls: type) -> None:
+def test_recorded_bytes_follow_the_formula_before_and_after_live_changes(cls: type) -> None:
     changes = [Change(3, "block", 64), Change(6, "bucket_mb", 0.02)]
     changes += [Change(5, "bits", 4)] if cls is ByteGrad else []
     session = run(experiment(4, 9, compressor=cls()), *changes)[0]
@@ -196,7 +196,7 @@ def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes(cls: 
     assert sent[4] == formula(plain, cls(block=64)) > sent[2]
 
 
-def test_eight_bits_are_a_quarter_and_four_an_eighth_of_dense_and_headers() -> None:
+def test_eight_bits_send_a_quarter_and_four_an_eighth_of_dense_plus_headers() -> None:
     dense, byte, half = (
         sum(n for step, _, n in run(experiment(4, 4, **rest))[0].record.comm() if step == 3)
         for rest in ({}, {"compressor": ByteGrad()}, {"compressor": ByteGrad(bits=4)})
@@ -212,7 +212,7 @@ def test_it_trains_like_dense_and_all_ranks_hold_the_same_bits(ranks: int) -> No
     assert not torch.equal(weights(coarse[0]), weights(dense[0]))
 
 
-def test_four_bits_train_as_far_as_dense_under_error_feedback() -> None:
+def test_four_bits_with_error_feedback_reach_the_loss_of_dense() -> None:
     rest = {"task": toy(partial(torch.optim.SGD, lr=0.05)), "eval_every": 100}
     held = {}
     for c in (None, ErrorFeedback(of=ByteGrad(bits=4)), OneBit.usual()):

@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks, as threads: a run goes on to the bit, or on other ranks; a failing disk ends none."""
+"""Tests checkpoints on real ranks on threads: exact resumption, other ranks, failing disks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def said(sessions: list[Session], mark: str) -> list[dict[str, Any]]:
     return [json.loads(row[3]) for s in sessions for row in s.record.noted(mark)]
 
 
-def test_whatever_lies_apart_in_memory_is_kept_as_it_is() -> None:
-    """One number of a column, too, whose stride nobody needs and torch keeps."""
+def test_tensors_with_strides_are_kept_exactly() -> None:
+    """Also one number of a column: nothing needs its stride, but torch keeps it."""
     rows = torch.arange(12.0, dtype=torch.float64).view(4, 3)
     image, apart = Image(step=0), [rows[:1, 1], rows[:, 2], rows.T, rows[1, 2]]
     for x in apart:
@@ -71,7 +71,7 @@ def test_whatever_lies_apart_in_memory_is_kept_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("label", EXPERIMENTS)
-def test_a_run_goes_on_to_the_bit(label: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(label: str, tmp_path: Path) -> None:
     whole, rest = twice(EXPERIMENTS[label], tmp_path, 10)
     late = [[v for step, kind, _, v in s.record.samples if kind == "loss" and step >= 10] for s in whole]
     assert [s.record.losses() for s in rest] == late and len(late[0]) == 10
@@ -85,7 +85,7 @@ def test_a_checkpoint_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     assert same(held(saves), held(lived(e, tmp_path / "b")))
 
 
-def test_the_planned_changes_that_were_still_to_come_are_in_it(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_planned_changes_to_come(tmp_path: Path) -> None:
     changes = (Change(3, "lr", 0.01), Change(15, "strategy", "LocalSGD"), Change(17, "batch", 8))
     whole = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=changes)
     kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
@@ -95,8 +95,8 @@ def test_the_planned_changes_that_were_still_to_come_are_in_it(tmp_path: Path) -
     assert same(held(whole), held(rest))
 
 
-def test_the_changes_so_far_are_in_it_once_and_a_policy_of_the_rest_sees_them(tmp_path: Path) -> None:
-    """Else rank 0 puts together, each time, what all ranks say of all changes: of an hour's 700, tens of MB."""
+def test_a_checkpoint_contains_past_changes_once_and_policies_see_them(tmp_path: Path) -> None:
+    """Otherwise rank 0 would collect all ranks' lists of all changes: tens of MB for the 700 changes of an hour."""
     changes = tuple(Change(step, "lr", step / 1000) for step in range(2, 9))
     whole = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=changes)
     first = found(tmp_path / "a" / FOLDER)[0]
@@ -108,7 +108,7 @@ def test_the_changes_so_far_are_in_it_once_and_a_policy_of_the_rest_sees_them(tm
             (c.at_step, "lr", c.value) for c in changes]  # fmt: skip
 
 
-def test_one_of_before_in_which_each_rank_said_the_changes_itself_is_read(tmp_path: Path) -> None:
+def test_checkpoints_of_the_older_format_are_read(tmp_path: Path) -> None:
     lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=(Change(4, "lr", 0.004),))
     kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
     reader = Reader(lambda number: torch.zeros(()), set())
@@ -122,7 +122,7 @@ def test_one_of_before_in_which_each_rank_said_the_changes_itself_is_read(tmp_pa
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_loss_below_the_first_one_has_not_run_away_in_a_run_that_goes_on_from_one(ranks: int, tmp_path: Path) -> None:
+def test_a_resumed_run_measures_divergence_from_the_first_loss(ranks: int, tmp_path: Path) -> None:
     values = [2.0] * 10
     task = toy(data=lambda rank, ranks, seed: [(*batch(rank, step, seed), v) for step, v in enumerate(values)],
                loss=lambda model, triple: mse(model, triple[:2]) * 0 + triple[2])  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_loss_below_the_first_one_has_not_run_away_in_a_run_that_goes_on_from_
 
 
 def kept_settings(kept: Checkpoint) -> Experiment:
-    """Under which it was made; the toy task is in no record."""
+    """Returns the settings of the checkpoint. The toy task is in no record."""
     return replace(Experiment.read({k: v for k, v in kept.settings.items() if k != "task"}), task=toy()).checked()
 
 
@@ -153,7 +153,7 @@ OTHERS: dict[str, tuple[Experiment, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("label", OTHERS)
-def test_a_run_goes_on_with_other_ranks_strategies_and_partitions(label: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_ranks_strategies_and_partitions(label: str, tmp_path: Path) -> None:
     e, rest = OTHERS[label]
     before = lived(replace(e, steps=10, save_every=10, eval_every=10), tmp_path / "a")
     kept = Checkpoint.open(tmp_path / "a")
@@ -166,12 +166,12 @@ def test_a_run_goes_on_with_other_ranks_strategies_and_partitions(label: str, tm
     assert not said(after, "refused") and not said(after, "not saved")
 
 
-def test_what_compression_owes_goes_to_heirs(tmp_path: Path) -> None:
+def test_fewer_ranks_inherit_all_residuals(tmp_path: Path) -> None:
     e = replace(experiment(3, 10, compressor=TopK.usual()), save_every=10)
     before = lived(e, tmp_path / "a")
     owed = [s.rank.memory.buffers["residual"] for s in before]
     whole = together(Checkpoint.open(tmp_path / "a"), e, 2, tmp_path / "begun")
-    after = live(replace(e, ranks=2, save_every=0), resume=str(whole.path))  # whose last step is made: it only begins
+    after = live(replace(e, ranks=2, save_every=0), resume=str(whole.path))  # its last step is made, so it only begins
     ended(after)
     mine = [s.rank.memory.buffers["residual"] for s in after]
     for of in owed[0]:
@@ -191,7 +191,7 @@ def test_the_task_and_the_steps_must_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_it_as_its_own(tmp_path: Path) -> None:
+def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
     sessions = lived(experiment(3, 10, strategy=ZeRO3(), save_every=10), tmp_path / "a")
     model = net()
     dcp.load({"model": model.state_dict()}, checkpoint_id=str(found(tmp_path / "a" / FOLDER)[-1]), no_dist=True)
@@ -200,18 +200,19 @@ def test_torch_reads_it_as_its_own(tmp_path: Path) -> None:
     assert torch.equal(mine, weights(sessions[0]))
 
 
-def test_what_ranks_hold_alike_is_written_once(tmp_path: Path) -> None:
+def test_state_that_ranks_share_is_written_once(tmp_path: Path) -> None:
     sessions = lived(experiment(3, 10, save_every=10), tmp_path / "a")
     nbytes = sum(file.stat().st_size for file in found(tmp_path / "a" / FOLDER)[-1].glob("*.distcp"))
     model = sessions[0].layout.nbytes
-    assert 2 * model < nbytes < 3.5 * model + 80_000  # weights and momenta; each rank's own are numbers' states
+    # weights and momenta; each rank's own data are states of random numbers
+    assert 2 * model < nbytes < 3.5 * model + 80_000
     assert len({s.rank.id for s in sessions}) == 3
 
 
-# -- when it fails --
+# when it fails
 
 
-def test_a_disk_that_fails_ends_a_checkpoint_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_ends_a_checkpoint_but_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true = Draft.file
 
     def full(self: Draft, called: str) -> Any:
@@ -227,8 +228,8 @@ def test_a_disk_that_fails_ends_a_checkpoint_and_no_run(tmp_path: Path, monkeypa
     assert [p.name for p in sorted((tmp_path / "a" / FOLDER).iterdir())] == [name(8), name(12)]
 
 
-def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever moment a run ends at, none that is found is torn; what is torn goes with the next one."""
+def test_a_checkpoint_exists_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint is torn, at whatever moment a run ends. The next one removes torn drafts."""
     seen: list[list[Path]] = []
     true = os.rename
 
@@ -249,7 +250,7 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert not list(folder.glob(".step-*"))
 
 
-def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
+def test_a_checkpoint_due_while_another_is_written_is_skipped_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes, true = threading.Event(), Keeper._serve
@@ -264,11 +265,11 @@ def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
     (left,) = said(sessions, "not saved")
     why = "the one before it is still being written; raise save_every"
     assert left["text"] == f"no checkpoint was made before step 6: {why}"
-    assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # for the last one ranks wait
+    assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # ranks wait for the last one
 
 
-def test_ranks_that_keep_no_common_step_make_the_same_ones(tmp_path: Path) -> None:
-    """Rank 0 is not at the end yet when another is: both plan the same next one, or none."""
+def test_ranks_without_a_common_step_make_the_same_checkpoints(tmp_path: Path) -> None:
+    """Rank 0 has not reached the end when another rank has: both plan the same next checkpoint, or none."""
     slow = (Slow(rank=3, factor=1.3), Slow(rank=0, factor=1.1))
     e = Experiment(task=ClickThrough(), strategy=ShadowSync(), ranks=4, steps=24, eval_every=0, save_every=5, pace=5.0)
     sessions = live(e.set("fabric.faults", slow).checked(), run_dir=tmp_path)
@@ -276,7 +277,7 @@ def test_ranks_that_keep_no_common_step_make_the_same_ones(tmp_path: Path) -> No
     assert {s.phase for s in sessions} == {"done"} and said(sessions, "saved")
 
 
-def test_a_run_that_is_ended_meanwhile_leaves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_while_writing_leaves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes, true = threading.Event(), threading.Event(), filing.filed
 
     def slow(*rest: Any) -> Any:
@@ -296,7 +297,7 @@ def test_a_run_that_is_ended_meanwhile_leaves_nothing_torn(tmp_path: Path, monke
     assert found(tmp_path / FOLDER) == [] and not said(sessions, "saved")
 
 
-def test_paused_ranks_make_one_too(tmp_path: Path) -> None:
+def test_paused_ranks_make_a_checkpoint(tmp_path: Path) -> None:
     sessions = live(experiment(2, 0, pace=5.0), run_dir=tmp_path)
     for what in ("pause", "checkpoint"):
         sessions[0].request({"kind": what, "id": what})
@@ -309,7 +310,7 @@ def test_paused_ranks_make_one_too(tmp_path: Path) -> None:
     assert Checkpoint.open(kept).step == sessions[0].rank.step == sessions[1].rank.step
 
 
-def test_a_person_asks_for_one_and_it_stays(tmp_path: Path) -> None:
+def test_a_requested_checkpoint_is_kept(tmp_path: Path) -> None:
     sessions = live(experiment(2, 0, pace=5.0, saves=1), run_dir=tmp_path)
     for _ in range(2):
         sessions[0].request({"kind": "checkpoint", "id": "one"})
@@ -325,7 +326,7 @@ def test_a_person_asks_for_one_and_it_stays(tmp_path: Path) -> None:
     assert asked[:2] == [True, True] and not any(asked[2:]) and len(asked) == 3
 
 
-def test_one_that_is_asked_for_where_there_is_one_already_stays_too(tmp_path: Path) -> None:
+def test_requesting_an_existing_checkpoint_keeps_it(tmp_path: Path) -> None:
     sessions = live(experiment(2, 0, save_every=3, saves=1), run_dir=tmp_path)
     sessions[0].request({"kind": "pause", "id": "pause"})
     assert until(lambda: sessions[0].phase == "paused")
@@ -344,7 +345,7 @@ def test_one_that_is_asked_for_where_there_is_one_already_stays_too(tmp_path: Pa
     assert [c.step for c in map(Checkpoint.open, found(tmp_path / FOLDER)) if c.asked] == [here]
 
 
-def test_the_newest_the_best_and_those_asked_for_stay(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_the_best_and_the_requested(tmp_path: Path) -> None:
     lived(experiment(1, 10, save_every=10), tmp_path / "a")
     of = found(tmp_path / "a" / FOLDER)[0]
     about = Checkpoint.open(of).said
@@ -353,6 +354,6 @@ def test_the_newest_the_best_and_those_asked_for_stay(tmp_path: Path) -> None:
         changed = {**about, "step": step, "held_out": held_out, "asked": asked}
         (tmp_path / "b" / name(step) / "manifest.json").write_bytes(sealed(changed))
     (tmp_path / "b" / name(9)).mkdir()
-    (tmp_path / "b" / name(9) / "manifest.json").write_text("{}")  # not ours to remove
+    (tmp_path / "b" / name(9) / "manifest.json").write_text("{}")  # prune must not remove it
     assert [p.name for p in prune(tmp_path / "b", 1)] == [name(1), name(4)]
     assert [p.name for p in found(tmp_path / "b")] == [name(2), name(3), name(5), name(9)]

@@ -1,4 +1,4 @@
-"""A hash of state that adds up: over slices, ranks and buckets; and that tells what is not the same."""
+"""Tests the checksum of state: additive over slices, ranks and buckets, and sensitive to changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.host.placement.slices import Slice, refine
 
 
 def once(placement: Placement, rank: int) -> dict[str, tuple[Slice, ...]]:
-    """Of what a rank holds that which no rank before it holds."""
+    """Returns the slices of a rank that no lower rank holds."""
     found = {}
     for name in placement.at(rank):
         sets = [placement.at(r).get(name, ()) for r in range(rank + 1)]
@@ -21,7 +21,7 @@ def once(placement: Placement, rank: int) -> dict[str, tuple[Slice, ...]]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_however_it_lies_on_ranks_its_parts_add_up_to_the_whole(seed: int) -> None:
+def test_checksums_of_parts_add_up_for_any_placement(seed: int) -> None:
     true, shared = reference(seed), 0
     whole = checksum(true)
     for placement in (step.to for step in walk(seed, 30)):
@@ -32,7 +32,7 @@ def test_however_it_lies_on_ranks_its_parts_add_up_to_the_whole(seed: int) -> No
     assert shared > 5, "some placements have replicas, which count once"
 
 
-def test_its_shape_its_strides_and_the_order_of_names_do_not_matter() -> None:
+def test_shapes_strides_and_the_order_of_names_do_not_matter() -> None:
     x, y = torch.randn(300, 257), torch.randn(5)
     one = checksum({"x": x, "y": y})
     assert one == checksum({"y": y, "x": x.reshape(-1)}) == checksum({"x": x.t().contiguous().t(), "y": y})
@@ -43,7 +43,7 @@ def test_its_shape_its_strides_and_the_order_of_names_do_not_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8,
                                    torch.complex128, torch.float8_e4m3fn])  # fmt: skip
-def test_a_bit_a_place_and_a_name_make_a_difference(dtype: torch.dtype) -> None:
+def test_a_bit_a_place_or_a_name_changes_the_checksum(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 256, (100 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     x = raw.view(dtype)
     one = checksum({"x": x})
@@ -62,7 +62,7 @@ def test_a_bit_a_place_and_a_name_make_a_difference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_two_signs_do_not_cancel(dtype: torch.dtype) -> None:
-    """A sign is the highest bit; in a sum of whole numbers two highest bits cancel, whatever they are multiplied by."""
+    """A sign is the highest bit. In a sum of integers two highest bits cancel, whatever factor they have."""
     x = torch.ones(64, dtype=dtype)
     other = x.clone()
     other[[5, 40]] = -1
@@ -71,6 +71,6 @@ def test_two_signs_do_not_cancel(dtype: torch.dtype) -> None:
     assert checksum({"x": zeros}) != checksum({"x": -zeros}), "minus zero is another value"
 
 
-def test_sizes_only_have_none() -> None:
+def test_tensors_without_values_have_checksum_zero() -> None:
     assert checksum({"x": torch.empty(3, device="meta")}) == 0
     assert checksum({"x": torch.empty(0)}) == checksum({}) == 0

@@ -1,4 +1,4 @@
-"""Ranks of several hosts agree on one time, however long one of them keeps the others waiting."""
+"""Tests that ranks on several hosts agree on one time, even if one rank answers late."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host
 from workbench.engine.wire.shaping import Clock
 
 pytestmark = pytest.mark.ranks
-LATE = 0.3  # seconds: three times as long as a wait over gloo lasts at a time
+LATE = 0.3  # seconds: three times as long as one wait over gloo
 
 
 class Stumbling:
-    """A wire that is late with a few of its first answers."""
+    """A connection that delays a few of its first answers."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire, self.left = wire, 3
@@ -34,9 +34,9 @@ class Stumbling:
 
 
 def agreed(late: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[bool, float, float]]:
-    """By rank of three, of which one is late: (on one host?, how sure, what perf_counter showed when the run began).
+    """Returns by rank, with one of 3 ranks late: (on one host, uncertainty, perf_counter at the run's beginning).
 
-    All read one perf_counter here, and each believes at first that the run began at another time.
+    All ranks read one perf_counter here, but each first assumes another beginning of the run.
     """
     monkeypatch.setattr(clocks.platform, "node", lambda: threading.current_thread().name)
     kept, host, port = host_store()

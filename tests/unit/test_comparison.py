@@ -1,4 +1,4 @@
-"""Two runs side by side: what is worse is called so, what is alike is not, and the exit code follows."""
+"""Tests comparisons of two runs: verdicts for worse and alike, and the exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(name: str, steps: int = 120, **how: object) -> Run:
     return run
 
 
-SLOW = (1, "forward", synthetic.factor("forward", 0.1))  # a tenth of a step
+SLOW = (1, "forward", synthetic.factor("forward", 0.1))  # 10 % of a step
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def runs() -> tuple[Run, Run, Run]:
     return made("first", seed=1), made("again", seed=2, steps=100), made("slow", seed=3, slow=SLOW)
 
 
-def test_a_tenth_slower_is_worse_in_time_alone_and_the_same_again_is_alike(runs: tuple[Run, Run, Run]) -> None:
+def test_ten_per_cent_slower_is_worse_in_time_only_and_a_repetition_is_alike(runs: tuple[Run, Run, Run]) -> None:
     first, again, slow = runs
     assert set(first.compare(again).verdict) == {"alike", "unknown"}
     found = first.compare(slow)
@@ -44,7 +44,7 @@ def test_a_tenth_slower_is_worse_in_time_alone_and_the_same_again_is_alike(runs:
         first.compare(slow, tolerance=-1)
 
 
-def test_of_equal_series_that_are_alike_from_step_to_step_few_are_called_different() -> None:
+def test_few_equal_autocorrelated_series_are_called_different() -> None:
     rng, said = np.random.default_rng(0), []
     for _ in range(150):
         noise = rng.standard_normal((2, 100))
@@ -63,7 +63,7 @@ def test_losses_are_aligned_by_steps_seconds_and_examples() -> None:
     assert found.difference["loss at equal seconds"] > 0.05 and found.difference["step time"] == pytest.approx(0.01)
 
 
-def test_segments_of_a_run_are_runs_and_keep_what_held_before(runs: tuple[Run, Run, Run]) -> None:
+def test_segments_of_a_run_are_runs_and_keep_earlier_state(runs: tuple[Run, Run, Run]) -> None:
     run = synthetic.run(steps=200, changes=((100, "strategy", "LocalSGD"),))
     before, after = run.segment(0, 100), run.segment(100, 200)
     assert len(before.spans) == (run.spans.step < 100).sum() and set(after.spans.step) == set(range(100, 200))
@@ -74,7 +74,7 @@ def test_segments_of_a_run_are_runs_and_keep_what_held_before(runs: tuple[Run, R
         run.segment(5, 5)
 
 
-def test_the_command_says_what_is_worse_by_its_exit_code(tmp_path: Path, runs: tuple[Run, Run, Run]) -> None:
+def test_the_commands_exit_code_reports_worse_metrics(tmp_path: Path, runs: tuple[Run, Run, Run]) -> None:
     first, again, slow = (str(run.save(tmp_path / run.name)) for run in runs)
     done = say("compare", first, slow, "--out", str(tmp_path / "both.html"))
     assert done.exit_code == 1 and "WORSE" in done.output and (tmp_path / "both.html").stat().st_size > 1e6

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's examples as they are printed: on real ranks, on the simulator, from a cell, and found by the laws."""
+"""Tests the examples of CONTRIBUTING.md as printed: on ranks, on the simulator, in a cell, under the laws."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ sys.stdout.buffer.write(cloudpickle.dumps((chosen, [CoinSGD])))
 
 
 def printed(name: str = "CoinSGD") -> str:
-    """The example that defines a class of this name."""
+    """Returns the printed example that defines this class."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     (found,) = [block for block in blocks if f"class {name}(" in block]
     return found
 
 
 def defined(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, named: str = "") -> Any:
-    """The class of an example, from a file; `named` otherwise where one of its name ships, which it would replace."""
+    """Returns an example's class from a file. `named` renames it if it would replace a shipped class."""
     file = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     (folder / f"{file}.py").write_text(printed(name).replace(f"class {name}(", f"class {named or name}("))
     spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
@@ -53,7 +53,7 @@ def defined(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, named: str
 
 
 def averaged(sessions: list[Any], chance: float) -> None:
-    """The ranks met in the steps that the coin says, with every bucket, and agreed after the last of them."""
+    """Checks that ranks averaged every bucket in the coin's steps, and agreed after the last one."""
     steps = [step for step in range(12) if Random(step).random() < chance]
     buckets = len(sessions[0].layout.buckets)
     for session in sessions:
@@ -64,11 +64,11 @@ def averaged(sessions: list[Any], chance: float) -> None:
 
 @pytest.fixture
 def coin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Strategy]:
-    """The example as a file."""
+    """Returns the example's class from a file."""
     return defined("CoinSGD", tmp_path, monkeypatch)
 
 
-def test_as_a_file_it_averages_on_two_ranks_as_in_the_simulator(coin: Any) -> None:
+def test_the_strategy_from_a_file_averages_alike_on_ranks_and_simulator(coin: Any) -> None:
     e = experiment(2, 12, strategy=coin(chance=0.5))
     sessions = run(e)
     averaged(sessions, 0.5)
@@ -76,7 +76,7 @@ def test_as_a_file_it_averages_on_two_ranks_as_in_the_simulator(coin: Any) -> No
     assert sessions[0].record.losses() == pytest.approx(losses.value.tolist(), rel=1e-5)
 
 
-def test_typed_into_a_cell_it_is_sent_to_ranks_that_know_none_of_its_names() -> None:
+def test_the_strategy_from_a_cell_is_sent_to_ranks_that_lack_its_names() -> None:
     typed = subprocess.run([sys.executable, "-"], input=(printed() + CELL).encode(), capture_output=True, cwd=ROOT,
                            check=False)  # fmt: skip
     assert typed.returncode == 0, typed.stderr.decode()
@@ -86,7 +86,7 @@ def test_typed_into_a_cell_it_is_sent_to_ranks_that_know_none_of_its_names() -> 
 
 
 def same_on_both_hosts(e: Any) -> list[Any]:
-    """The losses of real ranks are the simulator's; returns the sessions."""
+    """Checks that real ranks have the simulator's losses. Returns the sessions."""
     sessions = run(e)
     simulated = simulate(e.set("pace", 5.0), real=True)
     for s in sessions:
@@ -95,7 +95,7 @@ def same_on_both_hosts(e: Any) -> list[Any]:
     return sessions
 
 
-def test_the_compressor_remembers_its_range_on_two_ranks_as_in_the_simulator(
+def test_the_compressor_keeps_its_range_alike_on_ranks_and_simulator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = defined("RunningRange", tmp_path, monkeypatch)
@@ -109,7 +109,7 @@ def test_the_compressor_remembers_its_range_on_two_ranks_as_in_the_simulator(
     assert 0 < float((near - exact).norm() / exact.norm()) < 0.02
 
 
-def test_what_is_printed_of_ada_alter_runs_on_two_ranks_as_in_the_simulator(
+def test_the_printed_ada_alter_runs_alike_on_ranks_and_simulator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = defined("AdaAlter", tmp_path, monkeypatch, named="PrintedAdaAlter")
@@ -120,7 +120,7 @@ def test_what_is_printed_of_ada_alter_runs_on_two_ranks_as_in_the_simulator(
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
-def test_the_torus_learns_what_ddp_learns_and_sends_what_it_says(
+def test_the_torus_learns_like_ddp_and_sends_the_stated_bytes(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = defined("Torus", tmp_path, monkeypatch)
@@ -136,7 +136,7 @@ def test_the_torus_learns_what_ddp_learns_and_sends_what_it_says(
         assert sum(n for _, name, n in sent if f" in {way} " in name) == pytest.approx(share * whole, rel=0.01)
 
 
-def test_the_torus_is_turned_to_and_from_live_and_refused_where_it_does_not_fit(
+def test_the_torus_switches_live_and_is_refused_where_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = defined("Torus", tmp_path, monkeypatch)
@@ -160,14 +160,14 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/laws/test_quick.py"
 
 
 def held(folder: Path, name: str) -> tuple[int, str]:
-    """What the quick laws say of a member whose file lies in one more folder of the families' packages."""
+    """Returns the quick laws' verdict on a member whose file is in an additional family folder."""
     ran = subprocess.run([sys.executable, "-c", FOUND, str(folder), name], capture_output=True, text=True, cwd=ROOT,
                          check=False)  # fmt: skip
     return ran.returncode, ran.stdout
 
 
 @pytest.mark.ranks
-def test_the_laws_find_a_member_by_its_file_alone_and_hold_it_to_its_claims(tmp_path: Path) -> None:
+def test_the_laws_find_a_member_by_its_file_and_check_its_claims(tmp_path: Path) -> None:
     (tmp_path / "coin_sgd.py").write_text(printed())
     (tmp_path / "torus.py").write_text(printed("Torus"))
     (tmp_path / "running_range.py").write_text(printed("RunningRange"))
@@ -183,7 +183,7 @@ def test_the_laws_find_a_member_by_its_file_alone_and_hold_it_to_its_claims(tmp_
     ("periodic: ClassVar[bool] = True", "exact: ClassVar[bool] = True", "test_an_exact_one"),
     ("await rank.backward()", "await rank.backward(2.0)", "test_a_plain_one"),
 ], ids=["never apart", "exact", "plain"])  # fmt: skip
-def test_a_member_that_claims_what_is_not_so_is_told_which_law_it_breaks(
+def test_a_false_claim_fails_the_matching_law(
     claim: str, wrong: str, law: str, tmp_path: Path
 ) -> None:
     assert claim in printed()
@@ -192,11 +192,11 @@ def test_a_member_that_claims_what_is_not_so_is_told_which_law_it_breaks(
     assert code == 1 and re.search(rf"^FAILED \S+::{law}", said, re.M), said
 
 
-# -- steps that a reader makes in several files, made in a copy of the project
+# instructions for several files, followed in a copy of the project
 
 
 def ran(folder: Path, *words: str) -> str:
-    """What Python prints in a copy of the project. Fails the test if Python fails."""
+    """Runs Python in a copy of the project and returns its output. Fails the test if Python fails."""
     done = subprocess.run([sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)},
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -204,21 +204,21 @@ def ran(folder: Path, *words: str) -> str:
 
 
 def pytest_in(folder: Path, *words: str) -> set[str]:
-    """The tests that pass in a copy of the project; all must."""
+    """Returns the tests that pass in a copy of the project; all must."""
     said = ran(folder, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *words)
     return set(re.findall(r"^PASSED \S+::(.+)$", said, re.M))
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of the project."""
+    """Returns a copy of the project."""
     copy_project(tmp_path)
     return tmp_path
 
 
 @pytest.mark.ranks
 @pytest.mark.long
-def test_the_view_is_drawn_and_the_tests_of_views_find_it(project: Path) -> None:
+def test_the_view_is_drawn_and_found_by_the_tests_of_views(project: Path) -> None:
     (program,) = apply_steps("Add a view", project)
     ran(project, "-c", program)
     assert "learning rate" in (project / "view.html").read_text()
@@ -244,14 +244,14 @@ def test_the_sample_is_recorded_on_both_hosts_and_read(project: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.long
-def test_the_task_learns_and_the_tests_of_tasks_find_it(project: Path) -> None:
+def test_the_task_learns_and_is_found_by_the_tests_of_tasks(project: Path) -> None:
     (program,) = apply_steps("Add a task", project)
     losses = json.loads(ran(project, "-c", program))
     assert losses[0] > 0.5 and losses[-1] < 0.1
     assert pytest_in(project, "tests/unit/test_tasks.py", "tests/unit/test_knobs.py", "-k", "shipped or survives")
 
 
-def test_an_insertion_needs_exactly_one_line_that_has_its_text(tmp_path: Path) -> None:
+def test_an_insertion_needs_exactly_one_matching_line(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text("a = 1\nb = 2\nbb = 3\n")
     insert(file, "a =", "c = 4\n")
@@ -262,7 +262,7 @@ def test_an_insertion_needs_exactly_one_line_that_has_its_text(tmp_path: Path) -
 
 
 class Reduces(Strategy):
-    """Asks for one all-reduce of `x` per step, by `how`."""
+    """Requests one all-reduce of `x` per step, by `how`."""
 
     x: Any = torch.zeros(3)
     how: str = "sum"
@@ -282,7 +282,7 @@ def reducing(how: str, x: Any, ranks: int = 3) -> Any:
 
 
 def seen(e: Any, host: str) -> set[float]:
-    """What `got[0]` was, on either host."""
+    """Returns the values of `got[0]` on a host."""
     if host == "engine":
         rows = [v for s in run(e) for _, name, _, v in s.record.samples if name == "first"]
     else:
@@ -291,7 +291,7 @@ def seen(e: Any, host: str) -> set[float]:
 
 
 @pytest.mark.parametrize("host", ["engine", "simulator"])
-def test_a_mean_is_the_sum_by_the_ranks_on_both_hosts(host: str) -> None:
+def test_a_mean_is_the_sum_divided_by_the_ranks_on_both_hosts(host: str) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert seen(reducing("mean", torch.full((3,), 4.0, dtype=dtype)), host) == {5.0}
     assert seen(reducing("mean", torch.full((3,), 4.0), ranks=1), host) == {4.0}
@@ -299,7 +299,7 @@ def test_a_mean_is_the_sum_by_the_ranks_on_both_hosts(host: str) -> None:
     assert seen(reducing("min", torch.full((3,), 4.0)), host) == {4.0}
 
 
-def test_a_mean_sends_a_sums_bytes_and_is_recorded_once() -> None:
+def test_a_mean_sends_the_bytes_of_a_sum_and_is_recorded_once() -> None:
     of = {how: [s.record.comm() for s in run(reducing(how, torch.ones(5)))] for how in ("sum", "mean")}
     assert of["sum"] == of["mean"] and all(len(rows) == 2 for rows in of["mean"])
 
@@ -309,12 +309,12 @@ def test_a_mean_sends_a_sums_bytes_and_is_recorded_once() -> None:
     ("mean", torch.zeros(3, dtype=torch.int64), "op='mean' of torch.int64"),
 ])  # fmt: skip
 @pytest.mark.parametrize("host", ["engine", "simulator"])
-def test_what_no_host_can_do_is_refused_by_name(host: str, how: str, x: Any, said: str) -> None:
+def test_unsupported_reductions_are_refused_by_name(host: str, how: str, x: Any, said: str) -> None:
     with pytest.raises((StrategyError, AssertionError), match=re.escape(said)):
         seen(reducing(how, x, 2), host)
 
 
-def test_a_hook_that_is_async_and_should_not_be_is_refused_when_it_is_written() -> None:
+def test_a_hook_that_must_not_be_async_is_refused_at_definition() -> None:
     async def hook(self: Any, rank: Any) -> dict[str, int]:
         return {"made": 0}
 
@@ -328,7 +328,7 @@ def test_a_hook_that_is_async_and_should_not_be_is_refused_when_it_is_written() 
     [(Strategy, "heard", "propagation"), (Strategy, "crosses", "in_flight"), (Strategy, "settle", "drain"),
      (Compressor, "owes", "residual")],
 )  # fmt: skip
-def test_what_has_another_name_today_is_said_where_it_is_written(base: type, name: str, now: str) -> None:
+def test_an_old_hook_name_is_refused_with_the_new_name(base: type, name: str, now: str) -> None:
     with pytest.raises(TypeError, match=rf"Mine\.{name}: is called `{now}` now"):
         type("Mine", (base,), {name: True})
 
@@ -343,7 +343,7 @@ def test_a_hook_that_is_awaited_must_be_async(name: str) -> None:
             type("Wrong", (Strategy,), {name: hook})
 
 
-def test_a_hook_that_does_not_take_what_it_is_given_is_refused_when_it_is_written() -> None:
+def test_a_hook_with_wrong_parameters_is_refused_at_definition() -> None:
     with pytest.raises(TypeError, match=r"Wrong.init: must take \(self, rank, params\)"):
         type("Wrong", (Strategy,), {"init": lambda self, rank: None})
     assert type("Right", (Strategy,), {"init": lambda self, *given: given}).init is not Strategy.init

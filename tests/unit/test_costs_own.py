@@ -1,4 +1,4 @@
-"""What codecs inside of a model and a strategy's own arithmetic cost: on the virtual clock, and as measured."""
+"""Tests the cost of codecs inside models and of strategies' arithmetic, simulated and measured."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from workbench.strategies import DDP, KFAC, AsyncServer, Newton
 pytestmark = pytest.mark.ranks
 
 CODER = {"Cast": (3e-6, 5e-6)}  # seconds per byte
-BYTES = ROWS * WIDTH * 4  # of an activation
+BYTES = ROWS * WIDTH * 4  # bytes of an activation
 
 
 def longer(e: Experiment, costs: Costs, steps: slice = slice(2, None), **more: Any) -> list[float]:
-    """By how much each step is longer than where nobody knows."""
+    """Returns how much longer each step is than without these costs."""
     given = {"forward": 0.01, "backward": 0.02, "update": 0.001}
     own = {name: getattr(costs, name) for name in ("coder", "flop", "asked") if getattr(costs, name)}
     with_, without = (simulate(e, costs=Costs(**given, **also), **more) for also in (own, {}))
@@ -37,8 +37,8 @@ def longer(e: Experiment, costs: Costs, steps: slice = slice(2, None), **more: A
 
 
 @pytest.mark.parametrize("pace", [0.0, 90.0])
-def test_a_codec_between_two_stages_takes_its_time_on_both_ends(pace: float) -> None:
-    """One micro-batch goes there and back: four times, one after the other, whatever the passes' pace."""
+def test_a_codec_between_two_stages_takes_time_on_both_ends(pace: float) -> None:
+    """One micro-batch needs 4 codings in sequence, at any pace of the passes."""
     way = Pipeline(micros=1, activations=Cast(to="bf16"), gradients=Cast(to="bf16"))
     extra = longer(piped(2, 6, pace=pace, partition=way), Costs(coder=CODER))
     assert extra == pytest.approx([2 * (3e-6 + 5e-6) * BYTES] * 4)
@@ -46,7 +46,7 @@ def test_a_codec_between_two_stages_takes_its_time_on_both_ends(pace: float) -> 
     assert longer(piped(2, 6, pace=pace, partition=one_way), Costs(coder=CODER)) == pytest.approx([8e-6 * BYTES] * 4)
 
 
-def test_what_codecs_between_stages_cost_is_measured_from_steps_that_have_them() -> None:
+def test_costs_of_codecs_between_stages_are_measured() -> None:
     way = Pipeline(micros=2, activations=Cast(to="bf16"), gradients=Cast(to="fp16"))
     e = piped(2, 12, partition=way)
     given = Costs(forward=0.01, backward=0.02, coder=CODER)
@@ -54,14 +54,14 @@ def test_what_codecs_between_stages_cost_is_measured_from_steps_that_have_them()
     assert Costs.measured(record).coder["Cast"] == pytest.approx(CODER["Cast"])
     (first, last) = run(e)
     for rank, session in enumerate((first, last)):
-        # a bucket that nobody encodes is kept only where it took long: on a busy machine
+        # a bucket that no codec encodes is kept only if it took long, on a busy machine
         done = {r[2]: r[6] for r in session.record if r[1] == "codec" and r[6]}
         ways = ("encode", "decode") if rank == 0 else ("decode", "encode")
         assert done == {f"{how} {what} {micro}": BYTES // 2 for micro in range(2)
                         for how, what in zip(ways, ("activation", "gradient"), strict=True)}  # fmt: skip
 
 
-def test_what_every_piece_costs_however_small_is_told_from_micro_batches_of_two_sizes() -> None:
+def test_micro_batches_of_two_sizes_give_the_cost_per_piece() -> None:
     way = Pipeline(micros=2, activations=Cast(to="bf16"), gradients=Cast(to="bf16"))
     line = {"Cast": (Line(4e-4, 3e-6), Line(1e-4, 5e-6))}
     given = Costs(forward=0.01, backward=0.02, coder=line)
@@ -73,8 +73,8 @@ def test_what_every_piece_costs_however_small_is_told_from_micro_batches_of_two_
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_codec_inside_of_a_layer_makes_passes_longer(sequence: bool) -> None:
-    """By the same work that the engine records in its passes; where a pace leaves time for it, by nothing."""
+def test_a_codec_inside_a_layer_makes_passes_longer(sequence: bool) -> None:
+    """They grow by the work that the engine records in passes, or by nothing if a pace leaves time for it."""
     way = Tensor(activations=Cast(to="bf16"), gradients=Cast(to="bf16"), sequence=sequence)
     e = spread(2, 6, task=small(parts=parts), partition=way, pace=0.0)
     session = run(e)[0]
@@ -88,8 +88,8 @@ def test_a_codec_inside_of_a_layer_makes_passes_longer(sequence: bool) -> None:
 FLOP = {"inverses": 1e-5, "preconditioning": 2e-6}
 
 
-def test_an_inverse_takes_its_cubes_on_the_rank_that_has_most_of_them() -> None:
-    """Two layers, of 9 x 6 and 6 x 4 with their biases: two ranks have one each, and meet."""
+def test_inverses_take_the_time_of_the_rank_with_the_most_work() -> None:
+    """Layers of 9 x 6 and 6 x 4 with biases: two ranks have one each, and meet."""
     e = made(2, KFAC(warmup=2, factors_every=2, inverses_every=3), pace=5.0).set("steps", 8)
     extra = longer(e, Costs(flop=FLOP), slice(None))
     cubes, products = 9**3 + 6**3, 2 * (9 * 6 * 15 + 6 * 4 * 10)
@@ -99,7 +99,7 @@ def test_an_inverse_takes_its_cubes_on_the_rank_that_has_most_of_them() -> None:
     assert alone[2] == pytest.approx((9**3 + 2 * 6**3 + 4**3) * FLOP["inverses"] + each)
 
 
-def test_a_strategys_own_arithmetic_is_measured_and_the_engine_writes_as_much_of_it() -> None:
+def test_a_strategys_arithmetic_is_measured_and_recorded_by_the_engine() -> None:
     e = made(2, KFAC(warmup=2, factors_every=2, inverses_every=3), pace=5.0)
     given = Costs(forward=0.01, backward=0.02, flop=FLOP, asked={"factors": 3e-3, "collect": 2e-3})
     record = simulate(e.set("pace", 0.0), costs=given)
@@ -113,7 +113,7 @@ def test_a_strategys_own_arithmetic_is_measured_and_the_engine_writes_as_much_of
             assert mine == samples(simulate(e), f"flops {name}", rank).tolist() and mine
 
 
-def test_a_product_of_newtons_takes_what_one_took() -> None:
+def test_a_product_of_newton_takes_its_measured_time() -> None:
     task = toy(model=partial(net, Mixed), data=_data, evaluate=None)
     e = experiment(2, 8, task=task, strategy=Newton(iterations=3, tries=2), lr=1.0)
     costs = Costs(asked={"curve": 0.1, "value": 0.03})
@@ -123,8 +123,8 @@ def test_a_product_of_newtons_takes_what_one_took() -> None:
     assert longer(e.set("pace", 1e3), costs) == pytest.approx([0.0] * 6), "a pace says more than that"
 
 
-def test_a_message_off_a_link_takes_what_messages_took() -> None:
-    """Not what a collective of its bytes does, to which ranks come at times of their own, and add up."""
+def test_a_message_without_a_link_takes_its_measured_time() -> None:
+    """Messages do not take the time of a collective of the same size, which ranks join at different times."""
     task = stack(4)
     e = experiment(3, 10, task=task, strategy=AsyncServer(), bucket_mb=0.03)
     given = Costs(forward=0.01, backward=0.02, wire=AlphaBeta(1e-3, 5e-8), post=AlphaBeta(1e-5, 1e-8))
@@ -137,13 +137,13 @@ def test_a_message_off_a_link_takes_what_messages_took() -> None:
     assert known[4] < 0.8 * other[4]
 
 
-def test_costs_of_two_runs_go_together() -> None:
+def test_costs_of_two_runs_can_be_merged() -> None:
     both = Costs(flop={"a": 1.0}, codec={"TopK": (1.0,)}) | Costs(flop={"b": 2.0}, coder=CODER, asked={"curve": 1.0})
     assert both.flop == {"a": 1.0, "b": 2.0} and both.codec == {"TopK": (1.0,)}
     assert both.coder == CODER and both.asked == {"curve": 1.0}
 
 
-def test_ddp_pays_for_none_of_it() -> None:
+def test_ddp_has_none_of_these_costs() -> None:
     e = experiment(2, 6, strategy=DDP(), pace=5.0)
     assert longer(e, Costs(coder=CODER, flop=FLOP, asked={"collect": 1.0})) == [0.0] * 4
     assert not len(rows(simulate(e, costs=Costs(coder=CODER)), "codec"))

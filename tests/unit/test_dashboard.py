@@ -1,4 +1,4 @@
-"""The dashboard puts charts and handles together and says what the run is doing, however often it is shown."""
+"""Tests the dashboard: it joins charts and controls, and shows the run's state in every view."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workbench.settings import KnobError
 
 
 class StillLab:
-    """A lab without ranks: it notes what it was asked."""
+    """A lab without ranks that notes requests."""
 
     def __init__(self, run: Run | None = None, state: str = "idle") -> None:
         self.experiment = Experiment().checked()
@@ -88,7 +88,7 @@ def noted(run: Run, *marks: tuple[int, int, str, dict[str, Any]]) -> Run:
 
 @pytest.fixture
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dashboards of this test refresh when told to."""
+    """Keeps dashboards of this test from refreshing by themselves."""
     monkeypatch.setattr("widgets.charts.refresh.Refresh.start", lambda self: None)
 
 
@@ -97,16 +97,16 @@ def test_showing_a_lab_twice_is_two_views_of_one_dashboard(no_thread: None) -> N
     first, second = display.lab(lab)._repr_mimebundle_(), display.lab(lab)._repr_mimebundle_()
     view = "application/vnd.jupyter.widget-view+json"
     assert first[view]["model_id"] == second[view]["model_id"]
-    assert lab.asked == []  # showing starts nothing
+    assert lab.asked == []  # showing a dashboard starts nothing
 
 
-def test_a_lab_has_handles_and_a_recorded_run_has_none(no_thread: None) -> None:
+def test_a_lab_has_controls_and_a_recorded_run_has_none(no_thread: None) -> None:
     assert len(Dashboard(StillLab()).handles) == 5
     shown = Dashboard(recorded(steps=20))
     assert shown.handles == () and shown.board.run is shown.shown
 
 
-def test_where_widgets_cannot_be_shown_there_is_a_line_and_a_small_table(no_thread: None) -> None:
+def test_without_widgets_a_line_and_a_small_table_are_shown(no_thread: None) -> None:
     run = recorded(steps=20)
     bundle = Dashboard(run)._repr_mimebundle_()
     assert bundle["text/plain"] == repr(run)
@@ -135,11 +135,11 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
         ("closed", set()),
     ],
 )
-def test_only_what_can_be_done_now_can_be_pressed(state: str, may: set[str]) -> None:
+def test_only_possible_actions_can_be_pressed(state: str, may: set[str]) -> None:
     assert set(Transport(StillLab(state=state)).may) == may
 
 
-def test_the_loss_has_a_diamond_where_a_checkpoint_was_made() -> None:
+def test_the_loss_chart_marks_checkpoints() -> None:
     run, view = recorded(steps=30, ranks=2), Loss()
     view.update(run)
     saved = {"step": 10, "held_out": 0.5}
@@ -150,7 +150,7 @@ def test_the_loss_has_a_diamond_where_a_checkpoint_was_made() -> None:
     assert list(patch.replace[drawn[0]]["y"]) == [0.5] and not view.update(run).replace
 
 
-def test_what_cannot_be_done_is_answered_in_words() -> None:
+def test_an_impossible_action_gives_an_error_text() -> None:
     transport = Transport(StillLab(state="paused"))
     transport.asked("step")
     assert "there is no run to step" in transport.error["text"]
@@ -160,7 +160,7 @@ def test_what_cannot_be_done_is_answered_in_words() -> None:
     assert transport.lab.asked == ["resume", "checkpoint"] and transport.error == {}
 
 
-def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_line_shows_starting_engines_and_what_blocks_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = StillLab(state="starting")
     transport = Transport(lab)
     assert transport.line == "starting 4 ranks · 2 of 4 engines up"
@@ -172,7 +172,7 @@ def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypa
     assert transport.line.endswith(f" · {held}") and repr(lab.run_now).endswith(f"; {held}")
 
 
-def test_progress_follows_a_run_and_begins_anew_with_the_next() -> None:
+def test_progress_follows_a_run_and_restarts_with_the_next() -> None:
     progress = Progress().follow(recorded(steps=30, step_s=0.1))
     assert progress.step == 29 and 1 < (progress.rate or 0) < 10
     progress.follow(None)
@@ -187,13 +187,13 @@ def test_an_error_names_rank_step_and_operation_and_folds_identical_ones() -> No
     assert trouble(both)["title"].startswith("Error on ranks 0, 2, step 7")
 
 
-def test_a_loss_that_is_no_number_is_said_while_the_run_is_paused() -> None:
+def test_a_nan_loss_is_reported_while_the_run_is_paused() -> None:
     run = noted(Run({}, live=True), (3, 12, "nan", {"loss": "nan"}), (0, 13, "state", {"state": "paused"}))
     assert "Rank 3's loss is no longer a number, first at step 12" in trouble(run)["title"]
     assert trouble(noted(run, (0, 14, "state", {"state": "running"}))) == {}
 
 
-def test_what_paused_a_run_is_what_was_first_since_it_went_on_and_no_step_that_was_skipped() -> None:
+def test_the_first_cause_since_the_last_resume_explains_a_pause() -> None:
     layer = {"loss": "nan", "layer": "b", "why": "the first whose output is not finite"}
     run = noted(Run({}, live=True), (3, 1, "nan", {"loss": "nan"}), (0, 2, "state", {"state": "running"}),
                 (0, 5, "nan", {"loss": "", "skipped": True}), (2, 9, "nan", layer), (1, 10, "nan", {"loss": "nan"}),
@@ -218,7 +218,7 @@ def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert "lab.run()" in sent[0]["python"] and "ByteGPT" in sent[1]["python"]
 
 
-def test_the_stacks_of_all_ranks_come_without_the_kernel_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stacks_of_all_ranks_arrive_without_blocking_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, str]] = []
     transport = Transport(StillLab())
     monkeypatch.setattr(transport, "send", sent.append)
@@ -229,7 +229,7 @@ def test_the_stacks_of_all_ranks_come_without_the_kernel_waiting(monkeypatch: py
     assert until(lambda: "division by zero" in transport.error.get("text", ""))
 
 
-def test_what_is_asked_of_single_ranks_is_done_or_refused_in_words() -> None:
+def test_actions_on_single_ranks_are_done_or_refused_with_a_reason() -> None:
     run = recorded(steps=20)
     members = Members(StillLab(run))
     assert members.ranks == []
@@ -245,7 +245,7 @@ def test_what_is_asked_of_single_ranks_is_done_or_refused_in_words() -> None:
     assert "many" in members.error
 
 
-def test_what_befell_ranks_is_drawn_beside_the_changes_and_listed() -> None:
+def test_events_of_ranks_are_drawn_next_to_changes_and_listed() -> None:
     run = recorded(steps=30, ranks=4)
     known = len(all_marks(run))
     noted(run, (0, 5, "asked", {"ranks": [2], "text": "rank 2 was frozen, as asked"}),
@@ -262,7 +262,7 @@ def test_what_befell_ranks_is_drawn_beside_the_changes_and_listed() -> None:
     assert html and all(text in html for text in said)
 
 
-def test_the_timer_runs_beside_and_ends_with_the_dashboard() -> None:
+def test_the_timer_thread_ends_with_the_dashboard() -> None:
     others = threading.enumerate()
     dashboard = Dashboard(StillLab())
     (timer,) = (t for t in threading.enumerate() if t not in others and t.name == "dashboard refresh")

@@ -1,4 +1,4 @@
-"""What a person has opened and chosen on a dashboard is plain JSON and comes back; who only watches steers nothing."""
+"""Tests that a dashboard's state is plain JSON and comes back, and that watchers control nothing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from workbench.sim.plan.advice import Advice, Advised, Suggestion
 
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dashboards of this file refresh when told to."""
+    """Keeps dashboards from refreshing by themselves."""
     monkeypatch.setattr("widgets.charts.refresh.Refresh.start", lambda self: None)
 
 
 class Steered(StillLab):
-    """It notes what was set."""
+    """Notes the settings that it receives."""
 
     name = "steered"
 
@@ -82,7 +82,7 @@ def test_another_run_is_followed_from_its_first_step_with_nothing_pinned() -> No
         ({"version": 1, "what_if": {"ranks": -1}}, "numbers from 0 on"),
     ],
 )
-def test_what_is_no_state_is_refused_in_words(state: Any, said: str) -> None:
+def test_an_invalid_state_is_refused_with_a_reason(state: Any, said: str) -> None:
     dashboard = Dashboard(recorded(steps=20))
     before = dashboard.state()
     with pytest.raises(KnobError, match=said):
@@ -105,7 +105,7 @@ def test_who_watches_has_nothing_to_steer_by_and_whatever_a_page_says_changes_no
     assert all(view.setter is None for view in watched.board._feed.views)
 
 
-def test_docking_without_sidecar_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docking_without_sidecar_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("widgets.page.side.there", lambda: False)
     monkeypatch.setattr("widgets.page.dashboard.there", lambda: False)
     dashboard = Dashboard(training())
@@ -122,7 +122,7 @@ def advice(*settings: dict[str, Any]) -> Advised:
 
 
 def asked(view: Causes, run: Any, request: dict[str, Any]) -> str:
-    """The panel's text once what was asked for is there."""
+    """Returns the panel's text once the answer to a request has arrived."""
     view.ask(request)
     assert until(lambda: not view._busy)
     return view._said if (html := view.update(run).html) is None else html  # type: ignore[return-value]
@@ -140,11 +140,11 @@ def test_a_line_of_advice_is_tried_by_its_button_as_a_change_like_any_other(monk
     assert "Try the other</button>" in said and lab.asked == []
     said = asked(view, run, {"try": [0, 1]})
     assert lab.asked == ["strategy.every=8"] and "Tried: turn strategy.every to 8" in said and "Try this" not in said
-    view.ask({"try": [0, 0]})  # the advice was of other settings
+    view.ask({"try": [0, 0]})  # the advice was for other settings
     assert lab.asked == ["strategy.every=8"]
 
 
-def test_what_is_refused_or_cannot_be_simulated_is_said_and_who_watches_cannot_try(
+def test_refused_advice_is_reported_and_watchers_cannot_try_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, lab = synthetic.run(steps=60, slow=(2, "backward", 1.5), changes=()), Steered()

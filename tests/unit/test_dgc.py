@@ -1,4 +1,4 @@
-"""DGC against the paper's box, momentum SGD through any turn of it, and what the record must say."""
+"""Tests DGC against the paper's algorithm, momentum SGD and the record."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def held(memories: list[Memory], slot: str) -> torch.Tensor:
-    """(ranks, n): what each rank keeps in a slot."""
+    """Returns each rank's values in a slot: (ranks, n)."""
     return torch.stack([torch.cat([x for _, x in sorted(m.buffers[slot].items())]) for m in memories])
 
 
 def plain(steps: list[np.ndarray], k: int, m: float, nesterov: bool, masking: bool) -> tuple[list[np.ndarray], ...]:
-    """The box as the authors write it, Nesterov's with its momentum one step ahead: results, u and v at the end."""
+    """The authors' algorithm; Nesterov's has its momentum one step ahead. Returns results, and the last u and v."""
     u, v, out = np.zeros_like(steps[0]), np.zeros_like(steps[0]), []
     for g in steps:
         if nesterov:
@@ -74,8 +74,8 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, nesterov: bool, masking: b
     np.testing.assert_allclose(held(memories, "velocity").numpy(), v, rtol=1e-11, atol=1e-11)
 
 
-def test_nothing_is_lost_of_the_velocity_over_500_live_changes() -> None:
-    """Everything sent plus every rank's velocity equals the sum of all that momenta added to it."""
+def test_500_live_changes_lose_no_velocity() -> None:
+    """All sent values plus all velocities equal the sum of what the momenta added."""
     rng = random.Random(5)
     ranks, parts = 3, placed(*[(12, 16), (8,)] * 6)
     n = parts[-1].stop
@@ -104,7 +104,7 @@ def test_nothing_is_lost_of_the_velocity_over_500_live_changes() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("masking", [True, False])
-def test_what_is_not_finite_is_passed_on_and_not_remembered(bad: float, masking: bool) -> None:
+def test_values_that_are_not_finite_are_passed_on_and_not_kept(bad: float, masking: bool) -> None:
     memories, g = [Memory(), Memory()], noise(1, 2, 200)
     spoilt = g.clone()
     spoilt[1, 7] = bad
@@ -115,17 +115,17 @@ def test_what_is_not_finite_is_passed_on_and_not_remembered(bad: float, masking:
     assert bool(held(memories, "momentum").isfinite().all()) and bool(held(memories, "velocity").isfinite().all())
 
 
-def test_nothing_of_nothing_is_sent() -> None:
+def test_zero_gradients_send_nothing() -> None:
     memories = [Memory(), Memory()]
     assert not exchange(DGC(density=0.5), torch.zeros(2, 200), PARTS, memories).any()
 
 
-# -- the threshold from a sample --
+# threshold from a sample
 
 
 @pytest.mark.parametrize("heavy", [False, True], ids=["normal", "heavy tails"])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_the_sampled_threshold_lets_about_as_many_through_as_wanted(density: float, heavy: bool) -> None:
+def test_the_sampled_threshold_selects_about_the_wanted_number(density: float, heavy: bool) -> None:
     n, rng = 100_000, torch.Generator().manual_seed(3)
     for seed in range(5):
         x = noise(seed, n).float() ** (3 if heavy else 1)
@@ -135,21 +135,21 @@ def test_the_sampled_threshold_lets_about_as_many_through_as_wanted(density: flo
         torch.testing.assert_close(x[index].square().sum(), best)  # these are the largest there are
 
 
-def test_early_entries_do_not_go_first() -> None:
+def test_selection_does_not_prefer_early_entries() -> None:
     rng = torch.Generator().manual_seed(0)
     places = torch.cat([_largest(noise(s, 20_000).float(), 0.01, 0.02, rng) for s in range(40)]).double()
     spread = 20_000 / 12**0.5 / len(places) ** 0.5
     assert abs(float(places.mean()) - 10_000) < 4 * spread
 
 
-def test_zeros_are_never_sent_and_few_that_are_not_all_are() -> None:
+def test_zeros_are_never_sent_and_a_few_nonzeros_always() -> None:
     x = torch.zeros(5000)
     x[[3, 77, 4999]] = torch.tensor([1.0, -2.0, 1e-20])
     assert sorted(_largest(x, 0.01, 0.01, torch.Generator()).tolist()) == [3, 77, 4999]
 
 
-def test_each_gradient_is_clipped_on_its_rank_to_the_limit_over_the_root_of_their_number() -> None:
-    """Data are shares, 1/p of a rank's gradient."""
+def test_gradients_are_clipped_locally_to_the_limit_over_sqrt_of_ranks() -> None:
+    """Inputs are 1/p of a rank's gradient."""
     parts, p = placed((20, 10), (50,)), 4
     g = torch.cat([100 * noise(1, p, 200), 1e-3 * noise(2, p, 50)], 1)
     memories = [Memory() for _ in range(p)]
@@ -157,14 +157,14 @@ def test_each_gradient_is_clipped_on_its_rank_to_the_limit_over_the_root_of_thei
     for r, memory in enumerate(memories):
         first, second = (memory.buffers["velocity"][name] + 0 for name in ("p0", "p1"))
         u = memory.buffers["momentum"]["p1"]
-        rest = first != 0  # the others have been sent
+        rest = first != 0  # the remaining elements were sent
         scale = 2.0 / p**0.5 / float(g[r, :200].norm())
         torch.testing.assert_close(first[rest], (g[r, :200] / p * scale)[rest])
         torch.testing.assert_close(u, g[r, 200:] / p, rtol=1e-12, atol=0), "what is short stays as it is"
         assert second.shape == (50,)
 
 
-# -- it and the optimizer's momentum --
+# with the optimizer's momentum
 
 
 def sgd(**rest: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def agree(a: list[Any], b: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("rest", [{}, {"weight_decay": 0.1}], ids=str)
-def test_if_all_is_sent_and_nothing_masked_it_is_sgd_with_momentum(rest: dict[str, Any]) -> None:
+def test_full_density_without_masking_is_sgd_with_momentum(rest: dict[str, Any]) -> None:
     agree(run(experiment(3, 12, compressor=EXACT, **sgd(**rest))), run(experiment(3, 12, **sgd(**rest))))
     plain_steps = run(experiment(3, 12, **sgd(momentum=0.0, **rest)))
     masked = run(experiment(3, 12, compressor=DGC(density=1.0), **sgd(**rest)))
@@ -208,7 +208,7 @@ TURNS = {
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("turn", TURNS)
-def test_turned_on_or_off_live_it_goes_on_as_sgd_with_momentum(turn: str, decay: float) -> None:
+def test_live_switches_continue_as_sgd_with_momentum(turn: str, decay: float) -> None:
     first, changes = TURNS[turn]
     changes = [replace(c, value={type(c.value).__name__: _knobs(c.value)}) if isinstance(c.value, Compressor) else c
                for c in changes]  # fmt: skip
@@ -227,8 +227,8 @@ def _knobs(compressor: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("density", [0.02, 0.3])
-def test_turned_off_the_optimizer_has_the_momentum_that_it_would_have_had(density: float) -> None:
-    """At a rate of next to nothing gradients are those of an uncompressed run; without masking so is the momentum."""
+def test_switching_off_restores_the_optimizers_momentum(density: float) -> None:
+    """At a rate of nearly 0 the gradients, and without masking the momentum, equal those of an uncompressed run."""
     rest = {"optimizer": SGD(), "lr": 1e-12}
     turns = [Change(4, "compressor", {"DGC": {"density": density, "masking": False}}), Change(9, "compressor", "Dense")]
     for s, t in zip(run(experiment(3, 13, **rest), *turns), run(experiment(3, 13, **rest)), strict=True):
@@ -239,21 +239,21 @@ def test_turned_off_the_optimizer_has_the_momentum_that_it_would_have_had(densit
             torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
 
 
-def test_a_mark_says_who_keeps_the_momentum() -> None:
+def test_a_mark_names_the_keeper_of_the_momentum() -> None:
     sessions = run(experiment(2, 12, **sgd()), Change(4, "compressor", "DGC"), Change(8, "compressor", "Dense"))
     said = [(m[0], m[3]) for m in sessions[0].record.noted("momentum")]
     assert [step for step, _ in said] == [4, 8] and not sessions[1].record.noted("momentum")
     assert "compressor" in said[0][1] and "optimizer" in said[1][1]
 
 
-def test_from_error_feedback_and_back_each_sends_once_what_it_owes() -> None:
+def test_switching_from_and_to_error_feedback_sends_each_residual_once() -> None:
     turns = [Change(4, "compressor", "DGC"), Change(8, "compressor", "TopK")]
     for s in run(experiment(2, 12, compressor=TopK.usual(), **sgd()), *turns):
         slots = set(s.rank.memory.buffers)
         assert "residual" in slots and not {"velocity", "momentum"} & slots
         whole = sum(traffic("all_reduce", b.nbytes, 2)[0] for b in s.layout.buckets)
         sent = [sum(n for k, _, n in s.record.comm() if k == step) for step in range(12)]
-        asked = traffic("all_reduce", 4 * SIGNS * WIDTH, 2)[0]  # how much the residual is
+        asked = traffic("all_reduce", 4 * SIGNS * WIDTH, 2)[0]  # bytes that ask for the size of the residual
         assert sent[4] == whole + asked and sent[8] == 2 * whole and max(*sent[5:8], *sent[9:]) < whole / 4
 
 
@@ -264,7 +264,7 @@ def test_an_optimizer_without_momentum_has_none_afterwards() -> None:
         assert all("momentum_buffer" not in state for state in s.optimizer.state.values())
 
 
-def test_turned_off_together_with_a_change_of_strategy_what_it_owes_is_dropped_and_the_momentum_handed_back() -> None:
+def test_switching_off_with_a_new_strategy_drops_the_residual_and_restores_momentum() -> None:
     turns = [Change(6, "compressor", "Dense"), Change(6, "strategy", "LocalSGD")]
     sessions = run(experiment(3, 8, compressor=DGC(), **sgd()), *turns)
     for s in sessions:
@@ -273,13 +273,13 @@ def test_turned_off_together_with_a_change_of_strategy_what_it_owes_is_dropped_a
         assert all(bool(state["momentum_buffer"].any()) for state in s.optimizer.state.values())
 
 
-def test_an_optimizer_changed_while_it_is_on_still_steps_without_momentum() -> None:
+def test_an_optimizer_changed_during_dgc_steps_without_momentum() -> None:
     e = experiment(2, 12, compressor=EXACT, **sgd())
     turned = run(e, Change(5, "optimizer.weight_decay", 0.05))
     agree(turned, run(experiment(2, 12, **sgd()), Change(5, "optimizer.weight_decay", 0.05)))
 
 
-def test_without_momentum_it_is_top_k_under_error_feedback_and_the_optimizer_keeps_its_own() -> None:
+def test_dgc_without_momentum_is_top_k_with_error_feedback() -> None:
     mine = run(experiment(2, 12, compressor=DGC(density=0.1, momentum=0.0, sample=1.0), **sgd()))
     agree(mine, run(experiment(2, 12, compressor=ErrorFeedback(of=TopK(density=0.1)), **sgd())))
 
@@ -296,7 +296,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("beside", "words"), REFUSED, ids=str)
-def test_where_the_momentum_cannot_be_kept_it_is_refused_in_words(beside: dict[str, Any], words: str) -> None:
+def test_settings_that_prevent_keeping_the_momentum_are_refused(beside: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=f"compressor=DGC: it keeps .*{words}"):
         experiment(compressor=DGC(), **beside)
     assert experiment(compressor=DGC(momentum=0.0), **beside)
@@ -305,13 +305,13 @@ def test_where_the_momentum_cannot_be_kept_it_is_refused_in_words(beside: dict[s
 
 
 @pytest.mark.parametrize("strategy", [OneBitAdam()], ids=str)
-def test_a_strategy_with_moments_of_its_own_refuses_it(strategy: Strategy) -> None:
+def test_a_strategy_with_its_own_moments_refuses_dgc(strategy: Strategy) -> None:
     with pytest.raises(KnobError, match="use "):
         experiment(compressor=DGC(), strategy=strategy)
 
 
 @pytest.mark.parametrize("own", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9, dampening=0.5)], ids=str)
-def test_an_optimizer_of_the_tasks_own_is_looked_at_once_it_is_there(own: Any) -> None:
+def test_a_tasks_own_optimizer_is_checked_once_it_exists(own: Any) -> None:
     e = Experiment(ranks=2, steps=6, eval_every=0, pace=5.0, task=toy(partial(own, lr=0.01)))
     with pytest.raises(KnobError, match="compressor=DGC: it keeps the momentum itself"):
         simulate(e.set("compressor", "DGC"), real=True)
@@ -320,7 +320,7 @@ def test_an_optimizer_of_the_tasks_own_is_looked_at_once_it_is_there(own: Any) -
     assert "no plain sum" in simulate(e, changes=[change]).details("refused")[0][2]["reason"]
 
 
-def test_any_optimizer_goes_with_it_if_it_has_no_momentum_of_its_own() -> None:
+def test_dgc_without_momentum_works_with_any_optimizer() -> None:
     optimizers: list[Optimizer] = [Adam(), LARS(trust=0.1), SGD(nesterov=True)]
     for optimizer in optimizers:
         rest = {"optimizer": optimizer, "lr": 0.01}
@@ -328,7 +328,7 @@ def test_any_optimizer_goes_with_it_if_it_has_no_momentum_of_its_own() -> None:
         agree(run(experiment(2, 6, compressor=exact, **rest)), run(experiment(2, 6, **rest)))
 
 
-def test_sizes_only_a_turn_on_and_off_sends_as_much_as_with_tensors_where_all_crosses() -> None:
+def test_switching_sends_the_same_bytes_with_shapes_only() -> None:
     e = experiment(3, 12, pace=5.0, **sgd())
     on = {"DGC": {"density": 1.0}}
     changes = [Change(4, "compressor", on), Change(8, "compressor", "Dense")]
@@ -351,7 +351,7 @@ def test_ranks_agree_through_live_changes_of_all_its_knobs() -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_it_trains_as_far_as_sgd_with_momentum() -> None:
+def test_dgc_reaches_the_loss_of_sgd_with_momentum() -> None:
     rest = {"task": toy(partial(torch.optim.SGD, lr=0.01, momentum=0.9)), "eval_every": 200}
     ends = {}
     for c in ({}, {"compressor": DGC(density=0.05)}):

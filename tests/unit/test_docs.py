@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere, what they copy from the code is current, and what they name is there."""
+"""Tests the pages: links work, copies of code are current, and named things exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workbench.settings import knobs
 
 ROOT = Path(__file__).parent.parent.parent
 EVERY = [m for base, _ in reference.FAMILIES.values() for m in reference.shipped(base)]
-WITHOUT_PAPER = {  # nobody's invention
+WITHOUT_PAPER = {  # not from a paper
     "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Script", "Loop", "Crash", "Freeze", "Noisy", "Slow",
     "TransientStraggler",
 }  # fmt: skip
@@ -38,11 +38,11 @@ def page(name: str) -> str:
 
 
 @pytest.mark.parametrize("path", links.pages(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_the_links_of_a_page_lead_somewhere(path: Path) -> None:
+def test_the_links_of_a_page_work(path: Path) -> None:
     assert links.broken(path) == []
 
 
-def test_a_link_that_leads_nowhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_link_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(links, "ROOT", tmp_path)
     (tmp_path / "there.md").write_text("# A `b`, c\n\n## Twice\n\n## Twice\n\n```\n# not one\n```\n")
     good = ["there.md", "#here", "there.md#a-b-c", "there.md#twice-1", "https://example.org/gone", "mailto:a@b.c"]
@@ -53,25 +53,25 @@ def test_a_link_that_leads_nowhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize("path", tables.PAGES, ids=lambda p: p.stem)
-def test_what_a_page_copies_from_the_code_is_current(path: Path) -> None:
+def test_copies_of_code_on_pages_are_current(path: Path) -> None:
     text = path.read_text()
     assert text == tables.filled(text), "run: make tables"
 
 
 @pytest.mark.parametrize("path", tables.STUBS, ids=lambda p: p.parent.name)
-def test_what_editors_are_told_of_a_package_is_current(path: Path) -> None:
+def test_stub_files_for_editors_are_current(path: Path) -> None:
     assert path.read_text() == tables.stub(path), "run: make tables"
 
 
 @pytest.mark.parametrize("member", EVERY, ids=lambda m: m.__name__)
-def test_a_member_says_when_to_use_it_and_who_invented_it(member: type[Any]) -> None:
+def test_a_member_names_its_use_and_its_paper(member: type[Any]) -> None:
     said = inspect.getdoc(member) or ""
     assert re.search(rf"^{reference.WHEN} \S", said, re.M)
     assert (f"\n{reference.PAPER} " in said) != (member.__name__ in WITHOUT_PAPER)
 
 
 @pytest.mark.parametrize("name", reference.FAMILIES)
-def test_every_member_is_on_its_page_with_each_knob_on_a_line(name: str) -> None:
+def test_every_member_is_on_its_page_with_all_knobs(name: str) -> None:
     text = page(f"reference/{'fabric' if name in reference.SECTIONS else name}.md")
     assert f"<!-- reference {name} -->" in text
     for member in reference.shipped(reference.FAMILIES[name][0]):
@@ -89,7 +89,7 @@ def test_every_verb_and_every_setting_is_on_its_page() -> None:
         assert f"\n| `{k.name}` | " in page("reference/experiment.md")
 
 
-def test_words_of_a_docstring_are_not_taken_for_markup() -> None:
+def test_markup_characters_of_docstrings_are_escaped() -> None:
     assert reference.prose("k = density * n,\nE ||x|| < a_i, _b.py, x[0](1)") == (
         r"k = density \* n, E \|\|x\|\| \< a_i, \_b.py, x\[0\](1)"
     )
@@ -99,7 +99,7 @@ def test_words_of_a_docstring_are_not_taken_for_markup() -> None:
     assert reference.linked("see docs/gpu.md.") == "see [docs/gpu.md](../gpu.md)."
 
 
-def test_what_is_wanted_is_counted_and_every_test_that_shows_it_is_there() -> None:
+def test_the_page_of_wishes_is_counted_and_its_tests_exist() -> None:
     rows = re.findall(r"^\| (\d+) \| .+? \| \**(yes|partly|no)\** \| (.+) \|$", page("wanted.md"), re.M)
     assert [int(number) for number, *_ in rows] == list(range(1, 72))
     count = Counter(verdict for _, verdict, _ in rows)
@@ -117,11 +117,11 @@ def test_every_lesson_is_on_the_list() -> None:
     assert listed == [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
-# -- what the pages say to type
+# commands and settings on the pages
 
 
 @pytest.mark.parametrize("name", ["strategies", "compressors", "optimizers", "fabric"])
-def test_what_a_page_says_to_set_can_be_set(name: str) -> None:
+def test_settings_that_a_page_suggests_are_valid(name: str) -> None:
     experiment = Experiment()
     names = {name: getattr(workbench, name) for name in workbench.__all__}
     for call in re.findall(r"`lab\.set\((\".*?)\)`", page(f"reference/{name}.md")):
@@ -143,7 +143,7 @@ def test_the_command_lines_are_accepted(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def example(word: str) -> str:
-    """The one example of the page on using it that has this word."""
+    """Returns the one example in using.md that contains this word."""
     (found,) = (block for block in re.findall(r"```python\n(.*?)```", page("using.md"), re.S) if word in block)
     return str(found)
 
@@ -199,7 +199,7 @@ def test_the_example_of_two_runs_says_which_is_faster(
 @pytest.mark.ranks
 def test_the_example_of_a_loop_runs() -> None:
     names: dict[str, Any] = {}
-    exec(example("Loop(run=train)"), names)  # by itself, too
+    exec(example("Loop(run=train)"), names)  # it also runs without ranks
     (session,) = run(replace(names["experiment"], ranks=1))
     assert len(session.record.losses()) == 96
 
@@ -239,8 +239,8 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
-def test_the_glossarys_names_of_torch_are_torchs() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch's own imports
+def test_the_glossarys_torch_names_exist_in_torch() -> None:
     named = [name for row in rows() for name in re.findall(r"`(torch\.[\w.]+)`", row[1])]
     assert len(named) > 30
     assert all(pkgutil.resolve_name(name) for name in named)
@@ -248,7 +248,7 @@ def test_the_glossarys_names_of_torch_are_torchs() -> None:
         pkgutil.resolve_name("torch.distributed.all_shuffle")
 
 
-def test_the_glossarys_nouns_are_ours() -> None:
+def test_the_glossarys_nouns_exist_in_the_workbench() -> None:
     settings = {k.name for m in [Experiment, Fabric, Link, *EVERY] for k in knobs(m)}
     claims = {name for base, _ in reference.FAMILIES.values() for name in vars(base)}
     seen = {word for names, _ in reference.terms(inspect.getdoc(Rank) or "") for word in names.split(", ")}

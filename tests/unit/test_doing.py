@@ -1,4 +1,4 @@
-"""What takes a while says how far it is and what it has to go, on dashboards and at a prompt, and none of it lasts."""
+"""Tests that long work reports progress and remaining time until it ends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from workbench.strategies import DDP
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits until a thing is worth a word."""
+    """Makes progress reports appear at once."""
     monkeypatch.setattr(doing, "SOON", -1.0)
 
 
-def test_parts_within_parts_make_one_share_that_never_falls(at_once: None) -> None:
+def test_nested_parts_make_one_share_that_never_falls(at_once: None) -> None:
     seen = []
     with doing.doing("planning", 2) as outer:
         for _ in range(2):
@@ -44,13 +44,13 @@ def test_parts_within_parts_make_one_share_that_never_falls(at_once: None) -> No
     assert seen == [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.0] and doing.under_way() == []
 
 
-def test_what_fails_is_no_longer_under_way(at_once: None) -> None:
+def test_failed_work_is_no_longer_under_way(at_once: None) -> None:
     with pytest.raises(ValueError), doing.doing("outer", 1), doing.doing("inner", 1):
         raise ValueError
     assert doing.under_way() == []
 
 
-def test_time_to_go_follows_from_what_is_done_or_from_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_follows_from_progress_or_from_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with doing.doing("simulating", 10) as parts, doing.doing("starting", usual=8.0) as whole:
@@ -86,7 +86,7 @@ def test_simulating_and_planning_are_under_way_while_they_last(
     assert {what for what, _ in shares} == {"planning"} and shares[-1][1] == 1.0
 
 
-def test_how_long_a_start_took_is_known_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_duration_of_a_start_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert usual.usual("starting 4 engines") is None
     usual.took("starting 4 engines", 5.5)
@@ -95,7 +95,7 @@ def test_how_long_a_start_took_is_known_the_next_time(tmp_path: Path, monkeypatc
     assert usual.usual("starting 4 engines") is None
     with pytest.raises(ValueError), usual.timed("starting 4 engines"):
         raise ValueError
-    assert usual.usual("starting 4 engines") is None  # what failed says nothing of how long it takes
+    assert usual.usual("starting 4 engines") is None  # a failed start gives no duration
 
 
 def test_a_run_of_known_length_says_what_it_has_to_go() -> None:
@@ -111,7 +111,7 @@ def test_a_run_of_known_length_says_what_it_has_to_go() -> None:
     assert "to go" not in line("running", Progress().follow(run), 4) and works(run, "running", progress) == []
 
 
-def test_a_checkpoint_that_is_being_written_is_said_until_it_is_whole() -> None:
+def test_a_checkpoint_is_reported_while_it_is_written() -> None:
     run = recorded(steps=20)
     assert saving(run.timeline) is None
     run.timeline.samples.add([Sample(0, 4, "checkpoint_copied", 1.0, 0.1)])
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_being_written_is_said_until_it_is_whole() -> None:
     assert said[0]["share"] == pytest.approx(4 / 6, abs=0.05)
 
 
-def test_the_page_is_told_of_what_this_process_does(at_once: None) -> None:
+def test_the_page_shows_the_work_of_this_process(at_once: None) -> None:
     with doing.doing("tuning", 4) as work:
         work.step()
         bar = Transport(StillLab())
@@ -136,7 +136,7 @@ def test_the_page_is_told_of_what_this_process_does(at_once: None) -> None:
     assert bar.works == []
 
 
-def test_a_notebooks_bar_is_gone_at_the_end_also_where_the_last_part_was_not_counted(
+def test_a_notebooks_bar_disappears_at_the_end_even_if_the_last_part_was_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tqdm.notebook import tqdm

@@ -1,4 +1,4 @@
-"""How a run ends: how long is waited for whom, and what it then was. In a time of its own, without ranks."""
+"""Tests how a run ends: how long the kernel waits, and the final state. Uses a fake clock and no ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lost(rank: int) -> dict[str, Any]:
 
 
 def first(clock: Clock, it: Ending, due: str, within: float) -> float:
-    """Seconds until `due` is due."""
+    """Returns the seconds until `due` is due."""
     began = clock.now
     while it.due() != due:
         clock.now += 0.05
@@ -75,7 +75,7 @@ def test_a_stop_waits_for_a_boundary_in_proportion_to_the_steps(clock: Clock, st
     assert first(clock, it, "give up", 20) == pytest.approx(max(LEAVE, 3 * step_s), abs=0.11)
 
 
-def test_as_long_as_any_rank_makes_steps_all_are_waited_for_but_not_for_ever(clock: Clock) -> None:
+def test_a_stop_waits_while_any_rank_makes_steps_but_not_for_ever(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(8, 0.02))
     it.heard(1, status(3, 0.5))
@@ -88,14 +88,14 @@ def test_as_long_as_any_rank_makes_steps_all_are_waited_for_but_not_for_ever(clo
     assert first(clock, it, "abort", 3) < 3
 
 
-def test_before_the_first_step_there_is_more_patience(clock: Clock) -> None:
+def test_a_stop_waits_longer_before_the_first_step(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(0, 0.0))
     it.stop()
     assert first(clock, it, "abort", 20) == pytest.approx(FIRST, abs=0.11)
 
 
-def test_ranks_that_are_beginning_are_given_time_to_when_a_stop_is_asked(clock: Clock) -> None:
+def test_a_stop_waits_for_ranks_that_are_starting(clock: Clock) -> None:
     it = ending(clock)
     clock.now += 1000
     assert not it.unwanted
@@ -106,14 +106,14 @@ def test_ranks_that_are_beginning_are_given_time_to_when_a_stop_is_asked(clock: 
     assert it.unwanted
 
 
-def test_nothing_is_due_while_it_trains(clock: Clock) -> None:
+def test_nothing_is_due_during_training(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(5))
     clock.now += 1000
     assert it.due() == "" and not it.near
 
 
-def test_a_rank_is_over_when_its_line_or_its_rows_say_so(clock: Clock) -> None:
+def test_a_rank_is_over_by_its_status_or_its_rows(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(9, over=True, state="done"))
     assert it.due() == "" and it.inside == {1}
@@ -121,7 +121,7 @@ def test_a_rank_is_over_when_its_line_or_its_rows_say_so(clock: Clock) -> None:
     assert it.due() == "over" and it.outcome() == ("done", [])
 
 
-def test_losing_a_peer_after_a_stop_was_asked_is_no_failure(clock: Clock) -> None:
+def test_losing_a_peer_after_a_stop_request_is_no_failure(clock: Clock) -> None:
     it = ending(clock)
     it.stop()
     it.failed(1, lost(1))
@@ -130,7 +130,7 @@ def test_losing_a_peer_after_a_stop_was_asked_is_no_failure(clock: Clock) -> Non
     assert it.outcome() == ("stopped", [])
 
 
-def test_losing_a_peer_is_a_failure_where_nobody_asked_and_so_is_an_error_of_ones_own_after_a_stop(
+def test_a_lost_peer_without_a_stop_and_an_own_error_after_one_are_failures(
     clock: Clock,
 ) -> None:
     it = ending(clock)
@@ -144,8 +144,8 @@ def test_losing_a_peer_is_a_failure_where_nobody_asked_and_so_is_an_error_of_one
     assert (state, error["rank"]) == ("failed", 1)
 
 
-def test_a_rank_that_was_told_to_leave_before_it_missed_the_dead_one_was_freed_too(clock: Clock) -> None:
-    """On a busy machine the word to leave may come before the closing of a wire."""
+def test_a_rank_ordered_to_leave_before_it_noticed_the_death_is_no_culprit(clock: Clock) -> None:
+    """On a busy machine the order to leave may arrive before a connection closes."""
     it = ending(clock, 4)
     for rank in range(4):
         it.at(rank, 3)
@@ -161,7 +161,7 @@ def test_a_rank_that_was_told_to_leave_before_it_missed_the_dead_one_was_freed_t
     assert str(error).startswith("rank 3, step 3, all_reduce: EngineDied: killed (ranks 0-2 were freed because of it)")
 
 
-def test_a_rank_that_ended_without_a_final_word_has_failed(clock: Clock) -> None:
+def test_a_rank_that_ended_without_a_final_report_has_failed(clock: Clock) -> None:
     it = ending(clock, 1)
     it.heard(0, status(4, over=True))
     assert it.due() == "over" and it.outcome() == ("failed", [])
@@ -177,17 +177,17 @@ def test_ranks_are_freed_soon_after_an_error_and_at_once_after_a_death(clock: Cl
     assert it.due() == "abort" and it.inside == {0}
 
 
-def test_ranks_that_were_told_to_leave_before_they_had_begun_get_their_time_once_they_have(clock: Clock) -> None:
+def test_ranks_ordered_to_leave_before_they_begin_get_time_once_they_begin(clock: Clock) -> None:
     it = ending(clock)
     it.stop()
     it.abort()
-    clock.now += 8  # they begin
+    clock.now += 8  # now they begin
     it.begun()
     assert it.due() == ""
     assert first(clock, it, "give up", 20) == pytest.approx(LEAVE, abs=0.11)
 
 
-def test_what_a_rank_says_first_of_its_end_stands(clock: Clock) -> None:
+def test_a_ranks_first_report_of_its_end_counts(clock: Clock) -> None:
     it = ending(clock)
     it.gone(0, "done")
     it.heard(0, {**status(3), "over": True})
@@ -196,12 +196,12 @@ def test_what_a_rank_says_first_of_its_end_stands(clock: Clock) -> None:
 
 
 def came(live: Live, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
-    """A rank's next mark has come."""
+    """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps(detail))])
     live.take(Batch("g", "marks", rank, live.gaps.next["marks", rank], row))
 
 
-def test_a_run_that_went_on_after_a_nan_is_judged_anew_by_who_watches_then() -> None:
+def test_a_second_nan_is_judged_by_the_watchers_at_that_time() -> None:
     watched = True
     live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
     came(live, 0, 0, 1.0, "state", {"state": "running"})
@@ -209,13 +209,13 @@ def test_a_run_that_went_on_after_a_nan_is_judged_anew_by_who_watches_then() -> 
     assert live.ending.unwatched is None and not live.ending.asked, "somebody watches: it pauses"
     came(live, 0, 5, 3.0, "state", {"state": "running"})
     watched = False
-    came(live, 0, 4, 2.1, "nan", {"loss": "nan"})  # a row that comes late, of before
+    came(live, 0, 4, 2.1, "nan", {"loss": "nan"})  # a late row from before
     assert not live.ending.asked
     came(live, 1, 9, 4.0, "nan", {"loss": "inf"})
     assert live.ending.asked and live.ending.unwatched is not None and live.ending.unwatched["step"] == 9
 
 
-def test_a_thread_that_others_wait_for_survives_what_its_looks_raise(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watching_thread_survives_errors_of_its_looks(caplog: pytest.LogCaptureFixture) -> None:
     over, looks, said = threading.Event(), [], []
 
     def look() -> None:
@@ -233,7 +233,7 @@ def test_a_thread_that_others_wait_for_survives_what_its_looks_raise(caplog: pyt
     assert record.exc_info, "the traceback is in the log, once"
 
 
-def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
+def test_a_watching_thread_survives_errors_of_its_listener() -> None:
     over, looks = threading.Event(), []
 
     def look() -> None:
@@ -249,8 +249,8 @@ def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
     assert it.join(60)
 
 
-def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_quicker_than_its_end() -> None:
-    """Their word that they went on, after which nobody is about to leave, may come before its engine is seen gone."""
+def test_an_evicted_rank_is_named_with_the_reason_although_its_end_is_noticed_late() -> None:
+    """The report that ranks went on may arrive before the kernel notices the dead engine."""
     e = Experiment(ranks=3, on_death="end")
     cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None)
     live = Live(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
@@ -262,8 +262,8 @@ def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_
     assert live.notes[-1] == "rank 2 is lost at step 5, forward: was put out: as asked; its engine is gone"
 
 
-def test_a_kernel_that_attaches_says_where_one_was_who_was_lost_meanwhile() -> None:
-    """The record is all that it has of that rank, whose engine answers nobody."""
+def test_an_attaching_kernel_reports_the_step_of_a_lost_rank() -> None:
+    """The record is the only source about that rank, because its engine does not answer."""
     recorded = synthetic.run("DDP", 3, 40, changes=(), eval_every=0)
     live = Live(recorded, SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None), Changes(  # type: ignore[arg-type]
         Experiment(ranks=3, on_death="go on"), []), "g")  # fmt: skip
@@ -272,7 +272,7 @@ def test_a_kernel_that_attaches_says_where_one_was_who_was_lost_meanwhile() -> N
     assert live.notes[-1] == "rank 2 is lost at step 40: its engine (pid 5) is gone"
 
 
-def test_a_kernel_that_attaches_knows_what_was_changed_before_and_after_a_rank_was_lost() -> None:
+def test_an_attaching_kernel_knows_changes_before_and_after_a_loss() -> None:
     e = Experiment(ranks=3, on_death="go on")
     change = {"path": "bucket_mb", "value": 0.5, "id": "change 1"}
     after = e.set("ranks", 2).set("bucket_mb", 0.5)
@@ -292,10 +292,10 @@ def test_a_kernel_that_attaches_knows_what_was_changed_before_and_after_a_rank_w
     assert [c.value for c in lives[0].run.changes] == [0.5, 0.25]
 
 
-def test_others_come_though_the_word_that_the_run_trains_was_lost_with_the_rank_that_says_it(
+def test_ranks_are_replaced_although_the_report_of_training_was_lost_with_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing that rank 0 told is on a disk, and who says it now has not gone on yet when a kernel attaches."""
+    """Rank 0's reports are on no disk, and the new first rank has not gone on yet when a kernel attaches."""
     e, asked = Experiment(ranks=3, on_death="replace"), []
     there: Any = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: rank == 0)
     before = Live(Run({}, live=True), there, Changes(e, []), "g")
@@ -314,10 +314,10 @@ def test_others_come_though_the_word_that_the_run_trains_was_lost_with_the_rank_
     assert until(lambda: asked) and asked == [("running", 3)]
 
 
-def test_those_who_are_lost_while_nobody_can_be_asked_yet_are_replaced_together(
+def test_ranks_lost_before_requests_are_possible_are_replaced_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two who ask side by side would each ask for one more than there are."""
+    """Two separate requests would each ask for one rank more than there are."""
     there, asked = SimpleNamespace(engines=[], death=lambda rank: None), list[int]()
     live = Live(Run({}, live=True), there, Changes(Experiment(ranks=4, on_death="replace"), []), "g")  # type: ignore[arg-type]
     monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
@@ -335,7 +335,7 @@ def test_those_who_are_lost_while_nobody_can_be_asked_yet_are_replaced_together(
 @pytest.mark.parametrize("over", [
     lambda live: live.leave("the run is not followed here any more"), lambda live: live.come_to_end(),
     lambda live: setattr(live, "state", "failed")], ids=["left", "stopping", "failed"])  # fmt: skip
-def test_nobody_comes_to_a_run_that_is_over_before_anybody_said_that_it_trains(
+def test_a_run_that_ended_before_it_trained_gets_no_replacements(
     over: Callable[[Live], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: Any = SimpleNamespace(engines=[], death=lambda rank: None)
@@ -351,7 +351,7 @@ def test_nobody_comes_to_a_run_that_is_over_before_anybody_said_that_it_trains(
     assert live.notes == notes
 
 
-def test_a_watch_gives_back_now_and_then_what_views_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_returns_freed_memory_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     live = SimpleNamespace(ending=Ending(range(2)), ranks=range(2), over=threading.Event())
     looking, given = Watch(live), []  # type: ignore[arg-type]
     live.over.set()
@@ -381,7 +381,7 @@ def test_a_rank_that_dies_before_it_has_joined_does_not_end_the_run(clock: Clock
     assert it.due() == "over" and it.outcome() == ("done", [])
 
 
-def test_a_rank_that_dies_before_the_kernel_hears_that_it_has_joined_ends_the_run(clock: Clock) -> None:
+def test_a_rank_that_dies_before_its_join_is_reported_ends_the_run(clock: Clock) -> None:
     it = ending(clock)
     it.admit([2])
     it.failed(2, died(2))
@@ -398,7 +398,7 @@ def test_a_rank_that_waits_to_join_leaves_after_the_last_step(clock: Clock) -> N
     assert it.due() == ""
     assert first(clock, it, "abort", 10) == pytest.approx(LEAVE, abs=0.11)
     it.abort()
-    it.gone(2, "failed")  # so ends a session that is told to leave
+    it.gone(2, "failed")  # a session that is ordered to leave ends like this
     assert it.due() == "over" and it.outcome() == ("done", [])
 
 
@@ -406,6 +406,6 @@ def test_new_ranks_are_waited_for_if_the_old_ranks_only_left(clock: Clock) -> No
     it = ending(clock)
     it.admit([2, 3])
     for rank in (0, 1):
-        it.gone(rank, "stopped")  # the new ranks train without them; the kernel has not heard of it yet
+        it.gone(rank, "stopped")  # the new ranks train without them; the kernel does not know yet
     clock.now += LEAVE + 1
     assert it.due() == ""

@@ -1,4 +1,4 @@
-"""Steering a run: changes, pause, single steps, stop, faults, failures."""
+"""Tests control of a run: changes, pause, single steps, stop, faults, failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_change_acts_on_all_ranks_before_the_same_step(three: list[Session]) -
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2), StreamingDiLoCo(every=4, fragments=2)], ids=repr)
-def test_ranks_of_one_host_meet_for_a_ticket_only_when_there_is_one(strategy: Strategy) -> None:
+def test_ranks_of_one_host_meet_only_for_a_pending_ticket(strategy: Strategy) -> None:
     sessions = live(experiment(3, 0, strategy=strategy, pace=5.0))
     try:
         until(lambda: all(s.rank.step > 2 for s in sessions))
@@ -78,10 +78,10 @@ def test_ranks_of_one_host_meet_for_a_ticket_only_when_there_is_one(strategy: St
             s.abort()
 
 
-def test_a_change_acts_before_the_step_after_the_next(three: list[Session]) -> None:
-    """It waits for the step in hand, and for one more where rank 0 had looked into its inbox by then.
+def test_a_change_acts_at_most_two_steps_later(three: list[Session]) -> None:
+    """A change waits for the current step, and for one more if rank 0 has already read its inbox.
 
-    How many milliseconds that takes is in docs/benchmarks.md.
+    docs/benchmarks.md has the time in milliseconds.
     """
     for k in range(12):
         three[0].request({"kind": "change", "id": str(k), "path": "bucket_mb", "value": 0.01 + 0.01 * k})
@@ -90,7 +90,7 @@ def test_a_change_acts_before_the_step_after_the_next(three: list[Session]) -> N
         assert three[0].record.noted("change")[k][0] <= asked + 2
 
 
-def test_a_refused_change_says_why_and_training_goes_on(three: list[Session]) -> None:
+def test_a_refused_change_has_a_reason_and_training_goes_on(three: list[Session]) -> None:
     three[0].request({"kind": "change", "id": "x", "path": "strategy.every", "value": 4})
     until(lambda: three[0].record.noted("refused"))
     assert "no such knob" in json.loads(three[0].record.noted("refused")[0][3])["reason"]
@@ -116,7 +116,7 @@ def test_stop_ends_all_ranks_at_the_same_step(three: list[Session]) -> None:
     assert {s.phase for s in three} == {"stopped"} and len({s.rank.step for s in three}) == 1
 
 
-def test_an_abort_that_was_asked_is_no_failure_even_while_paused(three: list[Session]) -> None:
+def test_a_requested_abort_is_no_failure_even_while_paused(three: list[Session]) -> None:
     three[0].request({"kind": "pause"})
     until(lambda: all(s.phase == "paused" for s in three))
     for s in three:
@@ -125,12 +125,12 @@ def test_an_abort_that_was_asked_is_no_failure_even_while_paused(three: list[Ses
     assert {s.phase for s in three} == {"stopped"} and not any(s.error for s in three)
 
 
-def test_an_abort_that_was_asked_frees_a_rank_blocked_in_a_collective_and_fails_nobody() -> None:
+def test_a_requested_abort_frees_a_blocked_rank_without_failure() -> None:
     hang, over = threading.Event(), threading.Event()
 
     def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
         if hang.is_set() and threading.current_thread().name.startswith("rank 1"):
-            over.wait(120)  # the user's own code hangs, deaf to everything
+            over.wait(120)  # the user's own code hangs and reacts to nothing
         return mse(model, pair)
 
     sessions = live(experiment(2, 0, task=toy(loss=loss), pace=5.0))
@@ -149,7 +149,7 @@ def test_an_abort_that_was_asked_frees_a_rank_blocked_in_a_collective_and_fails_
     assert {s.phase for s in sessions} == {"stopped"}
 
 
-def test_a_failing_rank_frees_the_others_and_is_named() -> None:
+def test_a_failing_rank_frees_the_other_ranks_and_is_named() -> None:
     def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
         if torch.equal(pair[0], poison):
             raise ValueError("a bad example")
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_pauses_the_run_and_names_rank_and_step() -> N
 
 @dataclass(frozen=True, kw_only=True)
 class EveryOther(Strategy):
-    """Computes in every second step only, as a stage of a pipeline that has no loss, or a rank that catches up."""
+    """Computes in every second step only, like a pipeline stage without loss, or a rank that catches up."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         if rank.step % 2 == 0:
@@ -187,13 +187,13 @@ class EveryOther(Strategy):
             await rank.update()
 
 
-def test_a_step_without_a_forward_has_no_loss_and_is_no_cause_for_alarm() -> None:
+def test_a_step_without_a_forward_has_no_loss_and_no_nan_mark() -> None:
     for s in run(experiment(2, 6, strategy=EveryOther())):
         assert s.phase == "done" and not s.record.noted("nan")
         assert [step for step, name, *_ in s.record.samples if name == "loss"] == [0, 2, 4]
 
 
-def test_planned_changes_repeat_a_run_bit_for_bit() -> None:
+def test_planned_changes_replay_a_run_exactly() -> None:
     plan = (Change(4, "strategy", "LocalSGD"), Change(9, "strategy", "DDP"), Change(11, "compressor", "TopK"),
             Change(15, "batch", 2), Change(16, "lr", 0.01))  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_a_switch_is_its_own_span_with_its_bytes_and_outside_the_step() -> None:
     assert not [r for r in s.record if r[1] == "step" and r[4] < span[5] and r[5] > span[4]]
 
 
-def test_a_change_says_what_all_ranks_sent_to_make_it_and_how_long_it_took() -> None:
+def test_a_change_records_its_bytes_on_all_ranks_and_its_duration() -> None:
     plan = Change(7, "strategy", "DDP"), Change(9, "lr", 0.01)
     sessions = run(experiment(2, 12, strategy=LocalSGD(every=5)), *plan)
     handed, set_ = [json.loads(mark[3]) for mark in sessions[0].record.noted("change")]
@@ -221,10 +221,10 @@ def test_a_change_says_what_all_ranks_sent_to_make_it_and_how_long_it_took() -> 
     assert set_["nbytes"] == 0
 
 
-def test_a_slow_rank_is_slower_by_its_factor_and_a_frozen_one_stands_still() -> None:
+def test_slow_and_freeze_faults_delay_a_rank_as_set() -> None:
     slow = Slow(rank=1, factor=3.0, phase="backward")
     s = run(experiment(2, 8, pace=90.0).set("faults", (slow,)))
-    # Whatever else the machine does makes a span longer, never shorter: the shortest is the one nobody disturbed.
+    # Load on the machine makes a span longer, never shorter. So the shortest span is undisturbed.
     length = [min(r[5] - r[4] for r in x.record if r[2] == "backward") for x in s]
     assert length[1] / length[0] == pytest.approx(3.0, rel=0.1)
     s = run(experiment(2, 8), Change(3, "faults", [{"Freeze": {"rank": 0, "seconds": 0.3}}]))
@@ -233,18 +233,18 @@ def test_a_slow_rank_is_slower_by_its_factor_and_a_frozen_one_stands_still() -> 
     assert Freeze(rank=0, seconds=0.3).pause(0) == 0.3
 
 
-def test_the_residual_of_gradients_is_dropped_in_words_when_displacements_are_exchanged() -> None:
+def test_a_residual_of_gradients_is_dropped_for_displacements() -> None:
     s = run(experiment(2, 10, compressor=TopK.usual()), Change(5, "strategy", "LocalSGD"))[0]
     (mark,) = s.record.noted("residual")
     assert json.loads(mark[3])["dropped"] > 0
 
 
-def test_optimizer_state_is_one_value_after_local_sgd_is_left() -> None:
+def test_ranks_share_one_optimizer_state_after_leaving_local_sgd() -> None:
     sessions = run(experiment(3, 10, strategy=LocalSGD(every=4)), Change(6, "strategy", "DDP"), Change(6, "lr", 1e-9))
     assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
 
 
-def test_a_rank_tells_how_long_its_evaluations_take_so_that_a_stop_waits_for_them() -> None:
+def test_a_rank_reports_the_time_of_evaluations_so_that_a_stop_waits() -> None:
     def slow(model: Any) -> float:
         time.sleep(0.4)
         return 1.0
@@ -253,7 +253,7 @@ def test_a_rank_tells_how_long_its_evaluations_take_so_that_a_stop_waits_for_the
     assert all(0.4 <= s.status()["step_s"] < 30 for s in sessions)
 
 
-def test_a_change_that_is_asked_for_during_an_evaluation_acts_before_the_next_step() -> None:
+def test_a_change_during_an_evaluation_acts_before_the_next_step() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def slowly(model: Any) -> dict[str, float]:
@@ -276,8 +276,8 @@ def test_a_change_that_is_asked_for_during_an_evaluation_acts_before_the_next_st
         ended(sessions)
 
 
-def test_what_ranks_wrote_to_meet_for_groups_that_are_over_is_not_read_again(three: list[Session]) -> None:
-    """Whoever opens a meeting point reads all that was written there, and keeps it: it must not grow with changes."""
+def test_ranks_do_not_reread_entries_of_closed_groups(three: list[Session]) -> None:
+    """A rank that opens a meeting point reads and keeps all entries: they must not grow with changes."""
     where, port = three[0].where
     largest, files = [], []
     for k in range(12):

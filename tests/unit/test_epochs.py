@@ -1,6 +1,6 @@
-"""No example twice in an epoch: whoever comes, goes or dies, and whatever size batches have.
+"""Tests that an epoch uses no example twice when ranks join, leave or die, with any batch size.
 
-The task's model counts how often each example was used by steps that count, so the count is what the run ends with.
+The model's only parameter counts the uses of each example in completed steps.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from workbench.strategies import (
 )
 from workbench.tasks import Task, shuffled
 
-EXAMPLES = 101  # a prime, so that nothing comes out even
+EXAMPLES = 101  # a prime, so that no division is even
 
 
 class Counts(nn.Module):
-    """How often each example was used, as its only parameter."""
+    """Counts the uses of each example in its only parameter."""
 
     def __init__(self, examples: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Counts(nn.Module):
 
 
 def counting(examples: int = EXAMPLES, **more: Any) -> Task:
-    """A rank's gradient is -ranks for each of its examples, so the mean of all, at a rate of 1, counts each once."""
+    """A rank's gradient is -ranks for each of its examples, so the mean at rate 1 counts each example once."""
     parts: dict[str, Any] = {
         "model": lambda: Counts(examples),
         "data": lambda rank, ranks, seed, batch, used: (
@@ -70,14 +70,14 @@ def setting(strategy: Strategy, **more: Any) -> Experiment:
 
 
 def used(s: Session) -> torch.Tensor:
-    """By example, how often it was used; what is a whole number but for rounding."""
+    """Returns how often each example was used. Counts are integers up to rounding."""
     times = s.model.times.detach()
     torch.testing.assert_close(times, times.round(), rtol=0, atol=1e-3)
     return times.round()
 
 
 def each_once_in_an_epoch(s: Session) -> None:
-    """All that is in the line up to there, and nothing else, was used: once for each epoch that is over, or begun."""
+    """Checks that exactly the examples up to the current position were used, once per finished or begun epoch."""
     times, n = used(s), s.training.batches.used
     assert n > 0 and times.sum() == n and times.max() - times.min() <= 1
     begun = torch.cat(list(islice(shuffled(EXAMPLES, 0, 1, 1, s.experiment.seed), n)))[n - n % EXAMPLES :]
@@ -86,13 +86,13 @@ def each_once_in_an_epoch(s: Session) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 4, 150])
 @pytest.mark.parametrize("before", [0, 40, 101, 250])
-def test_what_is_left_of_the_line_is_dealt_out_once(ranks: int, before: int) -> None:
+def test_ranks_share_the_remaining_examples_once(ranks: int, before: int) -> None:
     line = torch.cat(list(islice(shuffled(EXAMPLES, 0, 1, 1, 5), before + 6 * ranks)))[before:]
     hands = [torch.cat(list(islice(shuffled(EXAMPLES, rank, ranks, 2, 5, before), 3))) for rank in range(ranks)]
     assert torch.equal(torch.stack(hands, 1).flatten(), line)
 
 
-def test_what_was_used_is_counted_without_what_was_only_looked_at() -> None:
+def test_peeked_examples_do_not_count_as_used() -> None:
     def data(rank: int, ranks: int, batch: int, seed: int, used: int) -> Any:
         return shuffled(1000, rank, ranks, batch, seed, used)
 
@@ -111,7 +111,7 @@ def test_what_was_used_is_counted_without_what_was_only_looked_at() -> None:
     assert batches.used == 50 and batches.used_before(2) == [(1, 18), (2, 50)]
 
 
-def test_data_that_take_used_must_be_told_how_many_examples_a_batch_has() -> None:
+def test_data_with_used_require_a_batch_size() -> None:
     with pytest.raises(KnobError, match="batch=0: this task's data takes `used`, which counts examples"):
         setting(DDP(), batch=0)
     with pytest.raises(KnobError, match=r"let it take \(rank, ranks, seed, batch, used\)"):
@@ -120,7 +120,7 @@ def test_data_that_take_used_must_be_told_how_many_examples_a_batch_has() -> Non
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2), ZeRO3()], ids=lambda s: type(s).__name__)
-def test_two_then_four_then_three(strategy: Strategy) -> None:
+def test_two_then_four_then_three_ranks_use_each_example_once(strategy: Strategy) -> None:
     with Crowd(setting(strategy)) as crowd:
         crowd.reach(7)
         crowd.resize(0, 1, 2, 3)
@@ -129,24 +129,24 @@ def test_two_then_four_then_three(strategy: Strategy) -> None:
         crowd.reach(crowd.first.rank.step + 9)
         crowd.first.request({"kind": "pause", "id": "p"})
         crowd.paused()
-        crowd.resize(2)  # all is whole, and every update is made
+        crowd.resize(2)  # then the model is whole, and every update is made
         crowd.paused()
         each_once_in_an_epoch(crowd.first)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 2], ids="rank {}".format)
-def test_a_rank_dies_and_its_examples_go_to_the_others(victim: int) -> None:
+def test_the_other_ranks_use_a_dead_ranks_examples(victim: int) -> None:
     left, _ = lost(setting(DDP(), ranks=4, steps=60, on_death="go on"), victim, at=21)
     each_once_in_an_epoch(left[0])
     assert len({s.training.batches.used for s in left}) == 1
 
 
 @pytest.mark.ranks
-def test_what_a_lost_rank_had_not_yet_shared_is_used_by_others() -> None:
+def test_other_ranks_use_the_unshared_examples_of_a_lost_rank() -> None:
     e = setting(LocalSGD(every=4), ranks=4, steps=24, task=counting(1000), on_death="go on")
     left, _ = lost(e, 1)
-    times = torch.stack([s.model.times.detach() for s in left]).mean(0)  # they may be within a round
+    times = torch.stack([s.model.times.detach() for s in left]).mean(0)  # ranks may be within a round
     assert 0 < times.max() < 1.5, "none twice: 1, or 4/3 of what only those who are left had when they took the mean"
     assert times.count_nonzero() <= left[0].training.batches.used <= 24 * 4 * 3
 
@@ -158,7 +158,7 @@ AVERAGED = [LocalSGD(every=4), PostLocalSGD(every=4, warmup=1), HierarchicalLoca
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", AVERAGED, ids=lambda s: type(s).__name__)
-def test_a_mean_that_only_one_rank_took_counts_for_all(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_finished_by_one_rank_counts_for_all(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks lose their peers in the step that ends in the mean, and rank 0 has ended that step."""
     sessions: list[Session] = []
     last, step = 7 + getattr(strategy, "warmup", 0), type(strategy).step
@@ -167,7 +167,7 @@ def test_a_mean_that_only_one_rank_took_counts_for_all(strategy: Strategy, monke
         await step(self, rank, state)
         if rank.step != last or not rank.id or sessions[0].turn > 1:
             return
-        until = time.monotonic() + 0.5  # rank 0 makes one more step if it need not meet the others for it
+        until = time.monotonic() + 0.5  # rank 0 makes one more step if it need not meet the other ranks for it
         while sessions[0].rank.step <= last or (sessions[0].rank.step == last + 1 and time.monotonic() < until):
             time.sleep(0.001)
         sessions[rank.id].cut()
@@ -186,14 +186,14 @@ def test_a_mean_that_only_one_rank_took_counts_for_all(strategy: Strategy, monke
 
 
 @pytest.mark.ranks
-def test_batches_of_another_size_go_on_behind_those_before() -> None:
+def test_a_new_batch_size_continues_at_the_same_position() -> None:
     changes = Change(7, "batch", 5), Change(30, "batch", 2)
     for s in run(setting(DDP(), ranks=3, steps=50), *changes):
         each_once_in_an_epoch(s)
         assert s.training.batches.used == 3 * (7 * 3 + 23 * 5 + 20 * 2)
 
 
-def test_they_do_on_virtual_ranks_too() -> None:
+def test_a_new_batch_size_continues_at_the_same_position_on_virtual_ranks() -> None:
     e = setting(DDP(), ranks=3, steps=50, eval_every=50, pace=1.0)
     rows = simulate(e, changes=[Change(7, "batch", 5), Change(30, "batch", 2)], real=True).samples
     last = {name: rows[rows.name == f"held_out:{name}"].value.iloc[-1] for name in ("apart", "used")}
@@ -201,7 +201,7 @@ def test_they_do_on_virtual_ranks_too() -> None:
 
 
 @pytest.mark.ranks
-def test_of_data_without_an_index_a_mark_says_that_examples_may_come_again() -> None:
+def test_a_mark_warns_of_repeated_examples_without_an_index() -> None:
     def data(rank: int, ranks: int, seed: int) -> Any:
         return [(torch.tensor([rank]), ranks)]
 
@@ -214,13 +214,13 @@ def test_of_data_without_an_index_a_mark_says_that_examples_may_come_again() -> 
 
 
 @pytest.mark.ranks
-def test_where_ranks_keep_no_step_in_common_a_mark_says_so_when_one_is_lost() -> None:
+def test_losing_a_rank_without_a_common_step_is_marked() -> None:
     left, _ = lost(setting(AsyncServer(), ranks=3, steps=60, on_death="go on"), 2)
     assert sum(len(s.record.noted("data")) for s in left) == 1
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_goes_on_from_the_same_place_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_at_the_same_position_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     e = setting(DDP(), ranks=3, steps=20, save_every=12, pace=1.0)
     simulate(e, real=True, checkpoints=tmp_path / "made")
     made = Checkpoint.open(next(path for path in found(tmp_path / "made") if path.name.endswith("12")))
@@ -235,7 +235,7 @@ def test_a_checkpoint_goes_on_from_the_same_place_on_other_numbers_of_ranks(tmp_
 
 
 @pytest.mark.parametrize("used", [-1, 10**6 * 7 + 1, 2**62])
-def test_what_no_run_can_have_used_up_is_refused_and_not_passed_by(used: int) -> None:
-    """A checkpoint that somebody else has made may say so."""
+def test_an_impossible_number_of_used_examples_is_refused(used: int) -> None:
+    """A forged checkpoint may contain such a number."""
     with pytest.raises(ValueError, match=f"used={used}: of 7 examples between 0 and 1,000,000 times as many"):
         next(shuffled(7, 0, 1, 1, 0, used))

@@ -1,4 +1,4 @@
-"""The server that engines are forks of: what an engine gets, how its end is told, and who outlives whom."""
+"""Tests the server that forks engines: environment, exit reports, and lifetimes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ fork_server.serve(live)
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[ForkServer, Callable[..., Forked]]]:
-    """A server, and what has it fork an engine by name; all are ended afterwards."""
+    """Starts a server. Yields it with a function that forks an engine by name, and ends all processes."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("GONE", "still there")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -78,7 +78,7 @@ def there(one: Forked) -> Forked:
     return one
 
 
-def test_an_engine_has_what_the_kernel_has_now_and_how_it_ended_is_told(
+def test_an_engine_has_the_kernels_environment_and_its_exit_is_reported(
     served: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     server, fork = served
@@ -100,7 +100,7 @@ def test_an_engine_has_what_the_kernel_has_now_and_how_it_ended_is_told(
     assert ["engine 2", [killed.pid, killed.created]] in [list(one) for one in server.told]
 
 
-def test_one_that_is_not_wanted_any_more_before_it_came_is_ended_as_it_comes(served: Any) -> None:
+def test_an_engine_killed_before_its_fork_ends_at_once(served: Any) -> None:
     server, fork = served
     server.process.send_signal(signal.SIGSTOP)
     late = fork("engine 0")
@@ -111,7 +111,7 @@ def test_one_that_is_not_wanted_any_more_before_it_came_is_ended_as_it_comes(ser
 
 
 @pytest.mark.parametrize("how", ["its input ends", "it is told to end"])
-def test_it_ends_after_its_engines_and_forks_no_more(served: Any, how: str) -> None:
+def test_a_server_ends_after_its_engines_and_forks_no_more(served: Any, how: str) -> None:
     server, fork = served
     one = there(fork("engine 0"))
     if how == "its input ends":
@@ -132,7 +132,7 @@ def test_it_ends_after_its_engines_and_forks_no_more(served: Any, how: str) -> N
     assert until(lambda: server.over, BOUND)
 
 
-def test_an_engine_that_cannot_be_forked_is_alone_in_that(served: Any, tmp_path: Path) -> None:
+def test_a_failed_fork_affects_no_other_engine(served: Any, tmp_path: Path) -> None:
     _, fork = served
     one, lack = there(fork("engine 0")), tmp_path / "no more processes"
     lack.touch()
@@ -141,7 +141,7 @@ def test_an_engine_that_cannot_be_forked_is_alone_in_that(served: Any, tmp_path:
     assert there(fork("engine 2")).poll() is one.poll() is None
 
 
-def test_an_engine_that_is_gone_is_missed_though_the_server_stands_still(served: Any) -> None:
+def test_a_dead_engine_is_noticed_while_the_server_is_stopped(served: Any) -> None:
     server, fork = served
     one = there(fork("engine 0"))
     server.process.send_signal(signal.SIGSTOP)
@@ -150,7 +150,7 @@ def test_an_engine_that_is_gone_is_missed_though_the_server_stands_still(served:
     server.process.send_signal(signal.SIGCONT)
 
 
-def test_engines_outlive_a_server_that_is_killed_and_nobody_says_how_they_end(served: Any) -> None:
+def test_engines_outlive_a_killed_server_and_their_exit_is_unknown(served: Any) -> None:
     server, fork = served
     one = there(fork("engine 0"))
     server.process.kill()
@@ -164,7 +164,7 @@ def test_engines_outlive_a_server_that_is_killed_and_nobody_says_how_they_end(se
     assert fork("engine 1").wait(BOUND) == fork_server.UNTOLD, "nobody forks it"
 
 
-def test_a_server_that_ends_before_it_forked_ends_those_that_were_to_come(served: Any) -> None:
+def test_pending_engines_end_with_a_killed_server(served: Any) -> None:
     server, fork = served
     server.process.send_signal(signal.SIGSTOP)
     late = fork("engine 0")
@@ -174,7 +174,7 @@ def test_a_server_that_ends_before_it_forked_ends_those_that_were_to_come(served
 
 @pytest.fixture
 def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Processes]:
-    """What starts a lab's processes, with others in their place that load nothing."""
+    """Returns what starts a lab's processes, with light stand-ins for these."""
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(processes, "_HERE", tmp_path)
@@ -189,7 +189,7 @@ def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Processes
 
 
 def left(of: Processes) -> list[psutil.Process]:
-    """Processes of a lab, by what they were started with, whoever their parent is."""
+    """Returns a lab's processes by their command line, with any parent."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(of.place.file) in (p.info["cmdline"] or ())]
 
 
@@ -203,7 +203,7 @@ def test_closing_while_a_server_forks_forgets_no_engine(owned: Processes) -> Non
     assert left(owned) == [] and all(e.over.is_set() for e in engines)
 
 
-def test_one_that_is_dismissed_before_it_came_keeps_nobody(owned: Processes) -> None:
+def test_an_engine_dismissed_before_its_fork_blocks_nothing(owned: Processes) -> None:
     owned.start(0)
     owned.start_engine(0)
     server = owned.started["engines"]
@@ -215,7 +215,7 @@ def test_one_that_is_dismissed_before_it_came_keeps_nobody(owned: Processes) -> 
     assert late.wait(BOUND) == -signal.SIGKILL and owned.next_engine == 2
 
 
-def test_another_server_is_started_for_one_that_was_told_to_end(owned: Processes) -> None:
+def test_a_new_server_replaces_a_terminated_one(owned: Processes) -> None:
     owned.start(1)
     first, server = owned.started["engine 0"], owned.started["engines"]
     assert until(lambda: first.pid > 0, BOUND)
@@ -227,7 +227,7 @@ def test_another_server_is_started_for_one_that_was_told_to_end(owned: Processes
     assert first.poll() is second.poll() is None
 
 
-def test_no_forks_beside_chips_nor_on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engines_are_not_forked_with_accelerators_or_on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fork_server, "CHIPS", (str(tmp_path / "chip"),))
     monkeypatch.setattr(sys, "platform", "linux")
     assert fork_server.usable()

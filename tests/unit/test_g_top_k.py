@@ -1,4 +1,4 @@
-"""gTop-k against a plain merge of entries that know where they came from, and what the record must say."""
+"""Tests gTop-k against a plain merge of entries with known origin, and the record."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 
-Entries = dict[int, dict[int, float]]  # index -> what each rank put into the sum there
+Entries = dict[int, dict[int, float]]  # index -> each rank's part of the sum there
 
 
 def whole(seed: int, ranks: int, n: int) -> torch.Tensor:
-    """Integers, so that sums are exact in any order; hardly two of one magnitude."""
+    """Returns integers, so that sums are exact in any order; hardly two have the same magnitude."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**18), 2**18, (ranks, n), generator=rng).float()
 
@@ -34,7 +34,7 @@ def merged(a: Entries, b: Entries, k: int) -> Entries:
 
 
 def plain(g: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, what each rank contributed), by a list of who holds what."""
+    """Returns (result, each rank's contribution) from lists of each rank's entries."""
     p = len(g)
     held = [kept({i: {r: float(v)} for i, v in enumerate(row)}, k) for r, row in enumerate(g)]
     q = max(2**b for b in range(8) if 2**b <= p)
@@ -52,7 +52,7 @@ def plain(g: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_result_and_contributions_are_those_of_a_plain_merge(ranks: int) -> None:
+def test_result_and_contributions_equal_a_plain_merge(ranks: int) -> None:
     for seed in range(6):
         g, memories = whole(seed, ranks, 60), [Memory() for _ in range(ranks)]
         out = exchange(ErrorFeedback(of=GTopK(density=0.1)), g, placed((60,)), memories)
@@ -63,7 +63,7 @@ def test_result_and_contributions_are_those_of_a_plain_merge(ranks: int) -> None
 
 
 def one_hot(*places: tuple[int, float]) -> torch.Tensor:
-    """(ranks, 4): each rank has one entry."""
+    """Gives each rank one entry: (ranks, 4)."""
     g = torch.zeros(len(places), 4)
     for r, (i, value) in enumerate(places):
         g[r, i] = value
@@ -79,7 +79,7 @@ def one_hot(*places: tuple[int, float]) -> torch.Tensor:
     ],
     ids=["dropped in the first round", "handed over and dropped", "handed over to a larger one"],
 )
-def test_what_was_dropped_goes_back_even_where_the_same_entry_comes_in_again_from_others(
+def test_dropped_values_return_to_the_residual_even_if_the_entry_comes_back(
     g: torch.Tensor, result: tuple[int, float], owing: list[int]
 ) -> None:
     memories = [Memory() for _ in g]
@@ -92,7 +92,7 @@ def test_what_was_dropped_goes_back_even_where_the_same_entry_comes_in_again_fro
         assert torch.equal(left, g[r] if r in owing else torch.zeros(4)), r
 
 
-def test_two_ranks_that_do_not_overlap_find_the_largest_of_the_sum() -> None:
+def test_two_ranks_without_overlap_find_the_largest_of_the_sum() -> None:
     for seed in range(5):
         g = whole(seed, 2, 100)
         g[0, 50:] = g[1, :50] = 0.0
@@ -103,13 +103,13 @@ def test_two_ranks_that_do_not_overlap_find_the_largest_of_the_sum() -> None:
         assert torch.equal(exchange(GTopK(density=0.1), g, placed((100,)), [Memory(), Memory()]).float(), want)
 
 
-def test_all_of_it_is_the_whole_sum() -> None:
+def test_density_one_gives_the_whole_sum() -> None:
     g = whole(3, 6, 40)
     assert torch.equal(exchange(GTopK(density=1.0), g, placed((40,)), [Memory() for _ in g]).float(), g.sum(0))
 
 
 @pytest.mark.parametrize("ranks", [3, 5])
-def test_nothing_is_lost_over_many_steps_and_live_densities(ranks: int) -> None:
+def test_many_steps_with_changing_densities_lose_nothing(ranks: int) -> None:
     memories, rng = [Memory() for _ in range(ranks)], torch.Generator().manual_seed(0)
     sent = owed = torch.zeros(200, dtype=torch.float64)
     for _ in range(80):
@@ -122,7 +122,7 @@ def test_nothing_is_lost_over_many_steps_and_live_densities(ranks: int) -> None:
 
 
 def formula(session: object, p: int, density: float) -> int:
-    """Bytes that a rank sends per step, from the sizes alone."""
+    """Returns the bytes that a rank sends per step, from sizes alone."""
     total, me = 0, session.rank.index
     for bucket in session.layout.buckets:
         k = max(1, round(density * bucket.data.numel()))
@@ -135,7 +135,7 @@ def formula(session: object, p: int, density: float) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_every_rank_sends_what_the_formula_says_before_and_after_a_live_change(ranks: int) -> None:
+def test_every_rank_sends_the_formulas_bytes_before_and_after_a_live_change(ranks: int) -> None:
     for s in run(experiment(ranks, 7, compressor=GTopK.usual()), Change(4, "density", 0.2)):
         for step, density in ((2, 0.01), (3, 0.01), (4, 0.2), (6, 0.2)):
             assert sum(n for at, _, n in s.record.comm() if at == step) == formula(s, ranks, density)
@@ -149,7 +149,7 @@ def test_ranks_agree_through_live_changes(ranks: int) -> None:
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 
-def test_it_trains_as_far_as_plain_averaging() -> None:
+def test_g_top_k_reaches_the_loss_of_plain_averaging() -> None:
     rest = {"task": toy(partial(torch.optim.SGD, lr=0.05)), "eval_every": 150}
     ends = {}
     for c in ({}, {"compressor": ErrorFeedback(of=GTopK(density=0.1))}):

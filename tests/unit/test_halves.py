@@ -1,4 +1,4 @@
-"""Backwards in two halves: together what one backward gives, to the bit, and nothing computed twice."""
+"""Tests backwards in two halves: bit-identical to one backward, without recomputation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 16
 
 
 class Twice(nn.Module):
-    """One matrix, used again by what comes of it."""
+    """One matrix, used again on its own output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Twice(nn.Module):
 
 
 class Beside(nn.Module):
-    """Parameters that the input has no part in, one that nothing uses, and one that is frozen."""
+    """Parameters without influence of the input, an unused one, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Beside(nn.Module):
 
 
 class Again(nn.Module):
-    """A block whose activations are computed again."""
+    """A block with recomputed activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_halves_are_one_backward(name: str) -> None:
+def test_both_halves_equal_one_backward(name: str) -> None:
     torch.manual_seed(0)
     model, x, grad = MODELS[name](), torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
     whole, own = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -87,7 +87,7 @@ def test_both_halves_are_one_backward(name: str) -> None:
         assert (p.grad is None) == (want[n] is None) and (p.grad is None or torch.equal(p.grad, want[n])), n
 
 
-def test_gradients_come_as_in_a_whole_backward_and_hooks_hear_of_each_once() -> None:
+def test_halves_give_gradients_in_the_same_order_and_call_hooks_once() -> None:
     torch.manual_seed(0)
     came: list[list[str]] = []
     for split in (False, True):
@@ -107,7 +107,7 @@ def test_gradients_come_as_in_a_whole_backward_and_hooks_hear_of_each_once() -> 
 
 
 class Counting(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Counts matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_product_of_matrices_is_computed_twice() -> None:
+def test_no_matrix_product_is_computed_twice() -> None:
     model, x = MODELS["layers"](), torch.randn(3, 4, WIDTH, requires_grad=True)
     counts = []
     for split in (False, True):
@@ -144,8 +144,8 @@ def test_halves_in_the_wrong_order_are_refused() -> None:
         piece.weights(0)
 
 
-def test_a_stage_that_gives_no_gradient_is_refused_in_words() -> None:
-    """It is handed whole numbers, or lets nothing of what it is handed through."""
+def test_a_stage_without_input_gradient_is_refused() -> None:
+    """Its input is integers, or it passes no gradient on."""
     model = nn.Sequential(nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 4))
     for came, parts in ((torch.tensor([1, 2]), (model[0],)), (torch.randn(2, WIDTH), (Cut(), model[1]))):
         piece = Piece(model, [parts], 1, 3)
@@ -159,15 +159,17 @@ class Cut(nn.Module):
         return x.detach()
 
 
-def test_with_slices_it_is_refused_in_words() -> None:
+def test_zero_bubble_with_tensor_slices_is_refused() -> None:
     with pytest.raises(KnobError, match=r"schedule=ZeroBubble: ranks that compute a stage together .* of=Whole"):
         Experiment(ranks=4, partition=Pipeline(schedule=ZeroBubble(), of=Tensor())).checked()
 
 
 @pytest.mark.ranks
-def test_a_stage_keeps_what_its_second_halves_still_want() -> None:
-    """Engine and simulator say the same of every category. With sizes only the peak lacks what nodes without parameters
-    keep while gradients come: they are freed with the last of their graph, and a whole backward frees them on its way.
+def test_a_stage_keeps_the_activations_of_its_pending_second_halves() -> None:
+    """Engine and simulator agree on every category.
+
+    With shapes only, the peak lacks values of nodes without parameters. The engine frees them with the last part of
+    their graph; a whole backward frees them on its way.
     """
     task = ByteGPT(layers=6, width=32, context=16, heads=2)
     way = Pipeline(stages=4, micros=8, schedule=ZeroBubble())

@@ -1,4 +1,4 @@
-"""What goes over from one strategy to the next: everything, to everybody, bit for bit, and no byte too many."""
+"""Tests the handover between strategies: complete, to all ranks, exact, and with minimal traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
 class Normed(Net):
-    """With running statistics, one of them a whole number."""
+    """A model with running statistics, one of them an integer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def held(session: Session) -> dict[str, torch.Tensor]:
 
 
 def seen_at_the_switch(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, torch.Tensor]]:
-    """By rank, what each has when the mean has been taken and nothing has been sent to those that served."""
+    """Returns each rank's state when the mean is taken and nothing is sent to servers yet."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     spread = handover.spread
 
@@ -50,7 +50,7 @@ def seen_at_the_switch(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, t
     return found
 
 
-def test_who_only_served_gets_the_mean_of_those_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_receive_the_mean_of_the_trainers_state(monkeypatch: pytest.MonkeyPatch) -> None:
     before = seen_at_the_switch(monkeypatch)
     task = toy(ADAM, model=partial(net, Normed))
     sessions = run(experiment(4, 9, task=task, strategy=AsyncServer(servers=1)), Change(9, "strategy", "DDP"))
@@ -68,7 +68,7 @@ def test_who_only_served_gets_the_mean_of_those_that_trained(monkeypatch: pytest
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in whole numbers, as some of people's own do."""
+    """Counts its steps in integers, like some users' optimizers."""
 
     def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
@@ -77,8 +77,8 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("real", [None, True, False])
-def test_counters_that_went_apart_are_one_afterwards(real: bool | None) -> None:
-    """Ranks without a common step have made different numbers of them; a mean of those is no number of steps."""
+def test_different_step_counters_become_equal(real: bool | None) -> None:
+    """Ranks without a common step have counted different numbers of steps. Their mean is no number of steps."""
     fast = experiment(3, 12, task=toy(partial(Counting, lr=0.01)), strategy=AsyncServer(), pace=3)
     chosen, change = fast.set("faults", [Slow(rank=1, factor=3.0)]), Change(8, "strategy", "DDP")
     if real is not None:
@@ -89,7 +89,7 @@ def test_counters_that_went_apart_are_one_afterwards(real: bool | None) -> None:
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])
-def test_both_hosts_send_the_same_and_the_least(servers: int) -> None:
+def test_engine_and_simulator_send_the_same_minimal_bytes(servers: int) -> None:
     e = experiment(4, 8, task=toy(ADAM), strategy=AsyncServer(servers=servers), pace=1)
     sessions = run(e, Change(8, "strategy", "DDP"))
     lacks = sum(x.numel() * x.element_size() for x in handover.beside(sessions[0].training).values())
@@ -105,8 +105,8 @@ def moved(comm: list[tuple[int, str, int]]) -> list[tuple[str, int]]:
     return [(name, n) for _, name, n in comm if name.endswith("move")]
 
 
-def test_ranks_whose_optimizers_remember_unlike_things_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momenta that differ would pull replicas apart, and no one would see why."""
+def test_ranks_with_different_optimizer_state_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different momenta would pull replicas apart without a visible cause."""
     spread = handover.spread
 
     async def spoiled(run: Any, strategy: Any) -> None:
@@ -117,5 +117,6 @@ def test_ranks_whose_optimizers_remember_unlike_things_do_not_go_on(monkeypatch:
     monkeypatch.setattr(handover, "spread", spoiled)
     sessions = live(experiment(3, 8, task=toy(ADAM)), (Change(4, "strategy", "LocalSGD"),))
     ended(sessions)
-    said = {s.error["text"] for s in sessions if s.error and not s.error["consequence"]}  # not of a lost peer
+    # without the errors of lost peers
+    said = {s.error["text"] for s in sessions if s.error and not s.error["consequence"]}
     assert said == {"after the switch the optimizer's slots of rank 1 differ from rank 0's"}

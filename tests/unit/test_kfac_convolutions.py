@@ -1,4 +1,4 @@
-"""KFAC of convolutions against Grosse and Martens' formulas, patch by patch, on one process with all examples."""
+"""Tests KFAC of convolutions against Grosse and Martens' formulas in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LR = 0.05
 
 
 class Seeing(nn.Module):
-    """Two convolutions, of which one skips places, sees further apart and is padded, and a Linear layer."""
+    """Two convolutions, one with stride, dilation and padding, and a Linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def data(rank: int, ranks: int, seed: int) -> list[Any]:
 
 
 def patches(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """(B, T, i): what the window sees, cut out place by place."""
+    """Returns the window's inputs, cut out place by place: (B, T, i)."""
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = layer.kernel_size, layer.stride, layer.padding, layer.dilation
     x = F.pad(x, (pw, pw, ph, ph))
     high, wide = x.shape[2] - dh * (kh - 1), x.shape[3] - dw * (kw - 1)
@@ -54,7 +54,7 @@ def patches(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 
 
 def factors(model: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Omega = E sum_t a_t a_t^T and Gamma = E mean_t g_t g_t^T (section 3.1), slopes of each example's own loss."""
+    """Returns Omega = E sum_t a_t a_t^T and Gamma = E mean_t g_t g_t^T (section 3.1), by each example's own loss."""
     first = model.a(x)
     second = model.b(torch.tanh(first))
     flat = torch.tanh(second).flatten(1)
@@ -72,7 +72,7 @@ def factors(model: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple[tor
 
 
 def after(steps: int, ranks: int, k: KFAC) -> torch.Tensor:
-    """One process, new factors and new inverses in every step, plain descent."""
+    """Trains one process by plain descent, with new factors and inverses in every step."""
     model, running = net(Seeing), dict[str, tuple[torch.Tensor, ...]]()
     for step in range(steps):
         x, y = (torch.cat(part) for part in zip(*(data(r, ranks, 0)[step] for r in range(ranks)), strict=True))
@@ -99,7 +99,7 @@ def after(steps: int, ranks: int, k: KFAC) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("ranks", "fraction"), [(1, 1.0), (3, 1.0), (4, 0.5)])
-def test_all_ranks_together_do_what_one_process_does_with_all_examples(ranks: int, fraction: float) -> None:
+def test_all_ranks_together_equal_one_process_with_all_examples(ranks: int, fraction: float) -> None:
     k = KFAC(damping=0.03, kl_clip=0.0, warmup=2, factors_every=1, inverses_every=1, decay=0.7, fraction=fraction)
     task = toy(partial(torch.optim.SGD, lr=LR), model=partial(net, Seeing), data=data, evaluate=None)
     e = experiment(ranks, 10, task=task, strategy=k)
@@ -111,8 +111,8 @@ def test_all_ranks_together_do_what_one_process_does_with_all_examples(ranks: in
         crosses_alike(simulate(e.set("pace", 5.0)), sessions)
 
 
-def test_a_line_is_an_image_of_one_line() -> None:
-    """What a Conv1d was fed: window, stride, padding and dilation along the only direction."""
+def test_conv1d_is_treated_as_an_image_with_one_line() -> None:
+    """Checks window, stride, padding and dilation of a Conv1d along its only direction."""
     torch.manual_seed(0)
     line = nn.Conv1d(3, 4, 3, stride=2, padding=2, dilation=2)
     x = torch.randn(5, 3, 11)
@@ -122,7 +122,7 @@ def test_a_line_is_an_image_of_one_line() -> None:
     assert terms == 5
 
 
-def test_convolutions_that_are_no_one_matrix_of_patches_go_by_the_plain_gradient() -> None:
+def test_convolutions_that_are_no_single_matrix_use_the_plain_gradient() -> None:
     conv = partial(nn.Conv2d, 4, 4, 3)
     model = nn.Sequential(conv(groups=2), conv(padding=1, padding_mode="circular"), conv(padding="same"),
                           nn.ConvTranspose2d(4, 4, 3), conv())  # fmt: skip

@@ -1,4 +1,4 @@
-"""Knobs: what is allowed, what is said of what is not, and settings as JSON."""
+"""Tests knobs: allowed values, errors, and settings as JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAMILIES = (Strategy, Compressor, Fault, TaskBase)
 @pytest.mark.parametrize(
     ("given", "kept"), [(1, 1), (256, 256), (8.0, 8), ("16", 16)], ids=["low", "high", "whole float", "text"]
 )
-def test_a_whole_number_may_be_written_in_several_ways(given: Any, kept: int) -> None:
+def test_an_integer_may_be_written_in_several_ways(given: Any, kept: int) -> None:
     assert EVERY.check(given) == kept
     assert type(EVERY.check(given)) is int
 
@@ -64,7 +64,7 @@ def test_a_fraction_out_of_range_is_refused(wrong: Any) -> None:
         Knob("density", float, 0.1, 0.0, 1.0).check(wrong)
 
 
-def test_booleans_and_choices_take_only_what_they_name() -> None:
+def test_booleans_and_choices_take_only_their_values() -> None:
     switch = Knob("shared", bool, False)
     assert [switch.check(v) for v in (True, "false", "On", "1")] == [True, False, True, True]
     with pytest.raises(KnobError, match="shared=2: must be true or false"):
@@ -73,7 +73,7 @@ def test_booleans_and_choices_take_only_what_they_name() -> None:
         with_value(Cast(), "to", "fp8")
 
 
-def test_turning_makes_a_new_value_and_leaves_the_old() -> None:
+def test_setting_a_knob_makes_a_new_value_and_keeps_the_old() -> None:
     old = LocalSGD(every=4)
     new = with_value(old, "every", 16)
     assert (old.every, new.every) == (4, 16)
@@ -81,13 +81,13 @@ def test_turning_makes_a_new_value_and_leaves_the_old() -> None:
         old.every = 5  # type: ignore[misc]
 
 
-def test_a_path_may_be_as_short_as_is_clear() -> None:
+def test_a_path_may_be_shortened_while_unambiguous() -> None:
     packed = Fabric(link=Link(bandwidth=10))
     assert resolve(packed, "bandwidth")[0] == resolve(packed, "link.bandwidth")[0] == "link.bandwidth"
     assert with_value(ErrorFeedback(of=TopK()), "density", 0.5).of.density == 0.5
 
 
-def test_an_unclear_or_unknown_path_is_answered_with_what_it_could_be() -> None:
+def test_an_ambiguous_or_unknown_path_is_refused_with_candidates() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Pair:
         left: Link = knob(Link(), doc="one")
@@ -107,7 +107,7 @@ def _typed(cls: type) -> Any:
 @pytest.mark.parametrize("base", FAMILIES, ids=lambda b: b.__name__)
 def test_every_member_survives_json_and_has_documented_knobs(base: type) -> None:
     for name, member in members(base).items():
-        own = member is Task or getattr(member, "leads", False)  # made of what only a user has
+        own = member is Task or getattr(member, "leads", False)  # made of a user's own objects
         if own or not member.__module__.startswith("workbench."):
             continue
         value = member()
@@ -123,7 +123,7 @@ def test_nested_settings_and_tuples_survive_json() -> None:
     assert from_plain(json.loads(json.dumps(to_plain(value))), Fabric) == value
 
 
-def test_a_bare_name_means_the_member_as_it_is_usual() -> None:
+def test_a_bare_name_means_the_usual_member() -> None:
     assert from_plain("TopK", Compressor) == ErrorFeedback(of=TopK())
     assert from_plain("DDP", Strategy) == DDP()
 
@@ -136,14 +136,14 @@ def test_a_bare_name_means_the_member_as_it_is_usual() -> None:
         ({"LocalSGD": {}, "DDP": {}}, "must be one name with its settings"),
     ],
 )
-def test_settings_that_cannot_be_read_say_why(plain: Any, words: str) -> None:
+def test_unreadable_settings_are_refused_with_a_reason(plain: Any, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         from_plain(plain, Strategy, "strategy")
 
 
 @pytest.mark.parametrize("plain", ["x" * 10**5, {"x" * 10**5: {}}, {"LocalSGD": {"x" * 10**5: 1}},
                                    {"LocalSGD": ["x"] * 10**5}, {f"{i}": {} for i in range(10**4)}])  # fmt: skip
-def test_what_is_long_is_not_said_whole(plain: Any) -> None:
+def test_long_input_is_shortened_in_errors(plain: Any) -> None:
     with pytest.raises(KnobError) as caught:
         from_plain(plain, Strategy, "strategy")
     assert len(str(caught.value)) < 5000, "at most a list of all names"
@@ -162,7 +162,7 @@ FORMERLY: list[tuple[dict[str, Any], Strategy]] = [
 
 
 @pytest.mark.parametrize(("recorded", "today"), FORMERLY)
-def test_settings_that_were_recorded_earlier_mean_what_they_meant(recorded: dict[str, Any], today: Strategy) -> None:
+def test_older_recorded_settings_keep_their_meaning(recorded: dict[str, Any], today: Strategy) -> None:
     assert from_plain(recorded, Strategy) == today
     assert from_plain(to_plain(today), Strategy) == today
 
@@ -182,13 +182,13 @@ def test_settings_that_were_recorded_earlier_mean_what_they_meant(recorded: dict
         (OneBitAdam(), "freeze_step", 3, OneBitAdam(warmup=3)),
     ],
 )
-def test_a_change_that_was_recorded_earlier_means_what_it_meant(
+def test_an_older_recorded_change_keeps_its_meaning(
     was: Strategy, path: str, value: Any, now: Strategy
 ) -> None:
     assert Experiment(strategy=was).set(path, value).strategy == now
 
 
-def test_a_knob_that_there_never_was_is_still_refused() -> None:
+def test_a_knob_that_never_existed_is_refused() -> None:
     with pytest.raises(KnobError, match="LocalSGD has no knob 'begin'"):
         from_plain({"LocalSGD": {"begin": 3, "start": 0}}, Strategy)
     for today in ("LocalSGD", "PostLocalSGD", "HierarchicalLocalSGD", "SyncServer"):
@@ -203,7 +203,7 @@ def test_a_knob_that_there_never_was_is_still_refused() -> None:
         Experiment(strategy=LocalSGD()).set("strategy.start", -1)
 
 
-def test_checking_goes_down_into_nested_settings_and_names_the_whole_path() -> None:
+def test_checks_include_nested_settings_and_name_the_whole_path() -> None:
     @dataclass(frozen=True)
     class Inner:
         share: float = knob(0.0, 0.0, 1.0, doc="a share")
@@ -228,17 +228,17 @@ def test_checking_goes_down_into_nested_settings_and_names_the_whole_path() -> N
         (lambda: Experiment(lr=10**400), r"^lr=10+…: must be a number in"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_where_it_is_written(make: Any, words: str) -> None:
+def test_invalid_values_are_refused_at_construction(make: Any, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         make()
 
 
-def test_values_are_of_their_knobs_type_once_made() -> None:
+def test_values_have_their_knobs_type() -> None:
     made = LocalSGD(every="8")  # type: ignore[arg-type]
     assert made == LocalSGD(every=8) and type(made.every) is int
 
 
-def test_a_member_defined_in_a_cell_is_found_and_replaces_its_older_self() -> None:
+def test_a_redefined_member_of_a_cell_replaces_the_older_one() -> None:
     def cell(doc: str) -> type:
         body = {"__doc__": doc, "__module__": "cell", "step": DDP.step}
         return dataclass(frozen=True, kw_only=True)(type("FromACell", (Strategy,), body))
@@ -250,6 +250,6 @@ def test_a_member_defined_in_a_cell_is_found_and_replaces_its_older_self() -> No
     assert "FromACell" not in members(Strategy)
 
 
-def test_knobs_of_an_instance_carry_its_present_values() -> None:
+def test_knobs_of_an_instance_have_its_current_values() -> None:
     assert [k.default for k in knobs(LocalSGD(every=3)) if k.name == "every"] == [3]
     assert [k.default for k in knobs(LocalSGD) if k.name == "every"] == [8]

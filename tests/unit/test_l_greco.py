@@ -1,4 +1,4 @@
-"""L-GreCo: the cheapest choice against trying out all, what is measured, and what a run makes of it."""
+"""Tests L-GreCo: the cheapest choice against all choices, its measurements, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bucket(x: torch.Tensor, *shape: int) -> Bucket:
 
 
 def best(errors: list[list[float]], sizes: list[list[float]], allowed: float) -> float | None:
-    """The least total size of all choices that keep to the error, by trying all."""
+    """Returns the least total size of all choices within the error, by trying each."""
     every = itertools.product(*[range(len(e)) for e in errors])
     sums = [[sum(row[j] for row, j in zip(rows, picks, strict=True)) for rows in (sizes, errors)] for picks in every]
     return min((size for size, error in sums if error <= allowed + 1e-9), default=None)
@@ -53,13 +53,13 @@ def best(errors: list[list[float]], sizes: list[list[float]], allowed: float) ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
-    """Errors are whole parts of what is allowed, so nothing is lost by rounding them up."""
+    """Errors are whole multiples of a unit, so rounding them up loses nothing."""
     rng = random.Random(seed)
     layers, ways_, allowed = rng.randint(1, 5), rng.randint(1, 4), 64.0
     unit = allowed / BINS
     errors = [sorted(unit * rng.randint(0, BINS // 2) for _ in range(ways_)) for _ in range(layers)]
     sizes = [sorted((float(rng.randint(1, 999)) for _ in range(ways_)), reverse=True) for _ in range(layers)]
-    # a thousandth of room, for a product with a rounded unit may come out a digit above a whole part
+    # 0.1 % of slack, because a product with a rounded unit may exceed a whole part slightly
     picks, want = cheapest(errors, sizes, allowed * 1.001), best(errors, sizes, allowed)
     if picks is None:
         assert want is None
@@ -87,7 +87,7 @@ def test_errors_are_rounded_up_so_many_small_ones_keep_to_what_is_allowed() -> N
     assert sum(picks) == 49
 
 
-def test_where_nothing_can_be_gained_all_keep_the_one_ratio() -> None:
+def test_without_a_possible_gain_all_layers_keep_one_ratio() -> None:
     assert chosen([[0.0, 0.0, 0.0]] * 2, [[3, 2, 1]] * 2, 1.0, usual=1) == [1, 1], "nothing is lost at all"
     assert chosen([[1.0, 1.0, 1.0]], [[2, 2, 2]], 1.0, usual=1) == [1]
     assert chosen([[0.5, 1.0, 2.0]], [[3, 2, 1]], 0.1, usual=1) == [0], "nothing is allowed: the least error"
@@ -104,7 +104,7 @@ def test_where_nothing_can_be_gained_all_keep_the_one_ratio() -> None:
     (TopK(density=0.01), 1.0, [0.01]),
     (ErrorFeedback(of=Layers(of=TopK(density=0.1))), 4.0, [0.4, 0.2, 0.1, 0.05, 0.025]),
 ], ids=str)  # fmt: skip
-def test_candidates_lie_around_the_present_ratio_as_far_as_its_knob_goes(of: Compressor, spread: float,
+def test_candidates_surround_the_present_ratio_within_its_range(of: Compressor, spread: float,
                                                                          values: list[float]) -> None:
     found = ways(of, spread)
     assert [way.value for way in found] == pytest.approx(values)
@@ -112,7 +112,7 @@ def test_candidates_lie_around_the_present_ratio_as_far_as_its_knob_goes(of: Com
     assert all(ratio(way.of)[1].default == pytest.approx(way.value) for way in found)
 
 
-def test_a_trial_loses_what_the_compressor_loses_and_sends_what_it_sends() -> None:
+def test_a_trial_has_the_compressors_error_and_bytes() -> None:
     x = noise(1, 1200) ** 3
     lost, sent = tried(TopK(density=0.1), bucket(x))
     assert float(lost) == pytest.approx(float(x.abs().sort().values[:-120].norm()), rel=1e-5) and sent == 8 * 120
@@ -135,7 +135,7 @@ TURNABLE = [n for n, cls in shipped(Compressor).items() if ratio(cls()) and not 
 
 
 @pytest.mark.parametrize("name", TURNABLE)
-def test_every_shipped_compressor_with_a_ratio_can_be_tried_out_without_a_trace(name: str) -> None:
+def test_a_trial_of_any_shipped_compressor_changes_no_state(name: str) -> None:
     x = noise(3, 600)
     kept, state = x.clone(), torch.get_rng_state()
     lost, sent = tried(shipped(Compressor)[name].usual(), bucket(x, 20, 30))
@@ -148,7 +148,7 @@ def known(session: object) -> dict:
 
 
 def measured(session: object, e: object) -> tuple[list[float], list[float]]:
-    """(total error, total bytes) of the choices and of one ratio for all, as they were measured."""
+    """Returns the measured (total error, total bytes) of the choices and of one ratio for all layers."""
     rows = list(known(session).values())
     policy = e.compressor.of
     every = ways(policy.of, policy.spread)
@@ -162,9 +162,9 @@ def measured(session: object, e: object) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(("of", "budget"), [
     (TopK(density=0.05), 1.0), (PowerSGD(rank=4, min_compression_rate=1.0), 1.5),
 ], ids=str)  # fmt: skip
-def test_a_run_sends_less_at_no_more_error_and_all_ranks_agree(of: Compressor, budget: float) -> None:
+def test_a_run_sends_less_within_the_error_and_all_ranks_agree(of: Compressor, budget: float) -> None:
     e = experiment(3, 9, compressor=ErrorFeedback(of=LGreCo(of=of, every=4, budget=budget)))
-    sessions = run(e)  # measured in the steps 3 and 7, and chosen in the steps 4 and 8
+    sessions = run(e)  # measured in steps 3 and 7, applied in steps 4 and 8
     assert known(sessions[0]) == known(sessions[1]) == known(sessions[2]) and len(known(sessions[0])) == 6
     assert len({state_hash(s.layout) for s in sessions}) == 1
     errors, sizes = measured(sessions[0], e)
@@ -174,7 +174,7 @@ def test_a_run_sends_less_at_no_more_error_and_all_ranks_agree(of: Compressor, b
 
 
 def test_a_layer_of_few_large_entries_gets_a_smaller_ratio_than_a_flat_one() -> None:
-    """Half a percent of the elements holds nearly all there is of p0; p1 is noise as large in sum."""
+    """0.5 % of the elements hold nearly all of p0. p1 is noise with the same sum."""
     parts, memories = placed((50, 40), (50, 40)), [Memory(), Memory()]
     x = 0.01 * noise(1, 2, 4000)
     x[:, :10] = 100.0
@@ -188,7 +188,7 @@ def test_a_layer_of_few_large_entries_gets_a_smaller_ratio_than_a_flat_one() -> 
 
 
 def of_choices(session: object) -> int:
-    """Bytes that one of four ranks sends with TopK at the densities chosen, those of one density together."""
+    """Returns the bytes that one of 4 ranks sends with TopK at the chosen densities, grouped by density."""
     total = 0
     for b in session.layout.buckets:
         sizes: dict[float, int] = {}
@@ -199,7 +199,7 @@ def of_choices(session: object) -> int:
     return total
 
 
-def test_bytes_are_those_of_the_choices_and_of_one_small_table() -> None:
+def test_a_step_sends_the_choices_and_one_small_table() -> None:
     policy = LGreCo(of=TopK(density=0.05), every=4)
     session = run(experiment(4, 7, compressor=ErrorFeedback(of=policy), bucket_mb=0.05))[0]
     comm, buckets = session.record.comm(), session.layout.buckets
@@ -215,7 +215,7 @@ def test_bytes_are_those_of_the_choices_and_of_one_small_table() -> None:
     assert said == {f"ratio {name}": row.choice.density for name, row in known(session).items()}
 
 
-def test_a_turned_ratio_acts_on_the_next_step_and_drops_what_was_chosen_around_the_old_one() -> None:
+def test_a_new_ratio_acts_at_once_and_discards_old_choices() -> None:
     policy = LGreCo(of=TopK(density=0.05), every=4)
     session = run(experiment(4, 10, compressor=ErrorFeedback(of=policy)), Change(6, "density", 0.1))[0]
     sizes = [b.data.numel() for b in session.layout.buckets]
@@ -234,7 +234,7 @@ def test_choices_survive_other_buckets() -> None:
     assert sum(n for s, _, n in session.record.comm() if s == 6) == of_choices(session)
 
 
-def test_nothing_is_lost_through_random_live_changes() -> None:
+def test_random_live_changes_lose_nothing() -> None:
     rng, ranks, parts = random.Random(5), 2, placed(*[(12, 16), (8,)] * 3)
     memories, n, used = [Memory(r) for r in range(ranks)], parts[-1].stop, set()
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -254,7 +254,7 @@ def test_nothing_is_lost_through_random_live_changes() -> None:
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm() and len(used) > 10
 
 
-def test_a_step_that_was_not_finite_decides_nothing() -> None:
+def test_a_step_that_is_not_finite_decides_nothing() -> None:
     parts, memories, g = placed((20, 30)), [Memory(), Memory()], noise(6, 2, 600)
     bad = g.clone()
     bad[1, 7] = float("inf")
@@ -268,7 +268,7 @@ def test_a_step_that_was_not_finite_decides_nothing() -> None:
     assert memories[0].parts[LGreCo.buffer]["p0"].choice is not None
 
 
-def test_with_sizes_only_all_keep_the_one_ratio_and_the_table_is_sent() -> None:
+def test_with_shapes_only_all_layers_keep_one_ratio_and_the_table_is_sent() -> None:
     policy = LGreCo(of=PowerSGD(min_compression_rate=1.0), every=3, budget=2.0)
     e = experiment(4, 7, compressor=ErrorFeedback(of=policy))
     sizes = simulate(e.set("pace", 10), real=False).spans
@@ -279,7 +279,7 @@ def test_with_sizes_only_all_keep_the_one_ratio_and_the_table_is_sent() -> None:
     assert got[1] == real[1] and got[2] == real[2] == real[1] + table and got[4] == got[1] != real[4]
 
 
-def test_engine_and_simulator_choose_alike() -> None:
+def test_engine_and_simulator_make_the_same_choices() -> None:
     e = experiment(3, 9, compressor=ErrorFeedback(of=LGreCo(of=TopK(density=0.05), every=3)))
     rows = simulate(e.set("pace", 10), real=True).samples
     mine = rows[(rows["rank"] == 0) & rows.name.str.startswith("ratio ")]
@@ -293,19 +293,19 @@ def test_one_rank_chooses_alone() -> None:
 
 
 @pytest.mark.parametrize("of", [OneBit(), Cast(), Dense(), Layers(of=TopK(), rest=PowerSGD())], ids=str)
-def test_what_has_no_ratio_or_two_is_refused_in_words_and_nothing_changes(of: Compressor) -> None:
+def test_compressors_without_exactly_one_ratio_are_refused(of: Compressor) -> None:
     good = experiment(2, 4, compressor=LGreCo.usual())
     with pytest.raises(KnobError, match=r"LGreCo turns one ratio, and it has none, or more than one; use something"):
         good.set("compressor", ErrorFeedback(of=LGreCo(of=of)))
     assert good.compressor == LGreCo.usual()
 
 
-def test_one_within_another_is_refused() -> None:
+def test_nested_l_greco_is_refused() -> None:
     with pytest.raises(KnobError, match=r"LGreCo inside LGreCo: .*; use one of them"):
         experiment(2, 4, compressor=LGreCo(of=Layers(of=LGreCo(), rest=Dense())))
 
 
-def test_layers_to_which_all_ratios_are_the_same_stay_with_the_usual_one() -> None:
+def test_layers_indifferent_to_ratios_keep_the_usual_one() -> None:
     errors = [[0.0, 0.0, 0.0], [0.1, 1.0, 2.0], [0.1, 1.0, 1.1]]
     sizes = [[5.0, 5.0, 5.0], [40.0, 20.0, 10.0], [80.0, 40.0, 20.0]]
     assert chosen(errors, sizes, 1.2, usual=1) == [1, 1, 2]

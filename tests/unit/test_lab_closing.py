@@ -1,4 +1,4 @@
-"""Closing: an engine that does not answer, or a lab that fails, keeps nothing else from being given back."""
+"""Tests that a silent engine or a failing lab does not keep resources from being released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.cluster.engines.cluster import Cluster
 
 
 def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cluster:
-    """Three engines of somebody else's cluster, of which `silent` does not answer; done: what was given back."""
+    """Three engines of a foreign cluster; engine `silent` does not answer. done: the released resources."""
     made = Cluster("lab", 3, connection="somewhere")
     made.engines = [SimpleNamespace(id=10 + r, rank=r) for r in range(3)]
     made.place = SimpleNamespace(state={"owner": [1, 0.0]}, remove=lambda: None)
@@ -30,7 +30,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cl
 
 
 @pytest.mark.parametrize("silent", range(3))
-def test_an_engine_that_does_not_answer_keeps_nothing_from_being_given_back(
+def test_a_silent_engine_does_not_prevent_releasing_the_rest(
     silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -38,7 +38,7 @@ def test_an_engine_that_does_not_answer_keeps_nothing_from_being_given_back(
     assert done == [10 + r for r in range(3) if r != silent] + ["all else"]
 
 
-def test_a_lab_that_fails_keeps_no_other_from_closing_and_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_lab_does_not_prevent_closing_other_labs(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
     def close(name: str) -> None:

@@ -1,4 +1,4 @@
-"""A chip that fails outside a child: whoever waits for the child hears of it, and is never left waiting."""
+"""Tests that an error of a chip outside a child reaches every rank that waits for the child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.engine.wire.wires import Line
 
 
 class Broken(Chip):
-    """A chip that runs ahead, one of whose calls fails on every thread but the one that made it."""
+    """A chip that runs ahead; one of its calls fails on every thread but the creator's."""
 
     runs_ahead = True
 
@@ -63,7 +63,7 @@ async def wrong() -> None:
 
 
 def heard(lane: Lane, child: Any) -> BaseException | None:
-    """What waiting for `child` raises; a wait that does not end fails."""
+    """Returns the error of waiting for `child`; fails if the wait does not end."""
     handle, raised = lane.start(child, "bucket"), []
 
     def wait() -> None:
@@ -80,7 +80,7 @@ def heard(lane: Lane, child: Any) -> BaseException | None:
 
 
 @pytest.mark.parametrize("call", ["bind", "inside", "outside", "mark"])
-def test_an_error_of_the_chip_reaches_whoever_waits_for_each_child(call: str) -> None:
+def test_an_error_of_the_chip_reaches_the_waiter_of_each_child(call: str) -> None:
     broken = lane(call)
     for _ in range(2):
         assert str(heard(broken, nothing())) == f"the chip failed in {call}"
@@ -93,7 +93,7 @@ def test_a_childs_own_error_comes_before_the_chips() -> None:
     broken.close()
 
 
-def test_a_chip_that_works_disturbs_nobody() -> None:
+def test_a_working_chip_raises_nothing() -> None:
     whole = lane("")
     assert heard(whole, nothing()) is None
     whole.close()

@@ -1,4 +1,4 @@
-"""Loops as people write them that lead ranks: their numbers, live changes, pauses, and what is refused in words."""
+"""Tests training loops that lead ranks: numbers, live changes, pauses and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(train: Callable[[], Any], ranks: int = 1, **rest: Any) -> Experiment:
 
 
 def looped(name: str) -> Callable[[], None]:
-    """The script with its own loop, of which one line is changed: what it goes over."""
+    """Returns the script with one changed line: what its loop iterates over."""
     script, times = SCRIPTS[name], ", 4" if name == "gradient accumulation" else ""
     loop = script.loop.replace("enumerate(loader)", f"enumerate(steps(loader, model{times}))")
     loop = loop.replace("in loader:", f"in steps(loader, model{times}):")
@@ -50,13 +50,13 @@ def looped(name: str) -> Callable[[], None]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [*SIX, "a stream", "batches that a sampler makes"])
-def test_one_rank_makes_the_losses_of_the_plain_loop_to_the_bit(name: str) -> None:
+def test_one_rank_has_bit_identical_losses_to_the_plain_loop(name: str) -> None:
     (session,) = run(of(looped(name)))
     assert session.record.losses() == SCRIPTS[name].plain(8)["losses"]
 
 
 def made() -> tuple[nn.Module, list[torch.Tensor]]:
-    """A model, and 12 batches of 8, without chance."""
+    """Returns a model and 12 batches of 8, without chance."""
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     for p in model.parameters():
@@ -73,7 +73,7 @@ def off(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def on_two() -> tuple[Callable[[], None], list[nn.Module]]:
-    """A loop over such batches, each dealt out in two halves, and the models that ranks make of it."""
+    """Returns a loop over such batches in two halves each, and the list of the ranks' models."""
     models: list[nn.Module] = []
 
     def train() -> None:
@@ -99,7 +99,7 @@ def reference() -> nn.Module:
 
 
 def as_a_task() -> Task:
-    """The same as functions, whose loop is ours."""
+    """Returns the same as functions for the workbench's own loop."""
     return Task(model=lambda: made()[0], loss=off, optimizer=lambda params: torch.optim.SGD(params, 0.05, 0.9),
                 data=lambda rank, ranks, seed: [batch.split(4)[rank] for batch in made()[1]])  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_two_ranks_make_the_loops_steps_through_live_changes() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [LocalSGD(every=4), PostLocalSGD(every=4, warmup=3), DiLoCo(every=4),
                                       SlowMo(every=4), BMUF(every=4), EASGD(every=4)], ids=str)  # fmt: skip
-def test_strategies_with_rounds_make_of_a_loop_what_they_make_of_a_task(strategy: Strategy) -> None:
+def test_strategies_with_rounds_train_a_loop_like_a_task(strategy: Strategy) -> None:
     train, models = on_two()
     sessions, left = run(of(train, 2, strategy=strategy), Change(10, "strategy", "DDP")), Change(10, "strategy", "DDP")
     assert sessions[0].record.noted("refused") == []
@@ -135,7 +135,7 @@ def test_strategies_with_rounds_make_of_a_loop_what_they_make_of_a_task(strategy
 
 
 def again() -> nn.Module:
-    """The model, of which the first layers are computed again in backward, by a backward inside of that."""
+    """Returns the model with recomputed first layers, by a backward inside the backward."""
 
     class Again(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def again() -> nn.Module:
 
 
 def in_odd_ways(loader: Any, model: nn.Module) -> list[torch.Tensor]:
-    """Backwards of two losses, of a vector, and through a part that they compute again; a step after two of them."""
+    """Runs backwards of two losses, of a vector and through recomputation, with a step after two of them."""
     optimizer = stepped(model)
     for number, batch in enumerate(loader):
         body = model(batch.requires_grad_())
@@ -164,7 +164,7 @@ def in_odd_ways(loader: Any, model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_backward_of_any_kind_comes_to_what_it_comes_to_by_itself(every: int) -> None:
+def test_unusual_backwards_give_the_same_result_as_without_ranks(every: int) -> None:
     models, found, batches = [again(), again()], [], made()[1]
 
     def train() -> None:
@@ -206,7 +206,7 @@ def test_a_loop_pauses_between_two_steps_goes_on_and_stops() -> None:
     before = session.rank.step
     session.request({"kind": "step", "n": 2, "id": "s"})
     assert until(lambda: session.phase == "paused" and session.rank.step == before + 2)
-    assert len(did) == before + 1  # it waits where the last step's optimizer has stepped
+    assert len(did) == before + 1  # it waits after the last step's optimizer step
     session.request({"kind": "stop", "id": "e"})
     session.hurry()
     ended([session])
@@ -240,7 +240,7 @@ def failing(kind: str) -> Callable[[], None]:
     ("raises", "a bad example"), ("exits", "ended with exit code 3"), ("none", "train: ended without a step; it must"),
     ("bare", "train: no optimizer has a parameter of its model"), ("two", "train: trains two models"),
 ])  # fmt: skip
-def test_what_a_loop_does_wrong_ends_the_run_in_words(kind: str, said: str) -> None:
+def test_an_error_in_a_loop_ends_the_run_with_a_reason(kind: str, said: str) -> None:
     (session,) = live(of(failing(kind)))
     ended([session])
     assert session.error is not None and said in session.error["text"]
@@ -259,14 +259,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_a_loop_cannot_follow_is_refused_in_a_sentence(path: str) -> None:
+def test_settings_that_a_loop_cannot_follow_are_refused(path: str) -> None:
     value, said = REFUSED[path]
     e = Experiment(task=Script(file="train.py"), strategy=DDP(), ranks=2).checked()
     with pytest.raises(KnobError, match=said):
         e.set(path, value)
 
 
-def test_a_script_is_read_off_a_record_and_a_function_by_its_name() -> None:
+def test_a_record_restores_a_script_but_only_names_a_function() -> None:
     e = Experiment(task=Script(file="train.py", args=("--lr", "0.1")), strategy=TorchDDP(), ranks=2)
     assert Experiment.read(json.loads(json.dumps(e.plain()))) == e
     read = Experiment.read(json.loads(json.dumps(Experiment(task=Loop(run=reference)).plain())))
@@ -274,7 +274,7 @@ def test_a_script_is_read_off_a_record_and_a_function_by_its_name() -> None:
         read.checked()
 
 
-def test_a_loop_is_for_ranks_alone() -> None:
+def test_a_loop_runs_on_whole_real_ranks_only() -> None:
     with pytest.raises(KnobError, match="computes a whole model"):
         Experiment(task=Loop(run=print), partition=Pipeline(stages=2), ranks=2, batch=0).checked()
     with pytest.raises(KnobError, match="runs on ranks alone"):
@@ -287,7 +287,7 @@ def test_a_loop_is_for_ranks_alone() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, cls in shipped(Strategy).items() if cls.follows))
-def test_a_strategy_that_follows_makes_a_forward_a_backward_and_an_update_in_this_order(name: str) -> None:
+def test_a_following_strategy_makes_forward_backward_and_update_in_order(name: str) -> None:
     cls = shipped(Strategy)[name]
     if cls.opaque:
         assert cls is TorchDDP
@@ -305,7 +305,7 @@ def test_a_strategy_that_follows_makes_a_forward_a_backward_and_an_update_in_thi
 
 
 class Heard:
-    """A coroutine, and which passes it asks for."""
+    """A coroutine that lists the passes that it requests."""
 
     def __init__(self, coro: Any, asked: list[str]) -> None:
         self.coro, self.asked = coro, asked
@@ -329,14 +329,14 @@ class Heard:
                 answer.error = error
 
 
-def test_what_does_not_follow_says_so() -> None:
+def test_strategies_that_cannot_follow_a_loop_declare_it() -> None:
     assert not ZeRO3.follows and not shipped(Strategy)["SelSync"].follows
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=64)], ids=lambda s: type(s).__name__)
-def test_what_a_loop_has_trained_is_kept_as_a_model_alone(strategy: Strategy, tmp_path: Path) -> None:
-    """Of replicas that drifted apart the mean."""
+def test_a_checkpoint_of_a_loop_contains_the_model_alone(strategy: Strategy, tmp_path: Path) -> None:
+    """If replicas have drifted apart, the saved model is their mean."""
     train, models = on_two()
     sessions = live(of(train, ranks=2, strategy=strategy), run_dir=tmp_path)
     assert all(s.join(60) for s in sessions) and not any(s.error for s in sessions)

@@ -1,4 +1,4 @@
-"""The engine's end of the line, in this process: nothing that a look meets ends the thread that answers."""
+"""Tests an engine's end of the line in this process: no failing look ends the answering thread."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from workbench.cluster.processes.place import host
 from workbench.cluster.transport.line import Line, Silence
 from workbench.engine.rank.session import Session
 
-HOLD = threading.Event()  # while it is clear, a session's start is on its way
+HOLD = threading.Event()  # while it is clear, a session is starting
 
 
 class Late:
-    """A session whose thread exists and has not been started when others ask for it."""
+    """A session with a thread that has not been started when a look comes."""
 
     def __init__(self, experiment: Any, **rest: Any) -> None:
         self.thread = threading.Thread(target=time.sleep, args=(0.3,), daemon=True)
@@ -52,7 +52,7 @@ def bench() -> Iterator[tuple[Bench, Line]]:
         yield it
 
 
-def test_a_look_between_a_sessions_making_and_its_start_does_not_end_the_line(
+def test_a_look_before_a_session_starts_does_not_end_the_line(
     bench: tuple[Bench, Line], tmp_path: Path
 ) -> None:
     made, line = bench
@@ -82,7 +82,7 @@ def test_a_session_that_has_not_been_started_has_not_ended() -> None:
     assert store
 
 
-def test_a_session_that_cannot_start_is_not_waited_for(
+def test_no_call_waits_for_a_session_that_cannot_start(
     bench: tuple[Bench, Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, line = bench
@@ -97,7 +97,7 @@ def test_a_session_that_cannot_start_is_not_waited_for(
 
 
 class Interrupted:
-    """A lock for which somebody does not want to wait any more."""
+    """A lock with an interrupt while it waits."""
 
     def __enter__(self) -> None:
         raise KeyboardInterrupt
@@ -107,7 +107,7 @@ class Interrupted:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_an_interrupt_while_one_wire_is_waited_for_leaves_no_other_taken() -> None:
+def test_an_interrupt_while_waiting_for_one_wire_releases_the_other_wires() -> None:
     line, lock = Line.__new__(Line), threading.Lock()
     line._wires = {0: SimpleNamespace(lock=lock), 1: SimpleNamespace(lock=Interrupted())}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
@@ -116,13 +116,13 @@ def test_an_interrupt_while_one_wire_is_waited_for_leaves_no_other_taken() -> No
 
 
 def events() -> int:
-    """Descriptors of which zmq has one for each socket; connections come and go beside."""
+    """Counts eventfds: zmq has one for each socket, while connections come and go."""
     each = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
     return sum(os.readlink(one) == "anon_inode:[eventfd]" for one in each if os.path.islink(one))
 
 
-def test_an_engine_that_is_gone_is_left_and_its_socket_with_it() -> None:
-    """Else a lab that loses one after the other keeps a descriptor of each."""
+def test_leaving_a_dead_engine_closes_its_socket() -> None:
+    """Otherwise a lab would keep a descriptor for each lost engine."""
     with benched(0, 1, 2) as (made, line):
         there = events()
         line.leave(1, made.line_at)
@@ -134,7 +134,7 @@ def test_an_engine_that_is_gone_is_left_and_its_socket_with_it() -> None:
         assert isinstance(said[1], Silence) and [said[0]["over"], said[2]["over"]] == [True, True]
 
 
-def test_who_is_being_asked_is_left_at_the_next_look() -> None:
+def test_a_busy_wire_is_left_at_the_next_look() -> None:
     with benched(0) as (made, line):
         with line._wires[0].lock:
             line.leave(0, made.line_at)
@@ -145,8 +145,8 @@ def test_who_is_being_asked_is_left_at_the_next_look() -> None:
         assert line._wires[0].socket.closed
 
 
-def test_only_an_engine_of_this_machine_is_gone_for_good() -> None:
-    """One of another machine may have been out of reach for long, and is asked again."""
+def test_only_engines_on_this_machine_are_left_for_good() -> None:
+    """An engine on another machine may be unreachable for long, so it is asked again."""
     left: list[int] = []
     hosts = host(), host(), "another"
     engines = [SimpleNamespace(rank=rank, host=where, line="x") for rank, where in enumerate(hosts)]

@@ -1,4 +1,4 @@
-"""Local SGD: its schedule, its start, its groups and its momenta, against a plain reference and against DDP."""
+"""Tests Local SGD against a plain reference and DDP: schedule, warm-up, groups and momenta."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 
 def momenta(session: Any) -> torch.Tensor:
-    """All that a rank's optimizer remembers: (n,) float64."""
+    """Returns a rank's whole optimizer state: (n,) float64."""
     return torch.cat([t.reshape(-1).double() for t in optimizer_tensors(session.layout, session.optimizer)])
 
 
 def reference(ranks: int, steps: int, strategy: LocalSGD, optimizer: Any) -> list[torch.nn.Module]:
-    """Local SGD as the papers have it, in one process: the ranks' models after `steps`."""
+    """Runs the papers' Local SGD in one process. Returns the ranks' models after `steps`."""
     models = [net() for _ in range(ranks)]
     optimizers = [optimizer(m.parameters()) for m in models]
     since = since_group = 0
@@ -95,7 +95,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("ranks", "strategy", "optimizer"), VARIANTS, ids=[str(k) for k in range(len(VARIANTS))])
-def test_every_variant_is_the_plain_loop_on_both_hosts(ranks: int, strategy: LocalSGD, optimizer: Any) -> None:
+def test_every_variant_equals_the_plain_loop_on_both_hosts(ranks: int, strategy: LocalSGD, optimizer: Any) -> None:
     e = experiment(ranks, 14, strategy=strategy, task=toy(optimizer))
     sessions = run(e)
     for s, model in zip(sessions, reference(ranks, 14, strategy, optimizer), strict=True):
@@ -119,21 +119,21 @@ def test_averaging_after_each_step_is_data_parallelism(strategy: LocalSGD, optim
     assert samples(ours, "drift").max() < 1e-7
 
 
-def test_but_not_with_adam() -> None:
-    """So that nobody averages gradients by mistake."""
+def test_averaging_after_each_step_differs_from_data_parallelism_with_adam() -> None:
+    """A strategy that averages gradients would give the same result."""
     want = run(experiment(3, 8, task=toy(adam)))[0]
     got = run(experiment(3, 8, strategy=LocalSGD(every=1), task=toy(adam)))[0]
     assert (weights(got) - weights(want)).abs().max() > 1e-3
 
 
-def test_kept_momenta_differ_and_their_mean_is_data_parallelisms() -> None:
+def test_kept_momenta_differ_and_average_to_those_of_data_parallelism() -> None:
     want = momenta(run(experiment(3, 8))[0])
     kept = torch.stack([momenta(s) for s in run(experiment(3, 8, strategy=LocalSGD(every=1)))])
     assert (kept[0] - kept[1]).norm() > 0.1 * want.norm()
     torch.testing.assert_close(kept.mean(0), want, rtol=1e-4, atol=1e-6)
 
 
-def test_averaged_momenta_are_data_parallelisms_and_zeroed_ones_are_zero() -> None:
+def test_averaged_momenta_equal_data_parallelism_and_zeroed_ones_are_zero() -> None:
     want = momenta(run(experiment(3, 8))[0])
     for s in run(experiment(3, 8, strategy=LocalSGD(every=1, momentum="average"))):
         torch.testing.assert_close(momenta(s), want, rtol=1e-4, atol=1e-6)
@@ -149,7 +149,7 @@ def test_ranks_with_the_same_data_never_differ() -> None:
         assert [v for _, name, _, v in s.record.samples if name == "drift"] == [0.0] * 12
 
 
-def test_an_averaging_makes_ranks_equal_and_leaves_the_mean() -> None:
+def test_an_average_makes_ranks_equal_to_their_mean() -> None:
     before = run(experiment(4, 6, strategy=LocalSGD(every=7)))
     after = run(experiment(4, 6, strategy=LocalSGD(every=6)))
     assert len({state_hash(s.layout) for s in before}) == 4
@@ -159,7 +159,7 @@ def test_an_averaging_makes_ranks_equal_and_leaves_the_mean() -> None:
 
 
 def exchanged(session: Any, steps: int) -> list[str]:
-    """By step, who averaged: "all", "group" or "none"."""
+    """Returns, by step, which ranks averaged: "all", "group" or "none"."""
     kinds = ["none"] * steps
     for step, what, _ in session.record.comm():
         kinds[step] = "group" if " in within" in what else "all"
@@ -167,7 +167,7 @@ def exchanged(session: Any, steps: int) -> list[str]:
 
 
 def test_the_schedule_is_torchs_shifted_to_the_end_of_each_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's averagers act in the first step of a period, ours in its last; with groups torch leaves out the start."""
+    """torch's averagers act in the first step of a period, ours in its last. With groups torch omits the start."""
     done: list[Any] = []
     module = average_parameters_or_parameter_groups.__module__
     monkeypatch.setattr(f"{module}.average_parameters_or_parameter_groups", lambda _, group: done.append(group))
@@ -194,7 +194,7 @@ def test_the_schedule_is_torchs_shifted_to_the_end_of_each_period(monkeypatch: p
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_first_steps_are_data_parallelism_bit_for_bit(ranks: int) -> None:
+def test_warm_up_is_bit_identical_to_data_parallelism(ranks: int) -> None:
     chosen = PostLocalSGD(every=4, warmup=6)
     ours, ddp = run(experiment(ranks, 6, strategy=chosen)), run(experiment(ranks, 6))
     for s, want in zip(ours, ddp, strict=True):
@@ -203,7 +203,7 @@ def test_the_first_steps_are_data_parallelism_bit_for_bit(ranks: int) -> None:
     assert run(experiment(ranks, 9, strategy=chosen))[0].record.comm()[-1][0] == 5, "and then nothing is sent"
 
 
-def test_a_warmup_turned_up_brings_parameters_and_momenta_together_first() -> None:
+def test_raising_warmup_averages_parameters_and_momenta_first() -> None:
     sessions = run(experiment(3, 16, strategy=PostLocalSGD(every=4, warmup=0)), Change(4, "strategy.warmup", 16))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
@@ -212,7 +212,7 @@ def test_a_warmup_turned_up_brings_parameters_and_momenta_together_first() -> No
     assert "all_reduce momentum" in {what for step, what, _ in sessions[0].record.comm() if step == 4}
 
 
-def test_a_warmup_turned_up_between_two_averagings_begins_with_one() -> None:
+def test_raising_warmup_between_two_averages_begins_with_an_average() -> None:
     sessions = run(experiment(3, 9, strategy=PostLocalSGD(every=4, warmup=0)), Change(6, "strategy.warmup", 64))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
@@ -222,12 +222,12 @@ def test_a_warmup_turned_up_between_two_averagings_begins_with_one() -> None:
 
 
 def neighbours(rank: int, group: int) -> range:
-    """The ranks of a rank's group, where each `group` consecutive ones make one."""
+    """Returns the ranks of a rank's group of `group` consecutive ranks."""
     return range(rank - rank % group, rank - rank % group + group)
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(4, 2), (6, 3), (5, 5), (8, 4)])
-def test_bytes_of_a_group_are_the_formula(ranks: int, group: int) -> None:
+def test_bytes_of_a_group_follow_the_formula(ranks: int, group: int) -> None:
     e = experiment(ranks, 4, strategy=HierarchicalLocalSGD(every=4, group=group, group_every=2))
     sessions = run(e)
     for s in sessions:
@@ -244,7 +244,7 @@ def test_bytes_of_a_group_are_the_formula(ranks: int, group: int) -> None:
 
 
 class Choosy(torch.nn.Module):
-    """Uses its second layer only where it is told to."""
+    """Uses its second layer only if `both` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Choosy(torch.nn.Module):
 
 
 def choosy() -> Task:
-    """Only rank 0 uses all of the model."""
+    """Returns a task in which only rank 0 uses the whole model."""
 
     def data(rank: int, ranks: int, seed: int) -> list:
         return [(*batch(rank, step, seed), rank == 0) for step in range(20)]
@@ -266,12 +266,12 @@ def choosy() -> Task:
     return toy(heavy, model=lambda: net(Choosy), data=data, loss=loss, evaluate=None)
 
 
-def test_momenta_are_averaged_though_a_rank_uses_only_part_of_the_model() -> None:
+def test_momenta_are_averaged_if_a_rank_uses_only_part_of_the_model() -> None:
     sessions = run(experiment(2, 6, task=choosy(), strategy=LocalSGD(every=3, momentum="average")))
     assert torch.equal(momenta(sessions[0]), momenta(sessions[1])) and momenta(sessions[0]).count_nonzero() > 60
 
 
-def test_where_a_rank_remembers_less_a_warmup_turned_up_begins_with_no_momenta() -> None:
+def test_raising_warmup_clears_momenta_that_some_ranks_lack() -> None:
     e = experiment(2, 8, task=choosy(), strategy=PostLocalSGD(every=3, warmup=0))
     sessions = run(e, Change(4, "strategy.warmup", 8))
     assert torch.equal(momenta(sessions[0]), momenta(sessions[1]))
@@ -280,14 +280,14 @@ def test_where_a_rank_remembers_less_a_warmup_turned_up_begins_with_no_momenta()
 
 
 @pytest.mark.parametrize(("optimizer", "times"), [(heavy, 1), (adam, 2)])
-def test_bytes_of_averaged_momenta_are_the_formula(optimizer: Any, times: int) -> None:
+def test_bytes_of_averaged_momenta_follow_the_formula(optimizer: Any, times: int) -> None:
     s = run(experiment(4, 3, strategy=LocalSGD(every=3, momentum="average"), task=toy(optimizer)))[0]
     counters = 4 * len(s.layout.order) if times == 2 else 0  # Adam counts the steps of each parameter
     sent = {what: n for _, what, n in s.record.comm()}
     assert sent["all_reduce momentum"] == traffic("all_reduce", times * s.layout.nbytes + counters, 4)[0]
 
 
-def test_a_group_averaging_brings_a_group_together_and_leaves_its_mean() -> None:
+def test_a_group_average_makes_a_group_equal_to_its_mean() -> None:
     apart = run(experiment(4, 6, strategy=LocalSGD(every=64)))
     close = run(experiment(4, 6, strategy=HierarchicalLocalSGD(every=64, group=2, group_every=6)))
     for first in (0, 2):
@@ -299,7 +299,7 @@ def test_a_group_averaging_brings_a_group_together_and_leaves_its_mean() -> None
 
 
 class Few(torch.nn.Module):
-    """Three numbers to learn: fewer than a group of four has ranks."""
+    """Three parameters: fewer than a group of 4 has ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Few(torch.nn.Module):
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_pieces_need_not_be_equal(group: int) -> None:
+def test_groups_average_pieces_of_unequal_size(group: int) -> None:
     def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
         return (model(pair[0]) - pair[1][:, 0]).square().mean()
 
@@ -322,8 +322,8 @@ def test_pieces_need_not_be_equal(group: int) -> None:
         torch.testing.assert_close(weights(s), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_a_group_costs_its_bytes_in_time_and_the_pieces_of_all_buckets_follow_each_other() -> None:
-    """In a group of two each sends half the model twice; a collective of four sends it one and a half times."""
+def test_a_group_average_takes_the_time_of_its_bytes() -> None:
+    """In a group of 2 each rank sends half the model twice. A collective of 4 sends it 1.5 times."""
     strategy = HierarchicalLocalSGD(every=8, group=2, group_every=2)
     e = paced(4, 8, pace=10.0, mbit=100.0, task=stack(layers=8, width=100), strategy=strategy, bucket_mb=0.04)
     lasts = seconds(simulate(e))
@@ -332,7 +332,7 @@ def test_a_group_costs_its_bytes_in_time_and_the_pieces_of_all_buckets_follow_ea
     assert lasts[7] - lasts[0] == pytest.approx(1.5 * wire, rel=0.01)
 
 
-def test_groups_that_do_not_divide_the_ranks_are_refused_in_words() -> None:
+def test_groups_that_do_not_divide_the_ranks_are_refused_with_a_reason() -> None:
     with pytest.raises(KnobError, match="group=4 does not divide 6 ranks into equal groups; use one of 1, 2, 3, 6"):
         experiment(6, strategy=HierarchicalLocalSGD(group=4))
     chosen = experiment(6, strategy=HierarchicalLocalSGD(group=3))
@@ -340,8 +340,8 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_in_words() -> None:
         chosen.set("strategy.group", 5)
 
 
-def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
-    """Ranks meet at averagings of all, so a change waits for the next one."""
+def test_engine_and_simulator_send_the_same_across_every_kind_of_change() -> None:
+    """All ranks meet at global averages, so a change waits for the next one."""
     changes = (
         Change(3, "bucket_mb", 0.02), Change(6, "strategy.group", 2), Change(9, "strategy.group_every", 2),
         Change(12, "strategy.momentum", "average"), Change(15, "compressor", {"TopK": {"density": 0.1}}),
@@ -357,7 +357,7 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
     assert len(sessions[0].record.noted("change")) == len(changes)
 
 
-def test_groups_live_a_turn_a_pause_and_a_stop_reach_all_before_the_same_step() -> None:
+def test_orders_reach_all_groups_before_the_same_step() -> None:
     sessions = live(experiment(4, 0, pace=5.0, strategy=HierarchicalLocalSGD(every=4, group=2)))
     try:
         until(lambda: all(s.rank.step > 6 for s in sessions))
@@ -379,7 +379,7 @@ def test_groups_live_a_turn_a_pause_and_a_stop_reach_all_before_the_same_step() 
             assert s.join(60)
 
 
-def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
+def test_a_failing_rank_frees_ranks_that_wait_for_its_messages() -> None:
     def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
         if torch.equal(pair[0], poison):
             raise ValueError("a bad example")
@@ -395,13 +395,13 @@ def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
         assert s.join(60)
 
 
-def test_compressed_displacements_and_groups_end_in_one_value() -> None:
+def test_compressed_displacements_in_groups_leave_ranks_equal() -> None:
     e = experiment(4, 12, strategy=HierarchicalLocalSGD(every=4, group=2), compressor=TopK.usual())
     sessions = run(e, Change(8, "bucket_mb", 0.03))
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_left_between_two_averagings_the_ranks_go_on_from_their_mean() -> None:
+def test_leaving_between_two_averages_continues_from_the_mean() -> None:
     e = experiment(3, 9, strategy=LocalSGD(every=2), task=toy(plain), pace=5.0, eval_every=1)
     changes = Change(5, "lr", 1e-30), Change(5, "strategy", "DDP")
     run = simulate(e, changes=changes, real=True)
@@ -410,8 +410,8 @@ def test_left_between_two_averagings_the_ranks_go_on_from_their_mean() -> None:
     assert held[5] == pytest.approx(held[9], abs=1e-6)
 
 
-def test_it_is_still_ddp_that_is_not_touched_by_a_stay_of_no_steps() -> None:
-    """In and out before the same step: nothing is averaged but what the frame hands over."""
+def test_a_switch_and_back_before_one_step_leaves_ddp_unchanged() -> None:
+    """A switch to another strategy and back before the same step averages only the state of the handover."""
     changes = Change(4, "strategy", {"PostLocalSGD": {"warmup": 3}}), Change(4, "strategy", "DDP")
     stay, went = run(experiment(2, 8)), run(experiment(2, 8), *changes)
     assert isinstance(went[0].experiment.strategy, DDP)
