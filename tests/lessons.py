@@ -1,4 +1,4 @@
-"""A lesson executed from its first cell to its last with real ranks, as a person without a browser would."""
+"""Runs a lesson from its first cell to its last with real ranks, without a browser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
 def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> nbformat.NotebookNode:
-    """The notebook with its outputs; its runs and engines' files lie under `tmp_path`.
+    """Returns the notebook with its outputs. The files of its runs and engines are under `tmp_path`.
 
-    after: a text in a cell -> code that is run behind that cell.
+    after: a text in a cell -> code to run after that cell
     """
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
@@ -31,7 +31,7 @@ def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after:
 
 
 def results(book: nbformat.NotebookNode) -> list[Any]:
-    """What the code cells showed as plain text, in order; None where one showed nothing."""
+    """Returns the plain-text results of the code cells in order; None for a cell without result."""
     shown = []
     for cell in book.cells:
         if cell.cell_type == "code":
@@ -41,5 +41,5 @@ def results(book: nbformat.NotebookNode) -> list[Any]:
 
 
 def texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> list[str]:
-    """Of `execute`, all that the code cells showed as plain text."""
+    """Returns the plain-text results of the code cells after `execute`."""
     return [text for text in results(execute(name, tmp_path, monkeypatch, **after)) if text]

@@ -1,7 +1,6 @@
-"""Training scripts as people write them, each in three parts: what it makes, its loop, and what stands for the loop.
+"""Typical training scripts in three parts: setup, loop, and the replacement of the loop.
 
-`BATCH` is the examples of a batch; the loop leaves `losses`, one of each step. The lines that stand for the loop leave
-`task`.
+`BATCH` is the number of examples in a batch. The loop leaves `losses`, one per step. The replacement leaves `task`.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ labels = targets.argmax(1)
 
 
 class Script(NamedTuple):
-    """made: what stands before the loop; loop; adopted: what stands for it; decays: do its groups differ?"""
+    """made: setup before the loop; loop; adopted: its replacement; decays: whether its parameter groups differ"""
 
     made: str
     loop: str
     adopted: str
 
     def make(self, batch: int = 8) -> dict[str, Any]:
-        """Its names before the loop."""
+        """Returns the script's names before the loop."""
         names: dict[str, Any] = {"BATCH": batch, "__name__": "__main__"}
         exec(HEAD + self.made, names)
         return names
 
     def plain(self, batch: int = 8) -> dict[str, Any]:
-        """Its names after the loop."""
+        """Returns the script's names after the loop."""
         names = self.make(batch)
         exec(f"losses = []\ntorch.manual_seed(0)\nrandom.seed(0)\n{self.loop}", names)
         return names
 
     def task(self, batch: int = 8) -> Any:
-        """What is adopted of it."""
+        """Returns the adopted task."""
         names = self.make(batch)
         exec(self.adopted, names)
         return names["task"]

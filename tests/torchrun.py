@@ -1,4 +1,4 @@
-"""A script on several processes as torchrun starts them, and what it leaves in its file."""
+"""Runs a script on several processes, like torchrun, and returns its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent / "scripts_ddp"
 
 
 def started_by_torchrun(name: str, out: Path, words: tuple[str, ...], size: int = 2) -> Any:
-    """What tests/scripts_ddp/`name`.py, called with these words, saves in `out`, without the workbench.
+    """Returns what tests/scripts_ddp/`name`.py with these arguments saves in `out`, without the workbench.
 
     size: how many processes run it
     """
@@ -36,7 +36,7 @@ def started_by_torchrun(name: str, out: Path, words: tuple[str, ...], size: int 
     try:
         assert until(lambda: _read(out) is not None, 200)
     finally:
-        for p in ranks:  # torch's own end may take a minute where no name service answers
+        for p in ranks:  # torch's own end may take a minute without a name service
             p.kill()
             p.wait()
     return _read(out)

@@ -1,4 +1,4 @@
-"""ALQ and AMQ: what levels are fitted to, how, and when; on the engine, in the simulator, and through live changes."""
+"""Tests ALQ and AMQ: fitting of levels, its schedule, both hosts, and live changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize("cls", [ALQ, AMQ])
 
 
 def density(mixture: Mixture, r: np.ndarray) -> np.ndarray:
-    """By the definition: normal densities on [-1, 1], each with its own mass there, weighted."""
+    """Sums the weighted normal densities, each normalized on [-1, 1], by definition."""
     out = np.zeros_like(r)
     for w, m, s in zip(*(part.tolist() for part in mixture), strict=True):
         z = math.erf((1 - m) / s / 2**0.5) - math.erf((-1 - m) / s / 2**0.5)
@@ -44,7 +44,7 @@ def summed(y: np.ndarray, r: np.ndarray) -> float:
 
 
 def cost(mixture: Mixture, levels: torch.Tensor) -> float:
-    """The mean of (l_(k+1) - r) (r - l_k), by adding up half a million narrow strips."""
+    """Integrates the mean of (l_(k+1) - r) (r - l_k) numerically over 500,000 strips."""
     r = np.linspace(-1, 1, 500_001)
     l = levels.double().numpy()  # noqa: E741
     at = np.clip(np.searchsorted(l, r, side="right") - 1, 0, len(l) - 2)
@@ -56,7 +56,7 @@ def both_sides(*up: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mixture", [ONE, MANY], ids=["one", "many"])
-def test_mass_mean_and_square_below_a_point_are_those_of_the_density(mixture: Mixture) -> None:
+def test_partial_moments_equal_those_of_the_density(mixture: Mixture) -> None:
     for x in (-1.0, -0.2, 0.013, 0.4, 1.0):
         r = np.linspace(-1, x, 200_001)
         f = density(mixture, r)
@@ -67,7 +67,7 @@ def test_mass_mean_and_square_below_a_point_are_those_of_the_density(mixture: Mi
         assert float(mixture.moments(x)[0]) == pytest.approx(mass, abs=3e-5)
 
 
-def test_a_block_counts_as_much_as_its_norm_says() -> None:
+def test_a_block_counts_by_its_norm() -> None:
     blocks = torch.tensor([[9.0, 0.0, 0.02], [1.0, 0.0, 0.3]])
     mixture = Mixture.of(blocks)
     assert mixture.weight.tolist() == pytest.approx([0.9, 0.1])
@@ -80,7 +80,7 @@ def test_a_block_counts_as_much_as_its_norm_says() -> None:
 
 
 @pytest.mark.parametrize("mixture", [ONE, MANY, MANY.mirrored()], ids=["one", "many", "mirrored"])
-def test_what_levels_cost_is_the_integral_of_what_rounding_costs(mixture: Mixture) -> None:
+def test_the_variance_of_levels_is_the_integral_of_the_rounding_error(mixture: Mixture) -> None:
     for levels in (torch.linspace(-1, 1, 8, dtype=F64), exponential(4, 0.5, zero=False).double(), both_sides(0.1, 1.0)):
         assert float(mixture.variance(levels)) == pytest.approx(cost(mixture, levels), rel=1e-4, abs=1e-9)
 
@@ -89,7 +89,7 @@ def test_what_levels_cost_is_the_integral_of_what_rounding_costs(mixture: Mixtur
     ((both_sides(0.25, 0.5, 0.75, 1.0), both_sides(0.125, 0.25, 0.5, 1.0)), (7.47e-3, 2.54e-3), 3.391e-4),
     ((both_sides(0.5, 1.0), both_sides(0.5, 1.0)), (None, None), 2.331e-3),
 ], ids=["4 above zero", "2 above zero"])
-def test_descent_never_rises_and_ends_at_the_same_levels_from_everywhere(starts, published, end) -> None:
+def test_descent_never_rises_and_ends_at_the_same_levels_from_all_starts(starts, published, end) -> None:
     levels = torch.stack(starts)
     for cost_there, want in zip(ONE.variance(levels).tolist(), published, strict=True):
         assert want is None or cost_there == pytest.approx(want, rel=2e-3)
@@ -105,7 +105,7 @@ def test_descent_never_rises_and_ends_at_the_same_levels_from_everywhere(starts,
     assert float(rise.abs().max()) < 2e-6
 
 
-def test_ten_sweeps_are_nearly_all_that_three_bits_need() -> None:
+def test_ten_sweeps_nearly_suffice_for_three_bits() -> None:
     levels = apart(torch.stack([torch.linspace(-1, 1, 8, dtype=F64), exponential(3, 0.5, zero=False).double()]))
     few, many = (ONE.variance(descended(ONE, levels, n)) for n in (10, 100))
     assert few.tolist() == pytest.approx(many.tolist(), rel=0.05)
@@ -127,7 +127,7 @@ def test_fitted_levels_cost_no_more_than_equally_spaced_or_halving_ones(bits: in
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("mixture", [ONE, MANY.mirrored()], ids=["one", "many"])
-def test_the_slope_of_the_multiplier_is_that_of_what_it_costs(mixture: Mixture, bits: int) -> None:
+def test_the_slope_of_the_multiplier_is_the_derivative_of_the_variance(mixture: Mixture, bits: int) -> None:
     m = torch.tensor([0.2, 0.4, 0.5, 0.7], dtype=F64)
     h = 1e-5
     want = (mixture.variance(powers(m + h, bits)) - mixture.variance(powers(m - h, bits))) / (4 * h)  # of one side
@@ -146,12 +146,13 @@ def test_gradient_descent_on_the_multiplier_comes_near_the_best(bits: int, ends:
 
 @BOTH
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_rounding_to_fitted_levels_keeps_the_mean_and_costs_what_was_reckoned(cls: type, bits: int) -> None:
+def test_rounding_to_fitted_levels_is_unbiased_with_the_predicted_variance(cls: type, bits: int) -> None:
     levels = cls(bits=bits).solved(MANY).float()
     rng = torch.Generator().manual_seed(bits)
     which = torch.multinomial(MANY.weight, 400_000, replacement=True, generator=rng)
     r = MANY.mean[which] + MANY.sigma[which] * torch.randn(len(which), generator=rng, dtype=F64)
-    r = r[r.abs() <= 1].float()  # of these a share of exp(-5) at most is cut off, from the widest: reckoned below
+    # cuts off at most exp(-5) of the values, from the widest; the expected value below accounts for it
+    r = r[r.abs() <= 1].float()
     off = (levels[dithered(between(r.clone(), levels), rng).int()] - r).double()
     inside = torch.special.ndtr((1 - MANY.mean) / MANY.sigma) - torch.special.ndtr((-1 - MANY.mean) / MANY.sigma)
     drawn_from = Mixture(MANY.weight * inside / (MANY.weight * inside).sum(), MANY.mean, MANY.sigma)
@@ -161,7 +162,7 @@ def test_rounding_to_fitted_levels_keeps_the_mean_and_costs_what_was_reckoned(cl
 
 
 @BOTH
-def test_the_mean_is_kept_with_fitted_levels_through_the_exchange(cls: type) -> None:
+def test_the_exchange_with_fitted_levels_is_unbiased(cls: type) -> None:
     x = heavy(2, 512)
     for hops in ("gather", "two_hop"):
         of, memories = cls(block=512, exchange=hops), [Memory(5), Memory(6)]
@@ -174,8 +175,8 @@ def test_the_mean_is_kept_with_fitted_levels_through_the_exchange(cls: type) -> 
 
 
 @pytest.mark.parametrize("n", [64, 4096])
-def test_the_variance_with_any_levels_is_within_the_bound_of_their_ratios(n: int) -> None:
-    """The bound of the largest ratio of neighbours, and of the cell around zero, which counts for every element."""
+def test_the_variance_is_within_the_bound_of_the_levels_ratios(n: int) -> None:
+    """Uses the largest ratio of neighbours, and of the cell around zero, which counts for every element."""
     x = heavy(1, n)
     of, memory = ALQ(block=n, bits=4), Memory(0)
     for _ in range(2):
@@ -190,7 +191,7 @@ def test_the_variance_with_any_levels_is_within_the_bound_of_their_ratios(n: int
     assert float(np.sum((levels.numpy()[at + 1] - r) * (r - levels.numpy()[at]))) <= bound
 
 
-def test_blocks_are_looked_at_by_their_norms_and_one_that_is_not_finite_counts_nothing() -> None:
+def test_blocks_are_sampled_by_norm_and_skipped_if_not_finite() -> None:
     x = noise(1, 5, 300) * torch.tensor([1.0, 5.0, 2.0, 0.0, 9.0])[:, None]
     x[4, 7] = math.inf
     seen = looks(x, "l2", 3)
@@ -201,8 +202,8 @@ def test_blocks_are_looked_at_by_their_norms_and_one_that_is_not_finite_counts_n
     assert not looks(x[3:], "l2", 2).any()
 
 
-def test_it_costs_hardly_more_in_large_blocks_where_fixed_levels_cost_much_more() -> None:
-    """Three bits; the relative variance by the size of a block, of which the authors' notebook shows what it does."""
+def test_fitted_levels_stay_accurate_in_large_blocks_unlike_fixed_ones() -> None:
+    """Measures the relative variance by block size with 3 bits, as in the authors' notebook."""
     x, found = noise(3, 2**17), {}
     for of in (ALQ, AMQ, NUQSGD):
         found[of] = []
@@ -218,7 +219,7 @@ def test_it_costs_hardly_more_in_large_blocks_where_fixed_levels_cost_much_more(
 
 
 def sampled(session: object, of: Fitted, ranks: int) -> int:
-    """Bytes that a rank sends in a step in which it samples."""
+    """Returns the bytes that a rank sends in a step with samples."""
     return sum((ranks - 1) * 12 * min(of.samples, math.ceil(b.nbytes / 4 / of.block)) for b in session.layout.buckets)
 
 
@@ -232,7 +233,7 @@ def coded(session: object, of: Fitted, ranks: int) -> int:
 
 
 @BOTH
-def test_blocks_are_sampled_in_the_steps_that_were_named_and_never_else(cls: type) -> None:
+def test_blocks_are_sampled_in_the_scheduled_steps_only(cls: type) -> None:
     of = cls(fit_first=2, fit_second=4, fit_every=6, block=64, samples=5)
     sessions = run(experiment(3, 8, compressor=of))
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -251,7 +252,7 @@ def test_blocks_are_sampled_in_the_steps_that_were_named_and_never_else(cls: typ
 @BOTH
 @pytest.mark.parametrize("hops", ["gather", "two_hop"])
 def test_the_first_step_is_rounded_as_well_as_the_second(cls: type, hops: str) -> None:
-    """In large blocks the halving levels that nobody fitted are off by a hundred times the gradient."""
+    """In large blocks the unfitted halving levels are wrong by 100 times the gradient."""
     g, memories, parts = noise(2, 4, 65536), [Memory(r) for r in range(4)], placed((32768,), (32768,))
     off = []
     for _ in range(2):
@@ -261,7 +262,7 @@ def test_the_first_step_is_rounded_as_well_as_the_second(cls: type, hops: str) -
 
 
 @BOTH
-def test_levels_are_fitted_to_the_bucket_first_and_then_to_the_largest_blocks_of_all(cls: type) -> None:
+def test_levels_fit_the_bucket_first_and_later_the_largest_blocks_of_all_ranks(cls: type) -> None:
     parts, of = placed((512,), (300,), (1024,)), cls(block=128, samples=4)
     g = torch.stack([heavy(seed, 1836) for seed in (1, 3, 5)])
     memories = [Memory(r) for r in range(3)]
@@ -285,7 +286,7 @@ def test_levels_are_fitted_to_the_bucket_first_and_then_to_the_largest_blocks_of
 
 
 @BOTH
-def test_another_number_of_bits_is_solved_for_from_what_is_known(cls: type) -> None:
+def test_a_new_number_of_bits_is_solved_from_known_samples(cls: type) -> None:
     g, memories, parts = noise(1, 2, 4096), [Memory(0), Memory(1)], placed((4096,))
     for _ in range(2):
         exchange(cls(), g, parts, memories)
@@ -301,12 +302,12 @@ def test_another_number_of_bits_is_solved_for_from_what_is_known(cls: type) -> N
 
 @BOTH
 @pytest.mark.parametrize("knob", ["block", "norm"])
-def test_another_block_or_norm_is_sampled_anew_and_fitted_at_once(cls: type, knob: str) -> None:
+def test_a_new_block_or_norm_is_sampled_again_and_fitted_at_once(cls: type, knob: str) -> None:
     g, memories, parts = noise(1, 2, 4096), [Memory(0), Memory(1)], placed((2048,), (2048,))
     old, new = cls(block=512), cls(**{"block": 512, knob: {"block": 128, "norm": "max"}[knob]})
 
     def step(of: Fitted) -> bool:
-        """Are the levels those that fit the whole model?"""
+        """Returns whether the levels fit the whole model."""
         for part in parts:
             exchange(of, g, [part], memories)
             assert not torch.equal(of.levels(memories[0]), exponential(3, 0.5, zero=False))
@@ -320,12 +321,12 @@ def test_another_block_or_norm_is_sampled_anew_and_fitted_at_once(cls: type, kno
 
 
 @BOTH
-def test_another_block_is_sampled_whole_where_the_counted_bucket_is_not_the_first(cls: type) -> None:
+def test_a_new_block_is_sampled_fully_with_reordered_buckets(cls: type) -> None:
     g, memories, parts = noise(1, 2, 4096), [Memory(0), Memory(1)], placed((2048,), (2048,))
     for part in parts:
         exchange(cls(block=512), g, [part], memories)
     for _ in range(3):
-        for part in reversed(parts):  # the order in which gradients appear was learned
+        for part in reversed(parts):  # the bucket order now follows the gradients
             exchange(cls(block=128), g, [part], memories)
     fit = memories[0].parts["levels"]["*"]
     assert cls(block=128)._serves(fit) and not fit.sampling
@@ -335,7 +336,7 @@ def test_another_block_is_sampled_whole_where_the_counted_bucket_is_not_the_firs
 
 
 @BOTH
-def test_buckets_cut_anew_change_neither_the_levels_nor_the_count_of_steps(cls: type) -> None:
+def test_new_buckets_change_neither_the_levels_nor_the_count_of_steps(cls: type) -> None:
     g, memories, parts = noise(1, 2, 3072), [Memory(0), Memory(1)], placed((1024,), (1024,), (1024,))
     of, cuts = cls(fit_first=4), ([0, 1, 2, 3], [0, 3], [0, 2, 3], [0, 1, 3])
     table = None
@@ -349,7 +350,7 @@ def test_buckets_cut_anew_change_neither_the_levels_nor_the_count_of_steps(cls: 
     assert torch.equal(of.levels(memories[0]), table)
 
 
-def test_what_one_has_sampled_serves_the_other() -> None:
+def test_alq_and_amq_share_samples() -> None:
     session = run(experiment(3, 8, compressor=ALQ()), Change(4, "compressor", "AMQ"))[0]
     sent = [sum(n for k, _, n in session.record.comm() if k == step) for step in range(8)]
     assert sent[3] == sent[4] == sent[7]
@@ -358,7 +359,7 @@ def test_what_one_has_sampled_serves_the_other() -> None:
 
 
 @BOTH
-def test_switched_off_and_on_again_it_goes_on_with_what_it_knew(cls: type) -> None:
+def test_switching_off_and_on_keeps_the_samples(cls: type) -> None:
     changes = Change(3, "compressor", "Dense"), Change(6, "compressor", cls.__name__)
     sessions = run(experiment(2, 9, compressor=cls()), *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -368,7 +369,7 @@ def test_switched_off_and_on_again_it_goes_on_with_what_it_knew(cls: type) -> No
 
 
 @BOTH
-def test_a_step_that_is_not_finite_is_not_what_levels_are_fitted_to(cls: type) -> None:
+def test_levels_are_not_fitted_to_a_step_that_is_not_finite(cls: type) -> None:
     g, memories, parts = noise(1, 2, 1024), [Memory(0), Memory(1)], placed((1024,))
     bad = g.clone()
     bad[:, 5] = math.nan

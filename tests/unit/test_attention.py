@@ -1,4 +1,4 @@
-"""The notes of a run about what stands still: kept up to date, withdrawn, and silent when only the machine slept."""
+"""Tests notes about stuck ranks: updated, withdrawn, and absent if the machine slept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.strategies import DDP, LocalSGD
 
 
 class Watched:
-    """A run of four ranks whose clock and answers are made up."""
+    """A run of 4 ranks with a fake clock and fake answers."""
 
     def __init__(self, run: Run | None = None, fresh: bool = False) -> None:
         self.now, self.slept, self.notes = 100.0, 0.0, []
@@ -28,14 +28,14 @@ class Watched:
             self.trained()
 
     def trained(self) -> None:
-        """Every rank ends one more step of 50 ms."""
+        """Ends one more step of 50 ms on every rank."""
         for rank in range(4):
             row = (rank, self.step, "step", "DDP", 0.0, 0.0, 0.05, 0)
             self.attention.row("spans", rank, columns_of("spans", [row]))
         self.step += 1
 
     def second(self, *odd: int, op: str = "forward", mute: bool = True, state: str = "running", **more: Any) -> None:
-        """One second goes by in which `odd` stand still in `op`, and say nothing if `mute`."""
+        """Passes one second in which the ranks `odd` are stuck in `op`, and send nothing if `mute`."""
         self.now += 1.0
         still = self.now - 100.0
         for rank in range(4):
@@ -49,7 +49,7 @@ class Watched:
         self.attention.look(state)
 
 
-def test_a_silence_is_one_note_that_is_kept_up_to_date_and_withdrawn() -> None:
+def test_a_silence_is_one_note_that_is_updated_and_withdrawn() -> None:
     w = Watched()
     for _ in range(3):
         w.second()
@@ -68,7 +68,7 @@ def test_a_silence_is_one_note_that_is_kept_up_to_date_and_withdrawn() -> None:
     assert len(w.notes) == 2 and w.notes[1].startswith("rank 1 has said nothing")
 
 
-def test_what_the_rank_itself_says_of_its_freeze_takes_the_notes_place() -> None:
+def test_a_ranks_own_report_of_a_freeze_replaces_the_note() -> None:
     w = Watched()
     for _ in range(12):
         w.second(2)
@@ -85,10 +85,10 @@ def test_a_short_freeze_is_a_note_too() -> None:
     assert w.notes == ["rank 3 stood still for 5.1 s: stopped (step 7)"]
 
 
-def test_nobody_is_silent_when_the_machine_slept() -> None:
+def test_no_rank_counts_as_silent_after_the_machine_slept() -> None:
     w = Watched()
     w.second()
-    w.slept += 40.0  # the monotonic clock stands still meanwhile
+    w.slept += 40.0  # the monotonic clock stands still during sleep
     w.second(2)
     assert w.notes == ["this machine slept for 40 s, this kernel and its ranks alike"]
     for _ in range(9):
@@ -96,10 +96,10 @@ def test_nobody_is_silent_when_the_machine_slept() -> None:
     assert len(w.notes) == 1
 
 
-def test_time_that_this_kernel_missed_is_nobodys_silence_and_told_once() -> None:
+def test_time_that_the_kernel_missed_is_reported_once_and_no_ranks_silence() -> None:
     w = Watched()
     w.second()
-    w.now += 40.0  # stopped as a whole, without sleeping: all clocks go on
+    w.now += 40.0  # the kernel was stopped without sleep, so all clocks go on
     for rank in range(4):
         text = {"seconds": 40.2, "machine": False, "text": "stood still for 40.2 s"}
         w.attention.mark(rank, 1, "stood still", text)
@@ -108,7 +108,7 @@ def test_time_that_this_kernel_missed_is_nobodys_silence_and_told_once() -> None
 
 
 @pytest.mark.parametrize("state", ["paused", "stopping", "failing"])
-def test_nobody_is_silent_where_nobody_is_to_go_on(state: str) -> None:
+def test_no_rank_counts_as_silent_in_a_run_that_stands(state: str) -> None:
     w = Watched()
     for _ in range(60):
         w.second(2, state=state)
@@ -116,7 +116,7 @@ def test_nobody_is_silent_where_nobody_is_to_go_on(state: str) -> None:
     assert w.notes == [] and w.attention.holdup == ""
 
 
-def test_a_rank_that_sleeps_as_its_settings_say_is_not_silent() -> None:
+def test_a_rank_that_sleeps_by_its_settings_is_not_silent() -> None:
     w = Watched()
     for _ in range(60):
         w.second(2, mute=False, asleep=True)
@@ -136,7 +136,7 @@ def test_the_first_step_and_an_evaluation_may_take_longer() -> None:
     assert fresh.notes == []
 
 
-def test_rows_that_ranks_could_not_write_are_counted_and_said() -> None:
+def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
     w = Watched()
     w.run.append("samples", 0, 0, columns_of("samples", [(0, n, "loss", 0.1, 1.0) for n in range(50)]))
     w.second(lost=0)
@@ -158,7 +158,7 @@ def test_rows_that_ranks_could_not_write_are_counted_and_said() -> None:
     assert note.startswith("the record is being written again; 36 rows are not on disk so far, run.save(")
 
 
-def test_a_disk_that_answers_again_and_has_lost_nothing_is_said() -> None:
+def test_a_recovered_disk_without_losses_is_reported() -> None:
     w = Watched()
     w.run.append("samples", 0, 0, columns_of("samples", [(0, n, "loss", 0.1, 1.0) for n in range(70)]))
     w.attention.mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
@@ -167,7 +167,7 @@ def test_a_disk_that_answers_again_and_has_lost_nothing_is_said() -> None:
     assert w.run.unwritten == 0 and w.notes == ["the record is being written again, and lacks no row"]
 
 
-def test_what_a_disk_lacks_is_counted_at_the_end(tmp_path: Path) -> None:
+def test_rows_missing_on_disk_are_counted_at_the_end(tmp_path: Path) -> None:
     run = Run({}, path=tmp_path / "run", live=True)
     run.save()
     w = Watched(run)
@@ -184,7 +184,7 @@ def test_what_a_disk_lacks_is_counted_at_the_end(tmp_path: Path) -> None:
     ]
 
 
-def test_a_live_run_that_is_saved_elsewhere_stays_where_it_is(tmp_path: Path) -> None:
+def test_saving_a_live_run_elsewhere_keeps_its_folder(tmp_path: Path) -> None:
     run = Run({}, path=tmp_path / "run", live=True)
     run.save()
     run.append("samples", 0, 3, columns_of("samples", [(0, 7, "loss", 0.1, 1.0)]))
@@ -196,7 +196,7 @@ def test_a_live_run_that_is_saved_elsewhere_stays_where_it_is(tmp_path: Path) ->
     assert run.path == tmp_path / "last"
 
 
-def test_a_run_directory_that_vanishes_is_said_once(tmp_path: Path) -> None:
+def test_a_run_directory_that_vanishes_is_reported_once(tmp_path: Path) -> None:
     run = Run({}, path=tmp_path / "run", live=True)
     run.save()
     w = Watched(run)
@@ -209,7 +209,7 @@ def test_a_run_directory_that_vanishes_is_said_once(tmp_path: Path) -> None:
     assert len(w.notes) == 1 and f"the run directory {tmp_path / 'run'} is gone" in w.notes[0]
 
 
-def test_a_death_is_placed_by_what_came_last_be_it_an_answer_or_a_row() -> None:
+def test_a_death_is_placed_by_the_latest_answer_or_row() -> None:
     w = Watched()
     w.attention.heard(1, {"step": 1, "busy": "all_reduce bucket 0"})
     assert w.attention.place(1) == (1, "all_reduce bucket 0")
@@ -226,7 +226,7 @@ def test_a_death_is_placed_by_what_came_last_be_it_an_answer_or_a_row() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "step"), [(DDP(), 5), (LocalSGD(every=8), 3)])
-def test_a_rank_that_died_was_in_the_step_in_which_the_others_missed_it(strategy: Any, step: int) -> None:
+def test_a_dead_ranks_step_is_the_one_in_which_other_ranks_missed_it(strategy: Any, step: int) -> None:
     dead = {"rank": 2, "step": 3, "op": "update", "type": "EngineDied", "text": "its engine is gone"}
     freed = {"step": 5, "op": "all_reduce", "type": "RuntimeError", "text": "Connection closed by peer"}
     errors = {2: dead, 0: {**freed, "rank": 0}, 1: {**freed, "rank": 1}}
@@ -235,14 +235,14 @@ def test_a_rank_that_died_was_in_the_step_in_which_the_others_missed_it(strategy
     assert (error.rank, error.step, error.freed) == (2, step, [0, 1])
 
 
-def test_what_hangs_in_set_up_is_named_too() -> None:
+def test_a_rank_that_hangs_in_set_up_is_named() -> None:
     w = Watched(fresh=True)
     for _ in range(40):
         w.second(2, op="set-up", mute=False, state="starting")
     assert "rank 2 has been in set-up" in w.attention.holdup and "0, 1, 3 wait" in w.attention.holdup
 
 
-def test_time_that_engines_took_to_come_up_is_no_stillness_of_this_kernel() -> None:
+def test_the_start_of_engines_does_not_count_as_a_stopped_kernel() -> None:
     w = Watched()
     w.now += 8.0
     w.attention.begun()
@@ -253,7 +253,7 @@ def test_time_that_engines_took_to_come_up_is_no_stillness_of_this_kernel() -> N
 
 
 def took(w: Watched, seconds: float, name: str = "forward") -> None:
-    """Rank 2 has taken so long in an operation before."""
+    """Records an earlier operation of this duration on rank 2."""
     row = (2, w.step, "compute", name, 0.0, 0.0, seconds, 0)
     w.attention.row("spans", 2, columns_of("spans", [row]))
 
@@ -261,7 +261,7 @@ def took(w: Watched, seconds: float, name: str = "forward") -> None:
 @pytest.mark.parametrize(("before", "after", "named_at"), [
     (0.05, 0.0, 10), (0.05, 4.0, 4), (1.5, 4.0, 8), (3.0, 0.0, 15)
 ])  # fmt: skip
-def test_a_rank_hangs_after_so_long_unless_it_took_long_in_the_same_before(
+def test_a_rank_hangs_after_a_limit_that_depends_on_earlier_durations(
     before: float, after: float, named_at: int
 ) -> None:
     w = Watched()
@@ -278,7 +278,7 @@ def test_a_rank_hangs_after_so_long_unless_it_took_long_in_the_same_before(
     assert heard[1:] == [((2,), False)]
 
 
-def test_before_the_first_step_has_ended_nobody_hangs_by_a_limit_for_steps() -> None:
+def test_the_limit_for_steps_does_not_apply_before_the_first_step() -> None:
     w = Watched(fresh=True)
     w.attention.hang_after = lambda: 2.0
     for _ in range(29):
@@ -288,7 +288,7 @@ def test_before_the_first_step_has_ended_nobody_hangs_by_a_limit_for_steps() -> 
     assert w.notes and w.notes[0].startswith("rank 2 has been in forward of step 0 for 30 s")
 
 
-def test_a_first_evaluation_may_take_its_time() -> None:
+def test_the_limit_for_steps_does_not_apply_to_a_first_evaluation() -> None:
     w = Watched()
     w.attention.hang_after = lambda: 2.0
     for _ in range(29):
@@ -296,7 +296,7 @@ def test_a_first_evaluation_may_take_its_time() -> None:
     assert w.notes == []
 
 
-def test_a_silent_ranks_process_is_asked_for_and_no_others() -> None:
+def test_only_a_silent_ranks_process_is_inspected() -> None:
     w = Watched()
     asked: list[int] = []
     w.attention.process = lambda rank: asked.append(rank) or "its process is stopped"  # type: ignore[func-returns-value]

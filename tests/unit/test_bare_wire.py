@@ -1,4 +1,4 @@
-"""On a shaped Link a collective really happens before its ranks sleep: a short one lasts as long as that."""
+"""Tests that a short collective on a shaped Link lasts at least as long as its real transfer."""
 
 from dataclasses import replace
 
@@ -16,32 +16,32 @@ TASK = ByteGPT(layers=1, width=32, heads=2, context=16)
 
 
 def transfer(link: Link, wire: AlphaBeta) -> float:
-    """Seconds of DDP's first collective."""
+    """Returns the seconds of DDP's first collective."""
     e = Experiment(task=TASK, ranks=4, steps=1, eval_every=0, fabric=Fabric(link=link))
     spans = simulate(e, costs=Costs(forward=0.01, backward=0.02, wire=wire)).timeline.spans.rows()
     comm = spans[spans.equal("lane", "comm")]
     return float(comm.t1[0] - comm.t0[0])
 
 
-def test_a_short_collective_takes_what_the_bare_wire_takes() -> None:
+def test_a_short_collective_takes_the_time_of_the_bare_wire() -> None:
     bare = transfer(Link(), AlphaBeta(0.001, 0.0))
     shaped = transfer(Link(bandwidth=100_000.0), AlphaBeta(0.001, 0.0))
     assert shaped == pytest.approx(bare, rel=0.02)
 
 
-def test_the_bare_wire_adds_nothing_to_what_the_link_makes_long() -> None:
+def test_the_bare_wire_adds_nothing_on_a_slow_link() -> None:
     link = Link(bandwidth=10.0, latency=1.0)
     assert transfer(link, AlphaBeta(0.001, 0.0)) == transfer(link, AlphaBeta())
 
 
-def test_costs_take_over_a_bare_wire_that_only_others_know() -> None:
+def test_merged_costs_keep_the_known_bare_wire() -> None:
     wire = AlphaBeta(0.001, 1e-9)
     assert (Costs() | Costs(wire=wire)).wire == wire
     assert (Costs(wire=wire) | Costs(wire=AlphaBeta(1.0, 1.0))).wire == wire
 
 
-def test_what_short_collectives_take_is_measured_on_the_link_itself() -> None:
-    """Of a thousandth of the values little is asked of the Link; whole buckets on a slow one say how late they end."""
+def test_the_time_of_short_collectives_is_measured_on_the_link() -> None:
+    """0.1 % of the values hardly use the Link. Whole buckets on a slow Link show how late they end."""
     link = Fabric(link=Link(bandwidth=1000.0, latency=0.01))
     e = Experiment(task=TASK, ranks=4, steps=12, eval_every=0, fabric=link, compressor=TopK(density=0.001))
     paid = Costs(forward=0.01, backward=0.02, linked=AlphaBeta(0.0016))
@@ -54,8 +54,10 @@ def test_what_short_collectives_take_is_measured_on_the_link_itself() -> None:
     assert late.linked == AlphaBeta()
 
 
-def test_what_queued_behind_one_stall_counts_it_once() -> None:
-    """A stop, or a busy machine, held the wire when a step's gathers had begun: all ended one by one after it."""
+def test_collectives_queued_behind_a_stall_count_it_once() -> None:
+    """A stop or a busy machine blocked the connection after a step's gathers had begun, so they ended one after
+    another.
+    """
     link, stall = Fabric(link=Link(bandwidth=1000.0, latency=0.01)), 0.5
     e = Experiment(task=TASK, ranks=2, steps=12, eval_every=0, fabric=link, compressor=TopK(density=0.001),
                    bucket_mb=0.02)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the bench of all-reduces makes of what it has measured."""
+"""Tests the evaluation of the all-reduce bench."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from workbench.fabric.algorithms import Ring
 WIRES = Wires(mbit=20.0, latency=20.0)
 
 
-def test_a_link_is_found_again_from_what_rings_take_on_it() -> None:
+def test_a_link_is_recovered_from_the_times_of_rings() -> None:
     fabric = Fabric(link=Link(bandwidth=37.0, latency=2.5))
     rings = {n: Ring().seconds(fabric, range(RANKS), 4 * n) for n in (250, 4_000, 64_000)}
     assert fitted(rings) == pytest.approx((2.5, 37.0))
 
 
-def test_each_of_the_emulated_wires_has_a_crossing_among_its_sizes_next_to_hierarchical() -> None:
+def test_sizes_on_each_emulated_link_have_different_fastest_algorithms() -> None:
     for wires, sizes in EMULATED.items():
         by_time = [sorted(said, key=lambda way: said[way]) for said in (predicted(wires, n) for n in sizes)]
         if wires.site:
@@ -28,7 +28,7 @@ def test_each_of_the_emulated_wires_has_a_crossing_among_its_sizes_next_to_hiera
         assert len({ways[0] for ways in by_time}) > 1, wires
 
 
-def test_a_prediction_holds_where_what_it_names_is_about_as_quick_as_the_quickest() -> None:
+def test_a_prediction_holds_if_its_choice_is_about_as_fast_as_the_fastest() -> None:
     sizes = (4_000, 256_000)
     said = {str(n): predicted(WIRES, n) for n in sizes}
     took: dict[str, Any] = {name: {n: [said[n][name] * 1.1] * 3 for n in said} for name in said["4000"]}
@@ -43,9 +43,9 @@ def test_a_prediction_holds_where_what_it_names_is_about_as_quick_as_the_quickes
     assert "On emulated Links it holds in 1 of 2 cells" in " ".join(section([found]).split())
 
 
-def test_compression_between_sites_is_foretold_from_the_links_numbers_and_told_beside_what_was_measured() -> None:
+def test_compression_between_sites_is_predicted_and_shown_next_to_measurements() -> None:
     kept = between.predicted(between.SLOW, "compressed between sites", 16_000)
-    inside, across = 16_000 * 32e-6 / 200, 8 * 800 * 8e-6 / 10  # s of all of it, and of a twentieth with its places
+    inside, across = 16_000 * 32e-6 / 200, 8 * 800 * 8e-6 / 10  # seconds of all data, and of 5 % with their indices
     assert inside < kept < 0.5 * between.predicted(between.SLOW, "whole, in two levels", 16_000)
     assert kept > across + 0.01
     found = {"about": "wires", "numel": 1000, "predicted": dict(zip(between.WAYS, (0.4, 0.3, 0.2, 0.1), strict=True)),

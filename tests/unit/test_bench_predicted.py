@@ -1,4 +1,4 @@
-"""The campaign over a Llama, and how long the simulator takes: what they cover, that they go on, what they say."""
+"""Tests the campaign over a Llama and the simulator's timings: coverage, resumption, pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_strategy_and_every_compressor_is_among_the_settings() -> None:
 
 
 @pytest.mark.ranks
-def test_those_that_want_more_of_the_task_are_given_it_and_none_warms_up_to_the_end() -> None:
+def test_settings_get_a_fitting_task_and_no_warm_up_lasts_to_the_end() -> None:
     for name, e in llama.settings():
         short = replace(e, steps=1).checked()
         if e.task in llama.TASKS.values() or e.partition.depth > 2:
@@ -43,9 +43,10 @@ def test_those_that_want_more_of_the_task_are_given_it_and_none_warms_up_to_the_
 
 
 @pytest.mark.ranks
-def test_a_campaign_that_was_broken_off_goes_on_and_says_its_errors(tmp_path: Path) -> None:
+def test_an_interrupted_campaign_continues_and_reports_its_errors(tmp_path: Path) -> None:
     made: list[int] = []
-    stops: list[BaseException] = [KeyboardInterrupt(), RuntimeError("the ranks are gone")]  # a person's, and a run's
+    # interrupted by a person, failed by a run
+    stops: list[BaseException] = [KeyboardInterrupt(), RuntimeError("the ranks are gone")]
 
     def ran(e: Experiment) -> Run:
         if len(made) == 2:
@@ -60,7 +61,7 @@ def test_a_campaign_that_was_broken_off_goes_on_and_says_its_errors(tmp_path: Pa
             campaign = llama.Campaign(tmp_path / "llama.json", ran)
             for name, e in every.items():
                 campaign.measure(name, e, given)
-            assert campaign.failed == ["setting 3"]  # and those after it had their turn
+            assert campaign.failed == ["setting 3"]  # later settings had their turn
     found = json.loads((tmp_path / "llama.json").read_text())
     assert [row["setting"] for row in found["rows"]] == ["setting 1", "setting 2"]
     made.clear()
@@ -74,13 +75,13 @@ def test_a_campaign_that_was_broken_off_goes_on_and_says_its_errors(tmp_path: Pa
     assert "- refused: steps=0" in said
 
 
-def test_prices_are_kept_as_they_are_lines_among_them() -> None:
+def test_costs_survive_json_with_their_lines() -> None:
     costs = Costs(codec={"TopK": (Line(1e-3, 2e-9), 0.0, 3e-9)}, coder={"Cast": (1e-9, Line(1e-4, 2e-9))})
     assert costs_from_plain(json.loads(json.dumps(costs_as_plain(costs)))) == costs
 
 
 @pytest.mark.ranks
-def test_what_was_measured_is_predicted_anew_from_calibrations_that_are_there(tmp_path: Path, monkeypatch: Any) -> None:
+def test_measured_settings_are_predicted_again_from_kept_calibrations(tmp_path: Path, monkeypatch: Any) -> None:
     e = experiment(2, 12)
     monkeypatch.setattr(llama, "calibrations", lambda: {"DDP": e, "short messages": e})
     monkeypatch.setattr(llama, "settings", lambda: iter([("one", e)]))
@@ -94,7 +95,7 @@ def test_what_was_measured_is_predicted_anew_from_calibrations_that_are_there(tm
 
 
 @pytest.mark.ranks
-def test_what_the_simulator_takes_is_said_with_what_falls_short() -> None:
+def test_the_page_shows_the_simulators_time_and_what_misses_the_goal() -> None:
     row = scale.once("DDP", 4, 2)
     assert row["seconds"] > 0 and row["spans"] > 0
     rows = {"DDP": {"each": {**row, "seconds": 11.0}}, "Gossip": {"each": {**row, "seconds": 29.0}},
@@ -119,7 +120,7 @@ def test_models_across_ranks_on_sites_with_codecs_are_measured_once_each(tmp_pat
 
     known, few = experiment(2, 16), {f"{k}, two sites": experiment(2, 16, bucket_mb=0.1 * k) for k in (1, 2)}
     monkeypatch.setattr(across, "calibrations", lambda: {"DDP": known})
-    for count in (1, 2, 2):  # broken off after one, and then begun again
+    for count in (1, 2, 2):  # stopped after one, and then started again
         across.Campaign(tmp_path / "across.json", ran).measure(list(few.items())[:count])
     assert made == [known, *few.values()]
     found = json.loads((tmp_path / "across.json").read_text())

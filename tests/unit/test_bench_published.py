@@ -1,4 +1,4 @@
-"""What papers say of large clusters is what the simulator predicts, or the page says that it is not."""
+"""Tests that predictions match published figures of large clusters, or the page reports that they do not."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(("stages", "micros", "chunks"), [(4, 8, 1), (4, 8, 2), (8, 16, 3), (12, 12, 2)])
-def test_a_schedule_without_a_wire_has_the_published_bubble(stages: int, micros: int, chunks: int) -> None:
-    """Narayanan et al. 2021, section 2.2: (p-1) / (v m) of the time that computing takes."""
+def test_a_schedule_without_communication_has_the_published_bubble(stages: int, micros: int, chunks: int) -> None:
+    """Narayanan et al. 2021, section 2.2: (p-1) / (v m) of the computing time."""
     computing = flops(micros) / (INSIDE * stages) / RATE
     found = step(micros, chunks, stages, wire=False)["seconds"] / computing - 1
     assert found == pytest.approx((stages - 1) / (chunks * micros), rel=1e-3)
 
 
-def test_pieces_multiply_what_a_stage_sends_and_the_gap_narrows() -> None:
+def test_interleaving_multiplies_traffic_and_its_gain_shrinks() -> None:
     one, two = ([step(batch, chunks) for batch in (12, 36)] for chunks in (1, 2))
-    crossing = SEQUENCE * WIDTH // INSIDE * 2  # bytes of one micro-batch's activations, of one GPU in eight
-    assert one[0]["sent"] == pytest.approx(2 * 12 * crossing, rel=1e-3)  # and of their gradients
+    crossing = SEQUENCE * WIDTH // INSIDE * 2  # bytes of one micro-batch's activations, of one GPU in 8
+    assert one[0]["sent"] == pytest.approx(2 * 12 * crossing, rel=1e-3)  # and their gradients
     assert two[0]["sent"] == pytest.approx(2 * one[0]["sent"], rel=1e-3)
     gains = [a["seconds"] / b["seconds"] - 1 for a, b in zip(one, two, strict=True)]
     ideal = [(1 + 11 / m) / (1 + 11 / (2 * m)) - 1 for m in (12, 36)]
@@ -35,7 +35,7 @@ def test_pieces_multiply_what_a_stage_sends_and_the_gap_narrows() -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_sharded_parameters_cost_half_as_many_bytes_more(ranks: int) -> None:
-    """Rajbhandari et al. 2020, section 7: 3 Psi to 2 Psi, less the two buckets that are whole when backward begins."""
+    """Rajbhandari et al. 2020, section 7: 3 Psi to 2 Psi, without two buckets that are whole when backward begins."""
     dense, sharded = (zero_run(strategy, ranks, 4) for strategy in (DDP(), ZeRO3()))
     size, whole = dense["model"], 4 * 4 * 256 * 256 + 1_085_440  # blocks.3.mlp_out, and the bucket of the head
     part = (ranks - 1) / ranks
@@ -45,8 +45,8 @@ def test_sharded_parameters_cost_half_as_many_bytes_more(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_is_kept_is_the_published_sum_and_the_buckets_at_work(ranks: int) -> None:
-    """Psi parameters in fp32 with Adam: 4 + 4 + 8 Psi bytes, of which stage k divides the last k by N."""
+def test_memory_is_the_published_sum_plus_active_buckets(ranks: int) -> None:
+    """Psi parameters in fp32 with Adam: 4 + 4 + 8 Psi bytes. Stage k divides the last k terms by N."""
     for stage, strategy in enumerate((DDP(), ZeRO1(), ZeRO2(), ZeRO3())):
         found = zero_run(strategy, ranks, 4)
         parts = {"optimizer state": 2, "gradients": 1, "parameters": 1}
@@ -56,7 +56,7 @@ def test_what_is_kept_is_the_published_sum_and_the_buckets_at_work(ranks: int) -
             assert 0 <= found[name] - formula <= rooms * 1.1e6 + 0.01 * formula + 2000, (strategy, name)
 
 
-def test_the_page_says_what_is_not_kept() -> None:
+def test_the_page_reports_missed_figures() -> None:
     lost = [(batch, v, 1 + 11 / (v * batch)) for batch in (12, 24) for v in (1, 2)]
     rows = [{"batch": batch, "chunks": v, "stages": 12, "ideal": 1.0, "free": seconds, "scattered": seconds,
              "whole": seconds + 0.1, "sent": 100 * v} for batch, v, seconds in lost]  # fmt: skip
@@ -73,7 +73,7 @@ def test_the_page_says_what_is_not_kept() -> None:
     assert "Bytes are at most 33.3% from published (asked: 10%): NOT kept." in text
 
 
-def test_the_page_of_bandwidths_says_what_is_not_kept() -> None:
+def test_the_page_of_bandwidths_reports_missed_figures() -> None:
     rows = [{"method": name, "published": said, "predicted": list(said)} for name, (_, said) in METHODS.items()]
     ddp = {"overlap": [{"computing": 0.1, "apart": 0.2, "beside": 0.12}], "ranks": {"2": 0.18, "256": 0.2}, "trees": {}}
     text = wire_section({"bandwidth": rows, "ddp": ddp})

@@ -1,4 +1,4 @@
-"""The strategies' campaign: a cell is resumed, ratios are right, the page says what was found and what is lacking."""
+"""Tests the campaign over strategies: resumed cells, ratios, and statements of the page."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_cell_is_kept_and_not_run_again(tmp_path: Path, capsys: pytest.Capture
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_a_cell_is_run_again_when_anything_that_matters_is_other() -> None:
+def test_a_cell_runs_again_if_anything_relevant_changes() -> None:
     cell, same = tiny(), tiny()
     assert key(cell, COSTS) == key(same, COSTS)
     others = [
@@ -56,7 +56,7 @@ def test_a_cell_is_run_again_when_anything_that_matters_is_other() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_words_in_a_strategys_file_do_not_matter_and_its_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategys_code_matters_but_its_prose_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     text = source.inspect.getsource(source.sys.modules["workbench.strategies.local_sgd"])
     hashes = []
     for changed in (
@@ -75,12 +75,12 @@ def test_words_in_a_strategys_file_do_not_matter_and_its_code_does(monkeypatch: 
     assert 'doc="H: steps' in text
 
 
-def test_a_campaign_out_of_time_begins_nothing_and_says_how_much_is_left(tmp_path: Path) -> None:
+def test_a_campaign_out_of_time_starts_no_cell_and_reports_the_rest(tmp_path: Path) -> None:
     assert strategies.campaign([tiny(), tiny(seed=1)], COSTS, time.time() - 1, tmp_path) == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_the_numbers_of_a_cell_are_those_of_its_run() -> None:
+def test_the_numbers_of_a_cell_come_from_its_run() -> None:
     link = Fabric(link=Link(bandwidth=100.0))
     e = Experiment(task=TINY, strategy=LocalSGD(every=3), steps=6, eval_every=3, fabric=link)
     run = simulate(e, costs=Costs(forward=0.01, backward=0.02, update=0.01), real=True)
@@ -98,7 +98,7 @@ def test_the_numbers_of_a_cell_are_those_of_its_run() -> None:
     assert 0 <= f["accuracy"] <= 1
 
 
-def test_from_a_common_state_only_what_comes_after_counts() -> None:
+def test_after_a_common_state_only_later_steps_count() -> None:
     cell = tiny(after=4, steps=8, every=8, rate=0.5)
     experiment, changes = cell.asked()
     assert experiment.strategy == DDP() and experiment.lr == TINY.lr
@@ -107,7 +107,7 @@ def test_from_a_common_state_only_what_comes_after_counts() -> None:
     assert f["synced"] == 0.5 and f["bytes"] == pytest.approx(0.5 * f["largest"])
 
 
-def test_costs_come_back_from_the_data_as_they_were() -> None:
+def test_costs_survive_json() -> None:
     assert cells.costs_from_plain(json.loads(json.dumps(cells.costs_as_plain(COSTS)))) == COSTS
 
 
@@ -117,7 +117,7 @@ def test_the_time_to_a_loss_lies_between_two_evaluations() -> None:
     assert reached(curve, 1.0) is None
 
 
-def test_fabrics_are_the_four_that_are_asked_for() -> None:
+def test_there_are_four_fabrics() -> None:
     fast = Link(bandwidth=10_000.0, latency=0.05)
     assert fabric(FAST, 0) == Fabric(link=fast) and fabric(LINK, 0).link == Link(bandwidth=100.0, latency=5.0)
     assert fabric(SLOW, 0).link == fabric(STUMBLE, 0).link == fast
@@ -127,7 +127,7 @@ def test_fabrics_are_the_four_that_are_asked_for() -> None:
     assert (stumble.probability, stumble.factor, stumble.rank, stumble.seed) == (0.1, 5.0, -1, 2)
 
 
-def test_a_plan_names_what_is_not_there_and_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_names_missing_methods_and_omits_them(monkeypatch: pytest.MonkeyPatch) -> None:
     later = (Method(name="NotYetSGD", see="Nothing."), Method(name="LocalSGD", see="Wrong.", knobs=({"pace": 2},)))
     monkeypatch.setattr(claims, "methods", lambda: later)
     monkeypatch.setattr("tests.bench.methods.METHODS", (*later, *METHODS))
@@ -137,7 +137,7 @@ def test_a_plan_names_what_is_not_there_and_leaves_it_out(monkeypatch: pytest.Mo
     assert any("LocalSGD(pace=2)" in line and "correct its entry" in line for line in lacking)
 
 
-def test_every_cell_has_a_file_of_its_own() -> None:
+def test_every_cell_has_a_separate_file() -> None:
     planned, _ = strategies.planned()
     assert len({cell.path for cell in planned}) == len(planned) > 100
     assert {cell.part for cell in planned} >= {"table", "outer", "selsync", "gossip"}
@@ -147,7 +147,7 @@ def test_every_cell_has_a_file_of_its_own() -> None:
 
 
 def made_up(folder: Path, row: str, where: str, seed: int = 0, part: str = "table", **found: Any) -> None:
-    """A cell that reaches 3.0 after STEPS / 2 steps and 2.5 at the end, 100 steps a second."""
+    """A cell that reaches 3.0 after STEPS / 2 steps and 2.5 at the end, at 100 steps a second."""
     curve = [[0, 0.0, 5.0], [STEPS // 2, 1.5, 3.0], [STEPS, 3.0, 2.5]]
     sent = {"bytes": 1e6, "busiest": 1e6, "largest": 1_000_000, "synced": 1.0, "model": 600_000}
     values = {"samples_per_s": 800.0, **sent, "compute": [0.003, 0.006, 0.001], "curve": curve, **found}
@@ -157,8 +157,8 @@ def made_up(folder: Path, row: str, where: str, seed: int = 0, part: str = "tabl
     (folder / f"{name}.json").write_text(json.dumps({**about, "found": values}))
 
 
-def test_times_are_counted_to_a_loss_that_was_evaluated(tmp_path: Path) -> None:
-    """Evaluations need not fall on the middle step."""
+def test_times_end_at_an_evaluated_loss(tmp_path: Path) -> None:
+    """Evaluations need not include the middle step."""
     middle = STEPS // 2
     for seed in SEEDS:
         curve = [[0, 0.0, 5.0], [middle - 10, 1.4, 3.2], [middle + 10, 1.6, 3.0 + seed], [STEPS, 3.0, 2.5]]
@@ -186,7 +186,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def row(page: str, heading: str, name: str) -> list[str]:
-    """The cells of a row of the table under a heading."""
+    """Returns the cells of a table's row under a heading."""
     section = page.split(f"## {heading}", 1)[1].split("\n## ", 1)[0]
     line = next(line for line in section.splitlines() if line.startswith(f"| {name}") or line.startswith(f"| [{name}]"))
     return [x.strip() for x in line.strip("|").split("|")]
@@ -200,7 +200,7 @@ def test_a_page_holds_ratios_to_ddp_of_the_same_fabric(folder: Path) -> None:
     assert "counted to is 3:" in page and "commit abc1234" in page
 
 
-def test_a_page_says_what_is_lacking_and_what_was_refused(folder: Path) -> None:
+def test_a_page_lists_missing_and_refused_rows(folder: Path) -> None:
     made_up(folder, "ShadowMA", FAST)
     about = {"part": "table", "row": "Gossip(graph=ring)", "where": FAST, "seed": 0, "method": "Gossip", "key": ""}
     (folder / "refused.json").write_text(json.dumps({**about, "found": {"refused": "4 ranks make no circle"}}))
@@ -210,14 +210,14 @@ def test_a_page_says_what_is_lacking_and_what_was_refused(folder: Path) -> None:
     assert row(page, "Fast", "ShadowMA")[1] == "1.00 (1.00 to 1.00)"
 
 
-def test_what_makes_ddps_steps_is_not_said_to_be_lacking(folder: Path) -> None:
+def test_methods_with_ddps_steps_are_not_listed_as_missing(folder: Path) -> None:
     section = strategies_page.text(folder).split("## Fast\n", 1)[1].split("\n## ", 1)[0]
     lacking = next(line for line in section.splitlines() if line.startswith("Not measured yet:"))
     assert "ZeRO1" not in lacking and "SelSync" in lacking
     assert "every step of theirs is DDP's: " in section and "ZeRO1" in section
 
 
-def test_a_loss_that_was_never_reached_is_said(folder: Path) -> None:
+def test_a_loss_that_was_never_reached_is_reported(folder: Path) -> None:
     never = [[0, 0.0, 5.0], [STEPS, 1.0, 3.5]]
     for seed in SEEDS:
         made_up(folder, "ShadowMA", SLOW, seed, curve=never)
@@ -225,7 +225,7 @@ def test_a_loss_that_was_never_reached_is_said(folder: Path) -> None:
     assert row(page, "One rank 2x slow", "ShadowMA")[3] == f"not reached in {STEPS} steps"
 
 
-def test_a_claim_that_does_not_show_says_why(folder: Path) -> None:
+def test_a_claim_without_evidence_has_a_reason(folder: Path) -> None:
     for where in FABRICS:
         for seed in SEEDS:
             made_up(folder, "LowPrecisionDecentralized", where, seed)
@@ -237,7 +237,7 @@ def test_a_claim_that_does_not_show_says_why(folder: Path) -> None:
     assert "KFAC: not measured yet" in row(strategies_page.text(folder), "What the papers say", "KFAC")[2]
 
 
-def test_a_number_that_is_no_headline_of_the_paper_is_not_said_to_show(folder: Path) -> None:
+def test_numbers_outside_a_papers_claim_do_not_confirm_it(folder: Path) -> None:
     for seed in SEEDS:
         quick = {"samples_per_s": 8000.0, "bytes": 9e4, "curve": [[0, 0.0, 5.0], [STEPS, 1.0, 2.8]]}
         made_up(folder, "ShadowMA", LINK, seed, **quick)
@@ -252,7 +252,7 @@ def test_a_number_that_is_no_headline_of_the_paper_is_not_said_to_show(folder: P
     assert not any("show" in words.replace("shows up", "") for words in (said, easgd[2]))
 
 
-def test_what_ran_at_another_rate_says_so_wherever_its_numbers_stand(folder: Path) -> None:
+def test_rows_with_another_rate_are_marked_everywhere(folder: Path) -> None:
     for where in FABRICS:
         made_up(folder, "Hogwild", where)
         made_up(folder, "BoundedStaleness(bound=3)", where)
@@ -265,7 +265,7 @@ def test_what_ran_at_another_rate_says_so_wherever_its_numbers_stand(folder: Pat
     assert "at 0.25" not in row(page, "Fast", "LocalSGD(every=4)")[0]
 
 
-def test_memory_in_common_is_not_held_against_a_slow_network(folder: Path) -> None:
+def test_shared_memory_is_not_compared_on_a_slow_network(folder: Path) -> None:
     early = [[0, 0.0, 5.0], [STEPS // 2, 0.1, 3.0], [STEPS, 0.2, 2.5]]
     late = [[0, 0.0, 5.0], [STEPS // 2, 1.0, 3.0], [STEPS, 2.0, 2.5]]
     for where in FABRICS:
@@ -277,7 +277,7 @@ def test_memory_in_common_is_not_held_against_a_slow_network(folder: Path) -> No
     assert row(page, "Fast", "Hogwild")[3] == "1.50 (1.50 to 1.50)"
 
 
-def test_a_seed_that_never_got_there_counts_as_slower_than_those_that_did(folder: Path) -> None:
+def test_a_seed_that_missed_the_loss_counts_as_slower(folder: Path) -> None:
     never = [[0, 0.0, 5.0], [STEPS, 1.0, 3.5]]
     early = [[0, 0.0, 5.0], [STEPS // 2, 1.0, 3.0], [STEPS, 2.0, 2.5]]
     for seed in SEEDS:
@@ -289,13 +289,13 @@ def test_a_seed_that_never_got_there_counts_as_slower_than_those_that_did(folder
     assert claims.speed([0.0, 1.0, 3.0]) == "1.00 (never to 3.00)", "the median of all three, not of two"
 
 
-def test_fewer_seeds_than_planned_are_said(folder: Path) -> None:
+def test_missing_seeds_are_reported(folder: Path) -> None:
     made_up(folder, "ShadowMA", FAST)
     assert row(strategies_page.text(folder), "Fast", "ShadowMA")[4] == "2.500 (1 of 3 seeds)"
     assert words.spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
 
 
-def test_an_outer_momentum_is_held_against_the_same_rounds_without_one(folder: Path) -> None:
+def test_outer_momentum_is_compared_with_the_same_rounds_without_it(folder: Path) -> None:
     for seed in SEEDS:
         for rate, worse in ((1.0, 0.2), (2.0, 0.0), (4.0, 0.1)):
             where = f"rate {rate:g}"
@@ -309,7 +309,7 @@ def test_an_outer_momentum_is_held_against_the_same_rounds_without_one(folder: P
     assert row(page, "From a common state", "LocalSGD(every=25)")[1:4] == ["0.006", "2.310 ± 0.000", "+15.5%"]
 
 
-def test_a_common_state_is_left_with_each_ones_best_rate_and_shortfalls_are_marked(folder: Path) -> None:
+def test_rows_from_a_common_state_use_their_best_rate_and_mark_shortfalls(folder: Path) -> None:
     for seed in SEEDS:
         for rate, loss in ((0.5, 2.4), (1.0, 2.0), (2.0, 2.2)):
             where, far = f"rate {rate:g}", [[0, 0, 5.0], [9, 1, loss + 0.1]]
@@ -329,7 +329,7 @@ def test_a_common_state_is_left_with_each_ones_best_rate_and_shortfalls_are_mark
     assert "are 0.25 of DiLoCo's (asked: under a third)" in page
 
 
-def test_slow_ranks_selsync_and_gossip_are_held_against_what_was_asked(folder: Path) -> None:
+def test_slow_ranks_selsync_and_gossip_are_judged_by_their_goals(folder: Path) -> None:
     late = [[0, 0.0, 5.0], [STEPS // 2, 1.48, 3.0], [STEPS, 3.0, 2.5]]
     early = [[0, 0.0, 5.0], [STEPS // 2, 1.0, 3.0], [STEPS, 2.0, 2.5]]
     for seed in SEEDS:
@@ -355,7 +355,7 @@ def test_slow_ranks_selsync_and_gossip_are_held_against_what_was_asked(folder: P
     assert float(ring[1]) < 1 and row(page, "Gossip: latency or bandwidth", "1000 Mbit/s, 20 ms")[1] > "1"
 
 
-def test_real_ranks_are_held_against_their_simulation(folder: Path) -> None:
+def test_real_ranks_are_compared_with_their_simulation(folder: Path) -> None:
     for name, took in (("TorchDDP", 0.2), ("LocalSGD(every=4)", 0.12)):
         about = {"part": "real", "row": name, "where": "paced", "seed": 0, "method": name, "key": ""}
         values = {"step_s": took, "simulated_s": 0.1, "pace": 100.0, "steps": 24, "link": LINK}
@@ -365,7 +365,7 @@ def test_real_ranks_are_held_against_their_simulation(folder: Path) -> None:
     assert "Further off than 10 %: TorchDDP (2.00), LocalSGD(every=4) (1.20)." in page
 
 
-def test_a_page_without_data_says_so_everywhere(tmp_path: Path) -> None:
+def test_a_page_without_data_reports_that_everywhere(tmp_path: Path) -> None:
     page = strategies_page.text(tmp_path)
     assert page.count("Not measured yet") >= len(FABRICS) + len(claims.PARTS)
     assert not np.any(["nan" in line.split() for line in page.splitlines()])

@@ -1,4 +1,4 @@
-"""Loops in a block: few lines of a script change, and behind the block the model is everyone's."""
+"""Tests training loops in a `with` block: few changed lines, and one model on all ranks after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.tasks import TaskError
 
 
 def in_a_block(name: str) -> tuple[str, str]:
-    """The script's loop, and the same in a block."""
+    """Returns the script's loop, and the same loop in a block."""
     script, times = SCRIPTS[name], ", 4" if name == "gradient accumulation" else ""
     loop = script.loop.strip("\n")
     taken = loop.replace("enumerate(loader)", f"enumerate(run.steps(loader{times}))")
@@ -33,7 +33,7 @@ def in_a_block(name: str) -> tuple[str, str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [*SIX, "a stream"])
-def test_a_script_is_in_a_block_with_five_changed_lines_and_makes_its_losses_to_the_bit(name: str) -> None:
+def test_a_block_changes_at_most_five_lines_and_no_loss(name: str) -> None:
     before, after = in_a_block(name)
     was = [line.strip() for line in before.splitlines()]
     assert sum(line.strip() not in was for line in after.splitlines()) <= 5
@@ -44,14 +44,14 @@ def test_a_script_is_in_a_block_with_five_changed_lines_and_makes_its_losses_to_
         exec(f"losses = []\ntorch.manual_seed(0)\nrandom.seed(0)\n{after}", names)
         found.append((names["losses"], names["run"].model() is names["model"]))
 
-    train()  # by itself
+    train()  # without ranks
     (session,) = run(of(train))
     assert found == [(SCRIPTS[name].plain(8)["losses"], True)] * 2
     assert session.record.losses() == found[0][0]
 
 
 def block(seen: list[Any], path: Path | None = None, many: int = 1, times: int = 1) -> Callable[[], None]:
-    """Twelve batches in two halves in a block, and behind it what the model is, and what can be done with it."""
+    """Trains 12 batches in two halves in a block, then checks the model and the usable parts after it."""
 
     def train() -> None:
         model, batches = made()
@@ -63,7 +63,7 @@ def block(seen: list[Any], path: Path | None = None, many: int = 1, times: int =
                     off(model, half).backward()
                     optimizer.step()
         state = {name: x.clone() for name, x in model.state_dict().items()}
-        off(ours.model(), batches[0]).backward()  # its own again
+        off(ours.model(), batches[0]).backward()  # works as without a block again
         if path is not None:
             ours.save_model(path.with_suffix(f".{ours.rank}.pt"))
         seen.append((ours, state))
@@ -73,7 +73,7 @@ def block(seen: list[Any], path: Path | None = None, many: int = 1, times: int =
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=64), TorchDDP()], ids=lambda s: type(s).__name__)
-def test_behind_the_block_all_ranks_have_the_same_and_go_on_by_themselves(strategy: Strategy, tmp_path: Path) -> None:
+def test_after_the_block_all_ranks_are_equal_and_independent(strategy: Strategy, tmp_path: Path) -> None:
     seen: list[Any] = []
     sessions = run(of(block(seen, tmp_path / "model"), 2, strategy=strategy), Change(5, "bucket_mb", 0.02))
     assert [s.phase for s in sessions] == ["done", "done"] and sessions[0].rank.step == 12
@@ -85,7 +85,7 @@ def test_behind_the_block_all_ranks_have_the_same_and_go_on_by_themselves(strate
 
 
 @pytest.mark.ranks
-def test_of_replicas_that_drifted_apart_it_is_the_mean() -> None:
+def test_after_the_block_the_model_is_the_mean_of_drifted_replicas() -> None:
     seen: list[Any] = []
     run(of(block(seen), 2, strategy=LocalSGD(every=64)))
     alone = [made()[0] for _ in range(2)]
@@ -102,7 +102,7 @@ def test_of_replicas_that_drifted_apart_it_is_the_mean() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["steps", "stop"])
-def test_a_run_that_ends_earlier_ends_the_block_and_not_what_follows(how: str) -> None:
+def test_a_run_that_ends_early_ends_only_the_block(how: str) -> None:
     seen: list[Any] = []
     train = block(seen, many=1 if how == "steps" else 10**4)
     sessions = live(of(train, 2, strategy=LocalSGD(every=64), steps=7 if how == "steps" else 0))
@@ -128,7 +128,7 @@ def wrong(kind: str) -> Callable[[], None]:
                     off(model, batch).backward()
                     optimizer.step()
         except ValueError:
-            batches.clear()  # what a script does with it changes nothing: the run has failed
+            batches.clear()  # the script's handling changes nothing: the run has failed
         if kind == "another block":
             with training(model, optimizer):
                 pass
@@ -146,14 +146,14 @@ def wrong(kind: str) -> Callable[[], None]:
     ("another block", "training: a run has one block"), ("behind it", "steps: the run's steps are over with its block"),
     ("fails behind it", "no such file"),
 ])  # fmt: skip
-def test_what_goes_wrong_in_a_block_and_behind_it_ends_the_run_in_words(kind: str, said: str) -> None:
+def test_errors_in_and_after_a_block_end_the_run_with_a_reason(kind: str, said: str) -> None:
     (session,) = live(of(wrong(kind)))
     ended([session])
     assert session.phase == "failed" and session.error is not None and said in session.error["text"]
 
 
 @pytest.mark.ranks
-def test_a_script_may_exit_inside_of_its_block() -> None:
+def test_a_script_may_exit_inside_its_block() -> None:
     def train() -> None:
         model, batches = made()
         optimizer = stepped(model)
@@ -170,7 +170,7 @@ def test_a_script_may_exit_inside_of_its_block() -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_fails_by_itself_runs_nothing_behind_the_block() -> None:
+def test_an_aborted_rank_runs_no_code_after_the_block() -> None:
     seen: list[Any] = []
     sessions = live(of(block(seen, many=10**4), 2))
     assert until(lambda: sessions[0].rank.step > 3)
@@ -180,7 +180,7 @@ def test_a_rank_that_fails_by_itself_runs_nothing_behind_the_block() -> None:
     assert not seen and not any(t for t in sessions if t.training and t.training.led._thread.is_alive())
 
 
-def test_by_itself_it_says_what_it_cannot_do(tmp_path: Path) -> None:
+def test_without_ranks_invalid_arguments_are_refused(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     with pytest.raises(KnobError, match="model=3: must be the Module"), training(3):  # type: ignore[arg-type]
         pass

@@ -1,4 +1,4 @@
-"""One rule for what is clear: it is seldom wrong where nothing differs, and finds what does."""
+"""Tests the rule for a clear difference: few false alarms, and real differences are found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.analysis.compare.trend import Trend, sloped
 
 
 def series(rng: np.random.Generator, n: int, alike: float, hiccups: float = 0.05) -> np.ndarray:
-    """(n,) durations of steps that are alike from one to the next, some of them twice as long."""
+    """Returns durations of autocorrelated steps, some of them twice as long: (n,)."""
     noise, x = rng.standard_normal(n + 50), np.zeros(n + 50)
     for i in range(1, n + 50):
         x[i] = alike * x[i - 1] + noise[i] * np.sqrt(1 - alike**2)
@@ -19,41 +19,41 @@ def series(rng: np.random.Generator, n: int, alike: float, hiccups: float = 0.05
 
 @pytest.mark.parametrize(("alike", "share"), [(0.0, 0.02), (0.3, 0.03), (0.6, 0.05), (0.8, 0.07)])
 @pytest.mark.parametrize(("n", "m"), [(20, 20), (20, 50), (50, 50)])
-def test_of_equal_series_few_are_called_different(n: int, m: int, alike: float, share: float) -> None:
+def test_few_equal_series_are_called_different(n: int, m: int, alike: float, share: float) -> None:
     rng = np.random.default_rng(0)
     wrong = sum(compared(series(rng, n, alike), series(rng, m, alike)).clear for _ in range(200))
     assert wrong / 200 <= share
 
 
 @pytest.mark.parametrize(("alike", "share"), [(0.0, 0.02), (0.3, 0.02), (0.5, 0.045), (0.8, 0.06)])
-def test_of_series_that_stay_where_they_are_few_are_said_to_fall_or_rise(alike: float, share: float) -> None:
+def test_few_flat_series_are_called_falling_or_rising(alike: float, share: float) -> None:
     rng, steps = np.random.default_rng(0), np.arange(20.0)
     wrong = sum(Trend(sloped(steps, series(rng, 20, alike, 0.0)), "", 0).sign != 0 for _ in range(200))
     assert wrong / 200 <= share
 
 
-def test_a_tenth_more_is_found_in_twenty_steps_and_named_on_the_right_side() -> None:
+def test_ten_per_cent_more_is_found_in_twenty_steps_with_the_right_sign() -> None:
     rng = np.random.default_rng(1)
     found = [compared(series(rng, 20, 0.0), 1.1 * series(rng, 20, 0.0)) for _ in range(100)]
     assert sum(r.more for r in found) > 80 and not any(r.less for r in found)
     assert all(r.low <= r.value <= r.high for r in found)
 
 
-def test_before_and_after_are_mirrored() -> None:
+def test_swapping_the_series_mirrors_the_result() -> None:
     rng = np.random.default_rng(2)
     a, b = series(rng, 30, 0.2), 1.3 * series(rng, 40, 0.2)
     there, back = compared(a, b), compared(b, a)
     assert there.more and back.less and there.value * back.value == pytest.approx(1)
 
 
-def test_what_is_sure_but_tiny_is_not_worth_a_word() -> None:
+def test_a_certain_but_tiny_difference_is_not_clear() -> None:
     steady = np.full(30, 100.0)
     assert not compared(steady, steady * (1 + WORTH / 2)).clear
     assert compared(steady, steady * (1 + 2 * WORTH)).more
     assert not compared(steady * 1e-3, steady * 2e-3, least=0.2).clear and compared(steady, 2 * steady, least=0.2).more
 
 
-def test_nothing_against_nothing_is_the_same_and_something_against_nothing_is_new() -> None:
+def test_zero_equals_zero_and_differs_clearly_from_nonzero() -> None:
     nothing, some = np.zeros(30), np.full(30, 5.0)
     assert compared(nothing, nothing).value == 1 and not compared(nothing, nothing).clear
     assert compared(nothing, some).more and np.isinf(compared(nothing, some).value)
@@ -69,7 +69,7 @@ def test_too_few_values_give_no_verdict_and_no_error(values: list[float]) -> Non
     assert estimated(given).n == np.isfinite(given).sum()
 
 
-def test_rounds_need_five_and_twenty_steps_in_all() -> None:
+def test_rounds_need_five_rounds_and_twenty_steps() -> None:
     assert lacking(4, 100, rounds=True) == "too short: 4 rounds; needs 5"
     assert lacking(5, 10, rounds=True) == "too short: 5 rounds; needs 10"
     assert lacking(10, 20, rounds=True) == lacking(20, 20, rounds=False) == ""
@@ -79,7 +79,7 @@ def test_rounds_need_five_and_twenty_steps_in_all() -> None:
     assert lacking(0, 0, rounds=False, seen=0) == "no steps" and lacking(20, 20, rounds=False, seen=25) == ""
 
 
-def test_likeness_is_told_from_trend_free_noise_and_draws_are_the_same_each_time() -> None:
+def test_likeness_measures_autocorrelation_and_draws_are_repeatable() -> None:
     rng = np.random.default_rng(3)
     alone = [likeness(series(rng, 200, 0.0)) for _ in range(20)]
     alike = [likeness(series(rng, 200, 0.8, 0.0)) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""CriteoTSV: what a line becomes, plain or packed, and every way in which a file can be wrong."""
+"""Tests CriteoTSV: parsing of lines, plain or packed, and all errors in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tasks.criteo_tsv import COLUMNS, read
 
 
 def line(number: int, **other: str) -> str:
-    """A line in Criteo's format; `other` says what is different, by column name."""
+    """Returns a line in Criteo's format, with these columns changed."""
     values = {"label": str(int(number % 3 == 0))}
     values |= {f"I{i}": str((number * i) % 50 - 2) for i in range(1, 14)}
     values |= {f"C{i}": f"{zlib.crc32(f'{i} {number % (3 if i == 2 else 7)}'.encode()):08x}" for i in range(1, 27)}
@@ -57,7 +57,7 @@ def test_gzip_and_other_ends_of_lines_read_the_same(tmp_path: Path, name: str, e
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_no_more_lines_are_read_than_asked_for_and_the_last_tenth_is_held_out(tmp_path: Path) -> None:
+def test_reading_stops_at_the_limit_and_holds_out_the_last_tenth(tmp_path: Path) -> None:
     table = read(written(tmp_path, [*LINES[:150], "not in the format"]), 0, 150, 100)
     train, held = table.part(held_out=False), table.part(held_out=True)
     assert (len(train.clicked), len(held.clicked)) == (135, 15)
@@ -77,13 +77,13 @@ def test_no_more_lines_are_read_than_asked_for_and_the_last_tenth_is_held_out(tm
         (line(1).split("\t", 1)[1], r"line 11: has 39 fields; must have 40"),
     ],
 )
-def test_what_is_not_in_the_format_is_answered_with_line_and_column(tmp_path: Path, wrong: str, words: str) -> None:
+def test_malformed_lines_are_refused_with_line_and_column(tmp_path: Path, wrong: str, words: str) -> None:
     path = written(tmp_path, [*LINES[:10], wrong, *LINES[10:]])
     with pytest.raises(TaskError, match=rf"train.txt, {words}"):
         read(path, 0, 1000, 100)
 
 
-def test_a_file_that_is_no_text_no_whole_gzip_or_too_short_is_said_to_be(tmp_path: Path) -> None:
+def test_binary_truncated_and_short_files_are_refused(tmp_path: Path) -> None:
     packed = gzip.compress(("\n".join(LINES) + "\n").encode())
     for name, data, words in (
         ("torn.gz", packed[: len(packed) // 2], r"torn.gz, after line \d+: is not whole as gzip"),
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_text_no_whole_gzip_or_too_short_is_said_to_be(tmp_pat
             read(tmp_path / name, 0, 1000, 100)
 
 
-def test_without_a_file_it_is_refused_before_it_starts_and_without_that_file_when_it_is_read() -> None:
+def test_a_missing_path_is_refused_at_start_and_a_missing_file_when_read() -> None:
     with pytest.raises(KnobError, match=r"path='': must name a file in Criteo's format; .* take task=ClickThrough"):
         Experiment(task=CriteoTSV()).checked()
     learner = CriteoTSV(path="/nowhere/train.txt").build()
@@ -105,7 +105,7 @@ def test_without_a_file_it_is_refused_before_it_starts_and_without_that_file_whe
         learner.data(0, 1, 8, 0)
 
 
-def test_it_learns_from_the_file_and_reads_another_that_took_its_place(tmp_path: Path) -> None:
+def test_the_task_learns_from_the_file_and_reads_its_replacement(tmp_path: Path) -> None:
     path = written(tmp_path, LINES)
     learner = CriteoTSV(path=str(path), ids=50, width=4, hidden=16).build()
     torch.manual_seed(0)

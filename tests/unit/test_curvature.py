@@ -1,4 +1,4 @@
-"""The verbs `collect`, `factors`, `curve` and `value` on both hosts, against matrices that are written out."""
+"""Tests the verbs `collect`, `factors`, `curve` and `value` on both hosts against explicit matrices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from workbench.strategies import Strategy
 from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
-SEEN: dict[int, list[Any]] = {}  # by rank, what a strategy below was answered
+SEEN: dict[int, list[Any]] = {}  # by rank, the answers to a strategy below
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsksForFactors(Strategy):
-    """Two batches on each rank, whose losses are scaled as a sum over ranks wants them."""
+    """Uses two batches on each rank, with losses scaled for a sum over ranks."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.collect()
@@ -38,7 +38,7 @@ class AsksForFactors(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class AsksForProducts(Strategy):
-    """Products with every unit vector, one step long, and the loss before and after a move."""
+    """Requests products with every unit vector, and the loss before and after a move by one step."""
 
     moves: float = 0.0
 
@@ -60,14 +60,14 @@ class AsksForProducts(Strategy):
 
 
 def on(host: str, e: Experiment) -> list[Any]:
-    """What rank 0 of the run was answered."""
+    """Returns the answers to rank 0 of the run."""
     SEEN.clear()
     run(e) if host == "engine" else simulate(e.set("pace", 5.0), real=host == "simulator")
     return SEEN[0]
 
 
 def of_net(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """In numpy: A and G of the three layers of tests.ranks.Net on the mean squared error of all these examples."""
+    """Computes in numpy A and G of tests.ranks.Net's three layers, for the mean squared error of these examples."""
     params = [p.detach().double().numpy() for p in net().parameters()]
     x = np.concatenate([x.double().numpy() for x, _ in pairs])
     y = np.concatenate([y.double().numpy() for _, y in pairs])
@@ -84,7 +84,7 @@ def of_net(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[np.ndar
 
 
 @pytest.mark.parametrize("host", ["engine", "simulator"])
-def test_factors_are_the_second_moments_of_what_layers_are_fed_and_what_comes_back(host: str) -> None:
+def test_factors_are_the_second_moments_of_inputs_and_output_gradients(host: str) -> None:
     found = on(host, experiment(3, 1, strategy=AsksForFactors()))
     assert [f[:2] for f in found] == [(f"{k}.weight", f"{k}.bias") for k in "abc"]
     for f, (a, g) in zip(found, of_net([batch(0, 0, 0), batch(0, 1, 0)]), strict=True):
@@ -92,7 +92,7 @@ def test_factors_are_the_second_moments_of_what_layers_are_fed_and_what_comes_ba
         np.testing.assert_allclose(f.outputs, g, rtol=1e-4, atol=1e-6)
 
 
-def test_of_sizes_alone_they_have_the_same_sizes() -> None:
+def test_factors_from_shapes_alone_have_the_same_shapes() -> None:
     e = experiment(3, 1, strategy=AsksForFactors())
     real, sizes = on("simulator", e), on("sizes", e)
     assert all(f.inputs.is_meta and f.outputs.is_meta for f in sizes)
@@ -104,7 +104,7 @@ def _shape(f: Factors) -> tuple[Any, ...]:
 
 
 class Odd(nn.Module):
-    """A layer that is called twice, two that have one weight, one that is never called, and one without bias."""
+    """A layer that runs twice, two with one weight, one that never runs, and one without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Odd(nn.Module):
         return self.last(self.other(self.one(self.twice(self.twice(x)))))
 
 
-def test_layers_that_share_a_weight_have_none_and_one_that_is_called_twice_counts_all_calls() -> None:
+def test_layers_with_a_shared_weight_have_no_factors_and_repeated_calls_add_up() -> None:
     found = on("engine", experiment(2, 1, task=toy(model=partial(net, Odd)), strategy=AsksForFactors()))
     by = {f.weight: f for f in found}
     assert list(by) == ["twice.weight", "never.weight", "last.weight"] and by["last.weight"].bias == ""
@@ -135,7 +135,7 @@ def test_layers_that_share_a_weight_have_none_and_one_that_is_called_twice_count
 
 
 class Judge(nn.Module):
-    """Three classes from eight numbers, by attention between two tokens and a hidden layer."""
+    """Gives three classes from eight numbers, by attention between two tokens and a hidden layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Noisy(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class AsksAgain(Strategy):
-    """The loss of one batch twice, and a product in between."""
+    """Requests the loss of one batch twice, with a product in between."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -202,7 +202,7 @@ class AsksAgain(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class AsksNothing(Strategy):
-    """The step alone."""
+    """Makes only the step."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -210,7 +210,7 @@ class AsksNothing(Strategy):
         await rank.update()
 
 
-def test_what_is_computed_again_draws_alike_and_leaves_no_trace_in_the_model() -> None:
+def test_recomputation_repeats_random_numbers_and_leaves_the_model_unchanged() -> None:
     task = toy(model=partial(net, Noisy))
     (asked,) = run(experiment(1, 3, task=task, strategy=AsksAgain()))
     first, second = SEEN[0]
@@ -231,7 +231,7 @@ class AsksTooSoon(Strategy):
 
 
 @pytest.mark.parametrize(("what", "said"), [("factors", "before `collect`"), ("value", "before its forward")])
-def test_what_cannot_be_answered_yet_is_said_in_words(what: str, said: str) -> None:
+def test_requests_before_collecting_are_refused_with_a_reason(what: str, said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         simulate(experiment(1, 1, strategy=AsksTooSoon(what=what), pace=5.0), real=True)
 
@@ -240,19 +240,19 @@ def test_what_cannot_be_answered_yet_is_said_in_words(what: str, said: str) -> N
     (lambda model, pair: (model(pair[0]) + model(-pair[0])).square().mean(), "calls the model 2 times"),
     (lambda model, pair: model(pair[0]).mean(), "linear in what the model returns"),
 ])  # fmt: skip
-def test_a_loss_that_has_no_gauss_newton_matrix_is_refused_in_words(loss: Any, said: str) -> None:
+def test_a_loss_without_gauss_newton_matrix_is_refused(loss: Any, said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         simulate(experiment(1, 1, task=toy(loss=loss), strategy=AsksAgain(), pace=5.0), real=True)
 
 
-def test_a_transformer_can_be_asked() -> None:
+def test_curvature_works_on_a_transformer() -> None:
     task = ByteGPT(layers=1, width=16, heads=2, context=8)
     simulate(Experiment(task=task, ranks=1, steps=2, strategy=AsksAgain(), eval_every=0, pace=5.0), real=True)
     assert torch.isfinite(torch.stack(SEEN[0])).all()
 
 
-def test_the_kernel_of_attention_is_the_process_own_again_whoever_leaves_first() -> None:
-    """Ranks that are threads ask for products at overlapping times."""
+def test_attention_kernels_are_restored_after_the_last_rank() -> None:
+    """Ranks on threads request products at overlapping times."""
     first, second = curvature._twice_differentiable(), curvature._twice_differentiable()
     before = torch.backends.cuda.flash_sdp_enabled()
     with first:

@@ -1,4 +1,4 @@
-"""DiLoCo: against torch's own outer optimizer, its equivalences, sparse displacements, what it sends and leaves."""
+"""Tests DiLoCo against torch's outer optimizer, other strategies, and with sparse displacements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 
 def reference(every: int, rounds: int, optimizer: object = MOMENTUM, ranks: int = 3, **outer: float) -> Plain:
-    """Rounds of the paper's algorithm, with torch's own SGD outside."""
+    """Runs rounds of the paper's algorithm, with torch's SGD as the outer optimizer."""
     plain = Plain(ranks, optimizer)
     theta = plain.get()[0]
     step = outer_sgd(theta, **{"lr": 0.7, "momentum": 0.9, "nesterov": True, **outer})
@@ -35,8 +35,8 @@ def reference(every: int, rounds: int, optimizer: object = MOMENTUM, ranks: int 
 
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"])
-def test_it_is_the_papers_algorithm_with_any_inner_optimizer(optimizer: object) -> None:
-    """Inner states stay on their ranks: the reference never touches them either."""
+def test_diloco_is_the_papers_algorithm_with_any_inner_optimizer(optimizer: object) -> None:
+    """Inner states stay on their ranks, as in the reference."""
     sessions = run(experiment(3, 12, task=toy(optimizer), strategy=DiLoCo(every=4)))
     want = reference(4, 3, optimizer).get()[0]
     for s in sessions:
@@ -44,7 +44,7 @@ def test_it_is_the_papers_algorithm_with_any_inner_optimizer(optimizer: object) 
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_with_plain_averaging_outside_it_is_local_sgd() -> None:
+def test_with_plain_outer_averaging_it_is_local_sgd() -> None:
     mine, plain = (run(experiment(3, 12, strategy=s)) for s in (
         DiLoCo(every=4, outer_lr=1.0, outer_momentum=0.0), LocalSGD(every=4)))  # fmt: skip
     assert torch.equal(weights(mine[0]), weights(plain[0]))
@@ -59,7 +59,7 @@ def test_with_rounds_of_one_step_it_is_ddp_with_nesterov_momentum(momentum: floa
     torch.testing.assert_close(weights(mine[0]), weights(plain[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_heavy_ball_outside_is_slowmo_at_a_constant_rate() -> None:
+def test_outer_heavy_ball_is_slowmo_at_a_constant_rate() -> None:
     chosen = DiLoCo(every=4, outer_lr=0.8, outer_momentum=0.6, form="heavy-ball")
     mine, slow = (run(experiment(3, 12, strategy=s)) for s in (chosen, SlowMo(every=4, beta=0.6, alpha=0.8)))
     torch.testing.assert_close(weights(mine[0]), weights(slow[0]), rtol=1e-5, atol=1e-6)
@@ -86,8 +86,8 @@ def test_the_first_outer_step_moves_by_more_than_the_mean() -> None:
     torch.testing.assert_close(weights(mine[0]) - before, 0.7 * 1.9 * moved, rtol=1e-3, atol=1e-6)
 
 
-def test_momentum_moves_on_where_nothing_was_learned() -> None:
-    """A round at a rate of nearly 0: D is 0, and the outer step is eta mu^2 b all the same."""
+def test_outer_momentum_moves_parameters_without_learning() -> None:
+    """In a round at a rate of nearly 0, D is 0, and the outer step is still eta mu^2 b."""
     still = Change(4, "lr", 1e-30)
     mine = run(experiment(3, 8, task=toy(SGD), strategy=DiLoCo(every=4)), still)
     first = reference(4, 1, SGD)
@@ -96,14 +96,14 @@ def test_momentum_moves_on_where_nothing_was_learned() -> None:
     torch.testing.assert_close(weights(mine[0]), after + 0.7 * 0.9**2 * b, rtol=1e-4, atol=1e-6)
 
 
-def test_it_sends_the_model_once_a_round() -> None:
+def test_diloco_sends_the_model_once_a_round() -> None:
     s = run(experiment(4, 17, strategy=DiLoCo()))[0]
     buckets = sum(traffic("all_reduce", b.nbytes, 4)[0] for b in s.layout.buckets)
     by_step = {step: sum(sent for at, _, sent in s.record.comm() if at == step) for step in range(17)}
     assert by_step == {step: buckets if step in (7, 15) else 0 for step in range(17)}
 
 
-def test_left_after_a_round_it_leaves_the_outer_parameters_and_in_a_round_the_mean() -> None:
+def test_leaving_after_a_round_gives_outer_parameters_and_in_a_round_the_mean() -> None:
     out = Change(8, "lr", 1e-30), Change(8, "strategy", "DDP")
     after = run(experiment(3, 9, strategy=DiLoCo(every=4)), *out)
     torch.testing.assert_close(weights(after[0]), reference(4, 2).get()[0], rtol=1e-5, atol=1e-6)
@@ -113,12 +113,12 @@ def test_left_after_a_round_it_leaves_the_outer_parameters_and_in_a_round_the_me
     torch.testing.assert_close(weights(within[0]), plain.get().mean(0), rtol=1e-5, atol=1e-6)
 
 
-def test_other_buckets_do_not_disturb_its_momentum() -> None:
+def test_new_buckets_keep_the_outer_momentum() -> None:
     plain, turned = (run(experiment(2, 12, strategy=DiLoCo(every=4)), *c) for c in ((), (Change(6, "bucket_mb", 1.0),)))
     torch.testing.assert_close(weights(turned[0]), weights(plain[0]), rtol=1e-6, atol=1e-7)
 
 
-def test_a_turned_outer_knob_acts_from_the_next_round_on() -> None:
+def test_a_new_outer_knob_acts_from_the_next_round_on() -> None:
     turned = run(experiment(3, 8, strategy=DiLoCo(every=4)), Change(5, "outer_lr", 0.3))
     plain = Plain(3, MOMENTUM)
     theta = plain.get()[0]
@@ -133,7 +133,7 @@ def test_a_turned_outer_knob_acts_from_the_next_round_on() -> None:
 
 
 def test_sparse_displacements_train_with_error_feedback_and_no_outer_momentum() -> None:
-    """SparseLoCo's exchange: a twentieth of the displacement per round, the rest remembered."""
+    """SparseLoCo's exchange: 5 % of the displacement per round, and the rest in the residual."""
     sparse = ErrorFeedback(of=TopK(density=0.05))
     e = experiment(3, 60, strategy=DiLoCo(every=4, outer_lr=1.0, outer_momentum=0.0), compressor=sparse, eval_every=60)
     sessions = run(e)
@@ -145,8 +145,8 @@ def test_sparse_displacements_train_with_error_feedback_and_no_outer_momentum() 
     assert sent == 15 * every
 
 
-def test_compressed_displacements_have_the_sign_of_local_sgds() -> None:
-    """So a residual that is kept through a switch between them means the same."""
+def test_compressed_displacements_have_the_same_sign_as_in_local_sgd() -> None:
+    """So a residual keeps its meaning through a switch between the two."""
     half = Cast(to="bf16")
     mine, plain = (run(experiment(2, 8, strategy=s, compressor=half)) for s in (
         DiLoCo(every=4, outer_lr=1.0, outer_momentum=0.0), LocalSGD(every=4)))  # fmt: skip
@@ -165,6 +165,6 @@ def test_the_simulator_trains_the_same() -> None:
 
 
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("outer_lr", 0), ("outer_momentum", 1), ("form", "adam")])
-def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
+def test_invalid_settings_are_refused_with_a_reason(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
         experiment(2, strategy=DiLoCo()).set(f"strategy.{knob}", value)

@@ -1,4 +1,4 @@
-"""E3M0: what four bits keep of a number, how they are packed, and the mean over ranks made of them."""
+"""Tests E3M0: rounding to 4 bits, packing, and the mean over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def noise(n: int, seed: int = 0) -> torch.Tensor:
-    """Numbers of all magnitudes."""
+    """Returns numbers of all magnitudes."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(n, generator=rng) * torch.exp2(torch.randint(-12, 3, (n,), generator=rng).float())
 
@@ -57,7 +57,7 @@ def test_the_nearest_level_is_taken(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_error_is_within_its_bound_and_meets_it_nearly(seed: int) -> None:
+def test_the_error_is_within_its_bound_and_nearly_reaches_it(seed: int) -> None:
     x = noise(2000, seed)
     scale = torch.cat([b.abs().max().expand(b.numel()) for b in x.split(BLOCK)])
     over = (x - there_and_back(x)).abs() / torch.maximum(x.abs() / 3, scale / 128)
@@ -65,42 +65,42 @@ def test_the_error_is_within_its_bound_and_meets_it_nearly(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_was_decoded_is_encoded_to_the_same(seed: int) -> None:
+def test_encoding_a_decoded_value_changes_nothing(seed: int) -> None:
     once = there_and_back(noise(1000, seed))
     assert torch.equal(there_and_back(once), once)
 
 
-def test_it_is_odd() -> None:
+def test_the_codec_is_odd() -> None:
     x = noise(1000)
     assert torch.equal(there_and_back(-x), -there_and_back(x))
 
 
-def test_it_is_monotone() -> None:
+def test_the_codec_is_monotone() -> None:
     back = there_and_back(noise(BLOCK).sort().values)
     assert bool((back.diff() >= 0).all()) and len(back.unique()) > 8
 
 
-def test_it_does_not_look_at_how_large_numbers_are() -> None:
+def test_the_codec_is_independent_of_scale() -> None:
     x = noise(1000)
     assert torch.equal(there_and_back(x * 2.0**20), there_and_back(x) * 2.0**20)
     assert bool(there_and_back(torch.full((5,), 3e38)).isfinite().all())
     torch.testing.assert_close(there_and_back(torch.full((5,), 1e-40)), torch.full((5,), 1e-40), rtol=0, atol=1e-43)
 
 
-def test_zeros_and_one_element_come_back_as_they_are() -> None:
+def test_zeros_and_single_elements_come_back_unchanged() -> None:
     assert torch.equal(there_and_back(torch.zeros(700)), torch.zeros(700))
     for value in (2.5, -1e-3, 0.0):
         assert torch.equal(there_and_back(torch.tensor([value])), torch.tensor([value]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_floats_and_strided_views_are_what_their_float32_copies_are(dtype: torch.dtype) -> None:
+def test_other_floats_and_strided_views_give_the_codes_of_float32_copies(dtype: torch.dtype) -> None:
     wide = noise(1200).clamp(-1e4, 1e4).to(dtype)
     assert torch.equal(there_and_back(wide[::3]), there_and_back(wide[::3].contiguous().float()))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_spoils_its_block_and_no_other(bad: float) -> None:
+def test_a_value_that_is_not_finite_spoils_only_its_block(bad: float) -> None:
     x = noise(3 * BLOCK)
     want = there_and_back(x)
     x[BLOCK + 5] = bad
@@ -110,7 +110,7 @@ def test_a_number_that_is_none_spoils_its_block_and_no_other(bad: float) -> None
 
 
 def agreed(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """`mean` on all ranks at once, without a wire: (what each is given, bytes that each sends)."""
+    """Runs `mean` on all ranks at once, without connections: (each rank's result, bytes that each sends)."""
     p = len(xs)
     coros: list[Coroutine[Op, Any, torch.Tensor]] = [mean(Rank(r, p), x, E3M0(), "x") for r, x in enumerate(xs)]
     ops, sent, found = [c.send(None) for c in coros], [0] * p, []
@@ -132,7 +132,7 @@ def agreed(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
 
 
 @pytest.mark.parametrize(("p", "n"), [(1, 10), (2, 1), (3, 1000), (4, 4096), (4, 7), (8, 3001)])
-def test_the_mean_is_the_same_on_all_ranks_and_made_of_what_was_rounded_twice(p: int, n: int) -> None:
+def test_the_mean_is_equal_on_all_ranks_and_made_of_twice_rounded_values(p: int, n: int) -> None:
     xs = [noise(n, r) for r in range(p)]
     found, sent = agreed(xs)
     chunk = math.ceil(n / p)
@@ -145,7 +145,7 @@ def test_the_mean_is_the_same_on_all_ranks_and_made_of_what_was_rounded_twice(p:
     assert sent == [2 * (p - 1) * (math.ceil(chunk / 2) + 4 * math.ceil(chunk / 256))] * p
 
 
-def test_two_ways_of_codes_send_fewer_bytes_than_everybodys_codes_to_everybody() -> None:
+def test_two_hops_send_fewer_bytes_than_an_all_gather() -> None:
     for p in (3, 4, 8, 16):
         assert 2 * nbytes(math.ceil(100_000 / p)) < nbytes(100_000)
     assert 2 * nbytes(50_000) == pytest.approx(nbytes(100_000), rel=1e-3), "as many with two ranks"

@@ -1,4 +1,4 @@
-"""Elastic averaging: the paper's two lines, what they conserve and contract, and what leaving hands over."""
+"""Tests elastic averaging against the paper: conservation, contraction, and leaving."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Paper:
 
     @property
     def outcome(self) -> torch.Tensor:
-        """The centre as tests.ranks.weights orders it."""
+        """Returns the centre in the order of tests.ranks.weights."""
         named = sorted(zip([n for n, _ in self.models[0].named_parameters()], self.centre, strict=True))
         return torch.cat([c.reshape(-1).double() for _, c in named])
 
@@ -66,14 +66,14 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 
 def centre(session: Any) -> torch.Tensor:
-    """What a rank holds as the centre, as tests.ranks.weights orders it."""
+    """Returns a rank's copy of the centre in the order of tests.ranks.weights."""
     return torch.cat([x.double() for _, x in sorted(session.state.memory.buffers["centre"].items())])
 
 
 @pytest.mark.parametrize(("ranks", "every", "beta", "optimizer"), [
     (4, 1, 0.9, plain), (3, 3, 0.9, heavy), (2, 4, 1.2, nesterov), (1, 2, 0.5, plain),
 ])  # fmt: skip
-def test_it_is_the_papers_algorithm_on_both_hosts(ranks: int, every: int, beta: float, optimizer: Any) -> None:
+def test_easgd_is_the_papers_algorithm_on_both_hosts(ranks: int, every: int, beta: float, optimizer: Any) -> None:
     e = experiment(ranks, 13, strategy=EASGD(every=every, beta=beta), task=toy(optimizer))
     sessions, paper = run(e), Paper(ranks, every, beta, optimizer)
     for _ in range(13):
@@ -89,7 +89,7 @@ def test_it_is_the_papers_algorithm_on_both_hosts(ranks: int, every: int, beta: 
 
 
 def frozen(ranks: int, rounds: int, beta: float) -> list[Any]:
-    """Ranks that trained alone for 6 steps and then exchanged `rounds` times without learning."""
+    """Returns ranks after 6 steps alone and `rounds` exchanges without learning."""
     e = experiment(ranks, 6 + rounds, strategy=EASGD(every=64, beta=beta), task=toy(plain), eval_every=1)
     return run(e, Change(6, "lr", 1e-30), Change(6, "strategy.every", 1))
 
@@ -97,10 +97,10 @@ def frozen(ranks: int, rounds: int, beta: float) -> list[Any]:
 @pytest.mark.parametrize(("ranks", "beta", "spread", "gap"), [
     (4, 0.9, 0.775, -0.125), (2, 0.9, 0.55, -0.35), (4, 0.4, 0.9, 0.5), (3, 0.75, 0.75, 0.0),
 ])  # fmt: skip
-def test_an_exchange_leaves_so_much_of_the_spread_and_of_the_centres_distance(
+def test_an_exchange_contracts_the_spread_and_the_centres_distance_as_predicted(
     ranks: int, beta: float, spread: float, gap: float
 ) -> None:
-    """beta = p / (p+1) leaves nothing of the latter: then the centre is the mean."""
+    """beta = p / (p+1) reduces the distance to 0: then the centre is the mean."""
     sessions = frozen(ranks, 3, beta)
     for s in sessions:
         drift = [v for step, name, _, v in s.record.samples if name == "drift" and step >= 6]
@@ -137,7 +137,7 @@ def test_bytes_are_one_all_reduce_of_the_model_per_exchange(every: int) -> None:
     assert sent == 10 // every * sum(traffic("all_reduce", b.nbytes, 3)[0] for b in s.layout.buckets)
 
 
-def test_a_pull_too_strong_to_settle_is_refused_in_words() -> None:
+def test_a_pull_too_strong_to_settle_is_refused_with_a_reason() -> None:
     experiment(4, strategy=EASGD(beta=1.59))
     with pytest.raises(KnobError, match=r"beta=1.6 moves the centre of 4 ranks .* use less than 1.6, such as 0.8"):
         experiment(4, strategy=EASGD(beta=1.6))
@@ -145,8 +145,8 @@ def test_a_pull_too_strong_to_settle_is_refused_in_words() -> None:
         experiment(1).set("strategy", {"EASGD": {"beta": 1.0}})
 
 
-def test_from_that_limit_on_it_does_swing_apart() -> None:
-    """Otherwise the refusal would keep something from people that works."""
+def test_beyond_the_limit_ranks_diverge() -> None:
+    """Otherwise the refusal would forbid a working value."""
     paper = Paper(4, 64, 1.7, plain)
     for _ in range(6):
         paper.step()
@@ -158,7 +158,7 @@ def test_from_that_limit_on_it_does_swing_apart() -> None:
 
 
 @pytest.mark.parametrize("steps", [6, 7])
-def test_whoever_leaves_goes_on_from_the_centre_after_a_last_exchange(steps: int) -> None:
+def test_leaving_continues_from_the_centre_after_a_last_exchange(steps: int) -> None:
     e = experiment(3, steps + 1, strategy=EASGD(every=3), task=toy(plain))
     sessions = run(e, Change(steps, "lr", 1e-30), Change(steps, "strategy", "DDP"))
     paper = Paper(3, 3, 0.9, plain)
@@ -170,14 +170,14 @@ def test_whoever_leaves_goes_on_from_the_centre_after_a_last_exchange(steps: int
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_into_it_and_out_again_before_the_same_step_changes_nothing() -> None:
+def test_a_switch_and_back_before_one_step_changes_nothing() -> None:
     stay = run(experiment(2, 8))
     went = run(experiment(2, 8), Change(4, "strategy", "EASGD"), Change(4, "strategy", "DDP"))
     assert isinstance(went[0].experiment.strategy, DDP)
     assert torch.equal(weights(stay[0]), weights(went[0]))
 
 
-def test_the_centre_survives_other_buckets() -> None:
+def test_the_centre_survives_new_buckets() -> None:
     e = experiment(2, 12, strategy=EASGD(every=2))
     calm, turned = run(e), run(e, Change(5, "bucket_mb", 0.03), Change(9, "bucket_mb", 1.0))
     for a, b in zip(calm, turned, strict=True):
@@ -185,7 +185,7 @@ def test_the_centre_survives_other_buckets() -> None:
         torch.testing.assert_close(centre(a), centre(b), rtol=1e-6, atol=1e-7)
 
 
-def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
+def test_engine_and_simulator_send_the_same_across_every_kind_of_change() -> None:
     changes = (
         Change(3, "strategy.every", 2), Change(5, "bucket_mb", 0.02), Change(7, "strategy.beta", 0.5),
         Change(9, "compressor", {"TopK": {"density": 0.1}}), Change(13, "strategy", "DDP"),
@@ -205,7 +205,7 @@ def test_compressed_pulls_leave_all_ranks_with_one_centre() -> None:
 
 
 def test_the_exchange_hides_behind_forward_and_backward() -> None:
-    """A wire that is busy for less than that does not lengthen the step; Local SGD's averaging does."""
+    """A connection that is busy for less time does not lengthen the step; Local SGD's average does."""
     e = paced(4, 8, pace=100.0, mbit=10.0, strategy=EASGD(every=4))
     lasts = seconds(simulate(e))
     exchange = sum(traffic("all_reduce", b, 4)[0] for b in [4 * 64 * 64, 4 * 8 * 64, 4 * 64 * 4]) * 8e-6 / 10

@@ -1,4 +1,4 @@
-"""Callers at a rank's door that are no ranks of the run, and ranks that say what cannot be."""
+"""Tests strangers that call a rank, and ranks that send impossible messages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from workbench.rank import Rank
 pytestmark = pytest.mark.ranks
 
 SECRET = os.urandom(32)
-RUN = "a0b1c2d3e4f5"  # the run's name, which may be known to anybody
+RUN = "a0b1c2d3e4f5"  # the run's name, which is no secret
 
 
 @pytest.fixture
 def boxes() -> Iterator[list[Mailbox]]:
-    """Two ranks' boxes, whose messages may have a megabyte."""
+    """Two ranks' mailboxes with messages of at most 1 MB."""
     store, host, port = host_store()
     made = []
     for r in range(2):
@@ -46,13 +46,13 @@ def boxes() -> Iterator[list[Mailbox]]:
 
 
 def stranger(mailbox: Mailbox) -> socket.socket:
-    """A caller at a rank's door."""
+    """Connects to a rank's mailbox as a stranger."""
     host, port = mailbox.door.where.split()
     return socket.create_connection((host, int(port)), timeout=60)
 
 
 def is_closed(s: socket.socket) -> bool:
-    """Whether the other end closes `s`, whatever it says before."""
+    """Returns whether the other end closes `s`, after any data."""
     try:
         while s.recv(4096):
             pass
@@ -78,7 +78,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_a_stranger_is_closed_and_counted_and_the_messages_pass(boxes: list[Mailbox], said: bytes) -> None:
+def test_a_strangers_connection_is_closed_and_counted_and_messages_pass(boxes: list[Mailbox], said: bytes) -> None:
     with stranger(boxes[0]) as s:
         assert len(s.recv(100)) == greeting.RANDOM, "it is asked for a proof"
         s.sendall(said)
@@ -89,7 +89,7 @@ def test_a_stranger_is_closed_and_counted_and_the_messages_pass(boxes: list[Mail
     messages_still_pass(boxes)
 
 
-def test_a_proof_is_worth_nothing_a_second_time_or_at_another_door(boxes: list[Mailbox]) -> None:
+def test_a_proof_is_invalid_a_second_time_or_at_another_rank(boxes: list[Mailbox]) -> None:
     mine = os.urandom(greeting.RANDOM)
     here, there = boxes[0].door.where, boxes[1].door.where
     with stranger(boxes[0]) as s:
@@ -105,8 +105,8 @@ def test_a_proof_is_worth_nothing_a_second_time_or_at_another_door(boxes: list[M
     assert until(lambda: boxes[0].strangers == 2)
 
 
-def test_a_rank_does_not_send_to_who_cannot_prove_that_it_was_meant(boxes: list[Mailbox]) -> None:
-    """A stranger that listens where a door is said to be hears a proof, and none of a message."""
+def test_a_rank_sends_nothing_to_a_peer_without_proof(boxes: list[Mailbox]) -> None:
+    """A stranger that listens at a published address receives a proof, but no part of a message."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         boxes[0].store.set("mailbox/1", f"127.0.0.1 {listener.getsockname()[1]}")
@@ -124,7 +124,7 @@ def test_a_rank_does_not_send_to_who_cannot_prove_that_it_was_meant(boxes: list[
         boxes[0].recv(None, 1, "answer")
 
 
-def test_a_crowd_at_the_door_keeps_no_rank_out(boxes: list[Mailbox]) -> None:
+def test_many_strangers_keep_no_rank_out(boxes: list[Mailbox]) -> None:
     crowd = []
     stop = threading.Event()
 
@@ -148,7 +148,7 @@ def test_a_crowd_at_the_door_keeps_no_rank_out(boxes: list[Mailbox]) -> None:
     assert len(boxes[0].door._unknown) <= door.PENDING + 2 and boxes[0].strangers > 0
 
 
-def test_a_rank_that_announces_more_than_can_be_is_named_and_nothing_is_allocated(boxes: list[Mailbox]) -> None:
+def test_an_oversized_announcement_names_the_rank_and_allocates_nothing(boxes: list[Mailbox]) -> None:
     messages_still_pass(boxes)
     boxes[1]._out[0].put(HUGE, b"", lambda: None)
     with pytest.raises(StrategyError, match=r"rank 1's line to rank 0 was closed: .* 4611686018427387904 bytes"):
@@ -158,7 +158,7 @@ def test_a_rank_that_announces_more_than_can_be_is_named_and_nothing_is_allocate
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("no such text")])
-def test_what_goes_wrong_on_the_posts_thread_is_said_where_messages_are_awaited(
+def test_errors_on_the_mail_thread_reach_receivers(
     boxes: list[Mailbox], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*rest: object) -> None:
@@ -174,7 +174,7 @@ def test_what_goes_wrong_on_the_posts_thread_is_said_where_messages_are_awaited(
     assert goes_on.wait(60), "its thread has not ended"
 
 
-def test_a_rank_turned_away_for_a_while_calls_again_and_lets_messages_pass_meanwhile(boxes: list[Mailbox]) -> None:
+def test_a_rank_that_is_turned_away_calls_again_while_messages_pass(boxes: list[Mailbox]) -> None:
     turned: list[float] = []
     shut, opened = threading.Event(), threading.Event()
 
@@ -197,7 +197,7 @@ def test_a_rank_turned_away_for_a_while_calls_again_and_lets_messages_pass_meanw
     assert min(b - a for a, b in pairwise(turned)) > sockets.PAUSE, "it does not press"
 
 
-def test_a_rank_that_is_turned_away_for_ever_gives_up(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_always_turned_away_gives_up(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "TRIES", 5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         boxes[0].store.set("mailbox/1", f"127.0.0.1 {listener.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""What `strays` claims of rounding to levels: a bound that is reached, and what error feedback does and refuses."""
+"""Tests the claim `strays` of codecs with levels: a tight bound, and its effect under error feedback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROWS = (
 
 
 def cost(r: torch.Tensor, levels: torch.Tensor) -> float:
-    """The mean square error of rounding r, in units of r's own square, by the two chances of each element."""
+    """Returns the mean square error of rounding r relative to r's square, from each element's two probabilities."""
     at = between(r.clone(), levels)
     k = at.floor().clamp(max=len(levels) - 2).int()
     low, high = levels[k], levels[k + 1]
@@ -35,13 +35,13 @@ def cost(r: torch.Tensor, levels: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("bits", "d"), [(2, 64), (2, 8192), (3, 100), (4, 512), (4, 50), (8, 4096)])
-def test_the_worst_of_equally_spaced_levels_is_the_closed_form_and_is_reached(bits: int, d: int) -> None:
+def test_the_bound_of_equally_spaced_levels_is_the_closed_form_and_is_reached(bits: int, d: int) -> None:
     s = 2 ** (bits - 1) - 1
     levels, q = torch.linspace(-1, 1, 2 * s + 1, dtype=F64), d**0.5 / s
     bound = worst(levels, d)
     assert bound == pytest.approx(q - 1 if q >= 2 else q * q / 4, rel=1e-9)
     reached = torch.full((d,), d**-0.5, dtype=F64)
-    if q < 2:  # all in the middle of a cell, and what is missing to 1 in one that costs nothing: a level
+    if q < 2:  # all in the middle of a cell, except one at a level, which costs nothing and fills the norm up to 1
         reached = torch.full((d,), 0.5 / s, dtype=F64)
         reached[0] = 1.0
         assert bound / (1 + s * s * 4 / d) * 0.9 <= cost(reached / reached.norm(), levels) <= bound
@@ -50,7 +50,7 @@ def test_the_worst_of_equally_spaced_levels_is_the_closed_form_and_is_reached(bi
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_no_search_finds_worse_than_the_worst(bits: int) -> None:
+def test_no_search_exceeds_the_bound(bits: int) -> None:
     for of in (NUQSGD(bits=bits), NUQSGD(bits=bits, grid="code"), NUQSGD(bits=bits, multiplier=0.8)):
         levels, d = of.levels(Memory()).double(), 200
         bound = worst(levels, d)
@@ -74,7 +74,7 @@ def test_the_error_is_never_longer_than_claimed(of: Levels) -> None:
 
 
 def residual(of: Compressor, steps: int, n: int = 2 * 8192) -> tuple[float, float]:
-    """(what is left unsent after so many steps, the longest gradient) of rank 0, unchecked."""
+    """Returns rank 0's (residual after so many steps, longest gradient), without checks of settings."""
     memories, rng, longest = [Memory(0), Memory(1)], torch.Generator().manual_seed(3), 0.0
     for _ in range(steps):
         g = torch.randn(2, n, generator=rng)
@@ -84,7 +84,7 @@ def residual(of: Compressor, steps: int, n: int = 2 * 8192) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("of", SETTLES, ids=str)
-def test_below_one_what_is_left_unsent_stays_bounded(of: Levels) -> None:
+def test_below_one_the_residual_stays_bounded(of: Levels) -> None:
     assert of.strays < 1 and checked(ErrorFeedback(of=of))
     few, longest = residual(of, 10)
     many, _ = residual(of, 40)
@@ -94,7 +94,7 @@ def test_below_one_what_is_left_unsent_stays_bounded(of: Levels) -> None:
 
 
 @pytest.mark.parametrize("of", GROWS, ids=str)
-def test_what_is_refused_would_grow(of: Levels) -> None:
+def test_refused_codecs_have_growing_residuals(of: Levels) -> None:
     few, longest = residual(of, 10)
     many, _ = residual(of, 30)
     assert many > 2 * few and many > 10 * longest
@@ -104,7 +104,7 @@ def test_what_is_refused_would_grow(of: Levels) -> None:
 
 @pytest.mark.parametrize("of", [QSGD(bits=2), QSGD(norm="l2"), NUQSGD(norm="max", exchange="two_hop"), NUQSGD(bits=2),
                                 NUQSGD(bits=3, multiplier=0.9, grid="code")], ids=str)  # fmt: skip
-def test_a_refusal_names_the_knobs_and_what_would_do(of: Levels) -> None:
+def test_a_refusal_names_the_knobs_and_a_valid_choice(of: Levels) -> None:
     said = str(of.refuses_feedback())
     assert f"bits={of.bits}, block={of.block}, norm={of.norm}, exchange={of.exchange}" in said
     bits = int(said.rpartition("bits=")[2].rstrip(")"))
@@ -115,7 +115,7 @@ def test_a_refusal_names_the_knobs_and_what_would_do(of: Levels) -> None:
 
 
 @pytest.mark.parametrize("of", [ALQ(), AMQ(bits=8), ALQ(norm="max"), TernGrad()], ids=str)
-def test_what_has_no_bound_is_refused_whatever_its_knobs(of: Compressor) -> None:
+def test_codecs_without_a_bound_are_refused_with_any_knobs(of: Compressor) -> None:
     with pytest.raises(KnobError, match=f"of={type(of).__name__}"):
         Experiment(compressor=ErrorFeedback(of=of)).checked()
     assert checked(of)
@@ -125,7 +125,7 @@ BYTES = [ByteGrad(bits=b, stochastic=s, block=k) for b in (2, 4, 8) for s in (Fa
 
 
 @pytest.mark.parametrize("of", [of for of in BYTES if (of.bits, of.stochastic) != (2, True)], ids=str)
-def test_codes_between_smallest_and_largest_are_never_further_off_than_claimed(of: ByteGrad) -> None:
+def test_min_max_codes_respect_the_claimed_error(of: ByteGrad) -> None:
     ends = torch.tensor([-1.0, 1.0]).repeat(256) * 0.999 ** torch.arange(512)
     for x in (noise(1, 1, 512), heavy(1, 512)[None], ends[None]):
         memory = [Memory(0)]
@@ -136,7 +136,7 @@ def test_codes_between_smallest_and_largest_are_never_further_off_than_claimed(o
     assert checked(ErrorFeedback(of=of))
 
 
-def test_two_bits_rounded_at_random_would_grow_and_are_refused_with_what_would_do() -> None:
+def test_two_bits_with_random_rounding_are_refused_with_a_valid_choice() -> None:
     of = ByteGrad(bits=2, stochastic=True)
     assert of.strays == pytest.approx(4 / 3) and residual(of, 30)[0] > 20 * residual(of, 10)[1]
     with pytest.raises(KnobError, match=r"grow under error feedback.*or with stochastic=False or bits=4"):

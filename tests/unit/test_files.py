@@ -1,4 +1,4 @@
-"""A run for other tools: what they ask of a file is in it, and what they count from it is what we count."""
+"""Tests exports for other tools: required fields, and agreement with our figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def union(parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def hta_says(events: list[dict[str, Any]]) -> float:
-    """Percent of communication behind compute, by the words of HTA 0.5's get_comm_comp_overlap on its kernels."""
+    """Returns the per cent of communication hidden by compute, as HTA 0.5's get_comm_comp_overlap computes it."""
     kernels = [e for e in events if e.get("cat") == "kernel" and e["args"]["stream"] >= 0]
     named = [(bool(re.match(r"^nccl.*Kernel", e["name"])), (e["ts"], e["ts"] + e["dur"])) for e in kernels]
     sides = [union([part for comm, part in named if comm == wanted]) for wanted in (True, False)]
@@ -65,7 +65,7 @@ def test_chrome_traces_hold_what_hta_reads_and_give_our_overlap(run: Run, tmp_pa
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv"])
-def test_tables_come_back_as_they_were(run: Run, tmp_path: Path, form: str) -> None:
+def test_exported_tables_can_be_read_back(run: Run, tmp_path: Path, form: str) -> None:
     folder = run.export(form, tmp_path / form)
     for kind, frame in (("spans", run.spans), ("samples", run.samples), ("marks", run.marks)):
         path = folder / f"{kind}.{form}"
@@ -92,7 +92,7 @@ def test_tensorboard_shows_each_ranks_curves(run: Run, tmp_path: Path) -> None:
     assert sum(e.summary.value[0].tag == "step_seconds" for e in events) == 60
 
 
-def test_what_cannot_be_written_is_one_sentence(run: Run, tmp_path: Path) -> None:
+def test_impossible_exports_give_one_sentence(run: Run, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"to='xml': must be one of perfetto, chrome, parquet, csv, tensorboard"):
         run.export("xml")
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Float8 against the formats written out number by number, and what the record must say."""
+"""Tests Float8 against its formats written out number by number, and the record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reduced(codec: Float8, g: torch.Tensor, memories: list[Memory] | None = None
 
 
 def numbers(to: str) -> np.ndarray:
-    """All numbers of a format that are not below zero, from its definition."""
+    """Returns all nonnegative numbers of a format, from its definition."""
     fraction, lowest, exponents = (3, -6, 15) if to == "e4m3" else (2, -14, 30)
     below = [k * 2.0 ** (lowest - fraction) for k in range(2**fraction)]
     normal = [(1 + k / 2**fraction) * 2.0 ** (lowest + e) for e in range(exponents) for k in range(2**fraction)]
@@ -38,14 +38,14 @@ def numbers(to: str) -> np.ndarray:
 
 
 def nearest(x: np.ndarray, to: str) -> np.ndarray:
-    """How far `x` is from the nearest number of the format."""
+    """Returns the distance of `x` from the nearest number of the format."""
     every = numbers(to)
     at = np.searchsorted(every, np.abs(x)).clip(1, len(every) - 1)
     return np.minimum(np.abs(np.abs(x) - every[at - 1]), np.abs(np.abs(x) - every[at]))
 
 
 @formats
-def test_the_formats_are_what_they_are_said_to_be(to: str) -> None:
+def test_the_formats_match_torchs_dtypes(to: str) -> None:
     every = numbers(to)
     assert every.max() == LARGEST[to] and len(every) == {"e4m3": 127, "e5m2": 124}[to]
     x = torch.tensor(every, dtype=torch.float32)
@@ -66,15 +66,15 @@ def test_every_element_takes_the_nearest_number_of_its_blocks_format(to: str, bl
 
 
 @pytest.mark.parametrize(("to", "off"), [("e4m3", 0.026), ("e5m2", 0.053)])
-def test_on_heavy_tailed_numbers_it_is_off_by_what_was_measured(to: str, off: float) -> None:
+def test_the_error_on_heavy_tailed_numbers_is_the_measured_one(to: str, off: float) -> None:
     x = noise(2, 1, 100_000) * noise(3, 1, 100_000).exp()
     out = reduced(Float8(to=to, block=0), x)
     assert float((out - x[0]).norm() / x.double().norm()) == pytest.approx(off, rel=0.05)
 
 
 @formats
-def test_alone_a_second_coding_changes_nothing(to: str) -> None:
-    """One rank codes twice, as all do; what is in the format stays there."""
+def test_a_second_coding_on_one_rank_changes_nothing(to: str) -> None:
+    """One rank codes twice like all ranks. Values in the format do not change."""
     x = noise(4, 1, 2000)
     codec = Float8(to=to)
     once = codec.restore(*codec.quantise(x.view(1, 8, 250), Memory()), Memory()).view(-1)
@@ -102,8 +102,8 @@ def test_small_elements_are_as_exact_as_large_ones() -> None:
 
 
 @formats
-def test_nothing_becomes_infinite_that_was_not(to: str) -> None:
-    """A bare cast of torch to e5m2 does: 70000 is beyond it."""
+def test_finite_values_stay_finite(to: str) -> None:
+    """torch's bare cast to e5m2 does: 70000 is beyond its range."""
     assert bool(torch.tensor(70000.0).to(torch.float8_e5m2).float().isinf())
     for stochastic in (False, True):
         for scale in (3e38, 1e30, 1.0, 1e-30, 1e-38, 1e-44):
@@ -115,8 +115,8 @@ def test_nothing_becomes_infinite_that_was_not(to: str) -> None:
 
 
 @formats
-def test_rounded_at_random_it_takes_a_number_beside_and_the_mean_is_right_through_both_hops(to: str) -> None:
-    draws, ranks = 1500, 3  # each in a block of its own
+def test_random_rounding_picks_a_neighbour_and_is_unbiased_through_both_hops(to: str) -> None:
+    draws, ranks = 1500, 3  # each in a separate block
     g = noise(8, ranks, 64) ** 3
     exact = g.double().sum(0)
     codec = Float8(to=to, block=64, stochastic=True)
@@ -139,7 +139,7 @@ def test_rounded_at_random_it_takes_a_number_beside_and_the_mean_is_right_throug
 
 
 def formula(session: Any, block: int) -> int:
-    """Bytes that one of four ranks sends per step: two hops, three others, one chunk each."""
+    """Returns the bytes that one of 4 ranks sends per step: 2 hops, 3 peers, one chunk each."""
     total = 0
     for bucket in session.layout.buckets:
         m = math.ceil(bucket.data.numel() / 4)
@@ -148,7 +148,7 @@ def formula(session: Any, block: int) -> int:
     return total
 
 
-def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes() -> None:
+def test_recorded_bytes_follow_the_formula_before_and_after_live_changes() -> None:
     changes = [Change(3, "block", 64), Change(4, "to", "e5m2")]
     changes += [Change(5, "stochastic", True), Change(6, "bucket_mb", 0.02)]
     sessions = run(experiment(4, 9, compressor=Float8()), *changes)

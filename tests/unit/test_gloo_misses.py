@@ -1,4 +1,4 @@
-"""A peer that is gone and gloo has missed it: whoever waits is told, and only then."""
+"""Tests that a wait ends with an error if a peer is lost and gloo missed it, and only then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Stuck:
-    """A collective that never ends, as one does whose end gloo has missed."""
+    """A collective that never ends, because gloo has missed its end."""
 
     def wait(self, limit: object) -> None:
         time.sleep(0.01)
@@ -27,7 +27,7 @@ class Stuck:
 
 @pytest.fixture
 def ends() -> Any:
-    """Two ranks' ends of one wire."""
+    """Two ranks' ends of one connection."""
     kept, host, port = host_store()
     generation, found = uuid.uuid4().hex, {}
 
@@ -47,7 +47,7 @@ def ends() -> Any:
     del kept
 
 
-def test_who_waits_for_a_peer_that_is_gone_is_told_though_gloo_says_nothing(
+def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(
     ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo, "MISSED", 0.3)
@@ -60,7 +60,7 @@ def test_who_waits_for_a_peer_that_is_gone_is_told_though_gloo_says_nothing(
     assert time.monotonic() - began > 0.3
 
 
-def test_a_long_wait_goes_on_while_all_are_there_until_this_rank_must_leave(
+def test_a_long_wait_goes_on_until_this_rank_must_leave(
     ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo, "MISSED", 0.05)

@@ -1,4 +1,4 @@
-"""The GPU path without a GPU: the engine on stand-ins for NCCL, streams and events that forgive no mistake of order."""
+"""Tests the GPU path without a GPU, on strict stand-ins for NCCL, streams and events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gpu]]:
-    """The GPUs of the ranks that are started meanwhile, in the order in which they set up."""
+    """Yields the GPUs of the ranks that start in the test, in the order of their setup."""
     look_up()
     made_so_far: list[Gpu] = []
 
@@ -50,7 +50,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gpu]]:
         made_so_far.append(Gpu(seed=len(made_so_far)))
         return Cuda(name, api=made_so_far[-1])
 
-    monkeypatch.setattr(collectives, "_TORCH", Path(__file__).parents[1])  # what stands in for NCCL here is torch's
+    # tests/gpu_nccl.py counts as torch's code
+    monkeypatch.setattr(collectives, "_TORCH", Path(__file__).parents[1])
     monkeypatch.setitem(device.CHIPS, "cpu", chip)
     monkeypatch.setitem(device.KINDS, "nccl", partial(Nccl, made=made))
     yield made_so_far
@@ -70,7 +71,7 @@ def on_gpus(wanted: Any, *changes: Change, kind: str = "nccl", within: float = 6
 
 
 class Alone:
-    """One rank without a session: wires, watch and lane."""
+    """One rank without a session: connections, watch and lane."""
 
     def __init__(self, index: int, ranks: int, where: tuple[str, int], tag: str) -> None:
         self.index, self.rows = index, Rows()
@@ -86,7 +87,7 @@ class Alone:
         self.lane = Lane("comm", port, self.watch, chip, {None: line}.__getitem__)
 
     def ones(self, n: int) -> torch.Tensor:
-        return torch.ones(n, device="cpu")  # which says that it lies on the chip
+        return torch.ones(n, device="cpu")  # the stand-in treats it as memory of the chip
 
     def does(self, op: Op) -> Any:
         async def child() -> Any:
@@ -102,7 +103,7 @@ class Alone:
 
 
 def in_threads(body: Callable[[Alone], None], ranks: int = 2) -> None:
-    """`body` on each rank's thread; raises what it raised."""
+    """Runs `body` on each rank's thread. Raises its error."""
     kept, *where = host_store()
     tag, failed = uuid.uuid4().hex, []
 
@@ -147,7 +148,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
      {"strategy": KFAC(fraction=0.5, inverses_every=3)}, {"strategy": Newton(iterations=3)}],
     ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3", "Offload", "Infinity", "delayed", "KFAC", "Newton"],
 )
-def test_the_engine_on_streams_and_nccl_equals_the_engine_on_a_cpu_bit_for_bit(how: Any, gpus: list[Gpu],
+def test_the_engine_on_streams_and_nccl_is_bit_identical_to_a_cpu(how: Any, gpus: list[Gpu],
                                                                                monkeypatch: Any) -> None:
     wanted = experiment(2, 10, task=toy(ADAMW), **how)
     late = on_gpus(wanted)
@@ -161,7 +162,7 @@ def test_the_engine_on_streams_and_nccl_equals_the_engine_on_a_cpu_bit_for_bit(h
 TURNS = (Change(3, "strategy", "LocalSGD"), Change(6, "strategy", "DDP"), Change(7, "compressor", "TopK"))
 
 
-def test_live_switches_and_a_wrapped_compressor_equal_the_cpu_bit_for_bit(gpus: list[Gpu], monkeypatch: Any) -> None:
+def test_live_switches_with_a_wrapped_compressor_are_bit_identical(gpus: list[Gpu], monkeypatch: Any) -> None:
     late = on_gpus(experiment(2, 10), *TURNS)
     monkeypatch.undo()
     assert torch.equal(weights(late[0]), weights(run(experiment(2, 10), *TURNS)[0]))
@@ -189,7 +190,7 @@ def test_a_mistake_of_order_is_found(mistake: str, gpus: list[Gpu], monkeypatch:
 
 
 def rank_one(what: Any) -> Any:
-    """The toy's loss, of which rank 1 first does something in its step 3."""
+    """Returns the toy's loss, with an action of rank 1 first in its step 3."""
     calls = {"n": 0}
 
     def loss(model: Any, pair: Any) -> torch.Tensor:
@@ -202,7 +203,7 @@ def rank_one(what: Any) -> Any:
     return loss
 
 
-def test_what_has_gone_is_no_past_of_what_is_made_in_its_place() -> None:
+def test_reused_addresses_do_not_inherit_the_history_of_freed_memory() -> None:
     def go() -> None:
         gpu.set_device("cuda:0")
         try:
@@ -227,7 +228,7 @@ def test_a_late_rank_does_not_end_the_run(seconds: float, gpus: list[Gpu], monke
     assert torch.equal(weights(late[0]), weights(run(experiment(2, 6))[0]))
 
 
-def test_a_wait_with_a_limit_ends_the_communicator_as_nccls_does(gpus: list[Gpu]) -> None:
+def test_a_wait_over_its_limit_ends_the_communicator_like_nccl(gpus: list[Gpu]) -> None:
     def body(rank: Any) -> None:
         rank.group.gate.clear()
         work = rank.wire.all_reduce(rank.ones(4))
@@ -273,7 +274,7 @@ def test_on_an_emulated_link_the_lane_waits_until_the_data_is_there(gpus: list[G
     in_threads(body)
 
 
-def test_a_step_has_no_synchronisation_and_reads_no_number_from_the_gpu(gpus: list[Gpu]) -> None:
+def test_a_step_neither_synchronises_nor_reads_a_number_from_the_gpu(gpus: list[Gpu]) -> None:
     on_gpus(experiment(2, 6))
     few = [gpu.items for gpu in gpus]
     on_gpus(experiment(2, 12))
@@ -306,7 +307,7 @@ def test_a_stop_frees_a_rank_whose_peer_does_not_come(gpus: list[Gpu]) -> None:
     assert all(c.aborted for gpu in gpus for c in gpu.communicators)
 
 
-def test_a_rank_hears_of_a_peer_that_failed_though_nccl_does_not(gpus: list[Gpu]) -> None:
+def test_a_rank_notices_a_failed_peer_although_nccl_does_not(gpus: list[Gpu]) -> None:
     def fail() -> None:
         raise ValueError("no more")
 
@@ -328,7 +329,7 @@ def test_arrivals_on_a_link_between_hosts_never_go_over_nccl(gpus: list[Gpu], mo
     assert [r for r in sessions[0].record if r[1] == "port"]
 
 
-def test_dtypes_that_nccl_has_no_name_for_go_as_bytes_and_are_not_added(gpus: list[Gpu]) -> None:
+def test_dtypes_unknown_to_nccl_travel_as_bytes_and_are_not_added(gpus: list[Gpu]) -> None:
     def body(rank: Any) -> None:
         me = rank.index
         for dtype in (torch.uint16, torch.int16, torch.bool, torch.float8_e4m3fn, torch.int64, torch.uint32):
@@ -346,7 +347,7 @@ def test_dtypes_that_nccl_has_no_name_for_go_as_bytes_and_are_not_added(gpus: li
     in_threads(body)
 
 
-def test_rows_of_no_length_are_exchanged(gpus: list[Gpu]) -> None:
+def test_empty_rows_are_exchanged(gpus: list[Gpu]) -> None:
     def body(rank: Any) -> None:
         lengths = ((0, 3), (0, 0))
         rows = [rank.ones(n) for n in lengths[rank.index]]
@@ -357,7 +358,7 @@ def test_rows_of_no_length_are_exchanged(gpus: list[Gpu]) -> None:
     in_threads(body)
 
 
-def test_a_backward_on_a_thread_of_autograds_own_is_the_same(gpus: list[Gpu], monkeypatch: Any) -> None:
+def test_a_backward_on_autograds_thread_gives_the_same_result(gpus: list[Gpu], monkeypatch: Any) -> None:
     seen = []
     plainly, handed = torch.Tensor.backward, Host._hand_out
 
@@ -399,7 +400,7 @@ def test_messages_of_ranks_on_gpus_equal_those_of_cpus(gpus: list[Gpu], monkeypa
     assert copies and torch.equal(weights(late[0]), weights(run(experiment(2, 6, strategy=Gossip()))[0]))
 
 
-def test_what_a_child_was_given_is_kept_until_the_gpu_has_read_it(gpus: list[Gpu]) -> None:
+def test_a_childs_input_is_kept_until_the_gpu_has_read_it(gpus: list[Gpu]) -> None:
     def body(rank: Any) -> None:
         rank.group.gate.clear()
         x = rank.ones(64)
@@ -419,7 +420,7 @@ def test_what_a_child_was_given_is_kept_until_the_gpu_has_read_it(gpus: list[Gpu
     in_threads(body)
 
 
-def test_sizes_that_change_a_little_take_memory_of_one_size(gpus: list[Gpu]) -> None:
+def test_slightly_different_sizes_share_one_size_of_memory(gpus: list[Gpu]) -> None:
     chip, like = Cuda("cpu", api=Gpu()), torch.empty(0)
     rooms = [chip.room(like, n) for n in range(1_000_000, 1_045_000, 7_001)]
     assert [r.numel() for r in rooms] == list(range(1_000_000, 1_045_000, 7_001))

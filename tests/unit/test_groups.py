@@ -1,4 +1,4 @@
-"""Groups of a mesh: the same verbs among some ranks, on both hosts, and their end when ranks are arranged anew."""
+"""Tests groups of a mesh: verbs among some ranks, on both hosts, and the end of old groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEN: dict[tuple[int, int], dict[str, Any]] = {}
 
 
 class Grid(Strategy):
-    """Four ranks as 2 × 2; what each verb answers in each dimension is written into SEEN."""
+    """Arranges 4 ranks as 2 × 2, and writes each verb's answer in each dimension into SEEN."""
 
     lockstep: ClassVar[bool] = True
 
@@ -80,7 +80,7 @@ def by_hand(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("host", ["engine", "simulator"])
-def test_every_verb_acts_among_the_group_alone(host: str) -> None:
+def test_every_verb_acts_within_the_group_only(host: str) -> None:
     SEEN.clear()
     e = experiment(4, 2, strategy=Grid())
     if host == "engine":
@@ -92,7 +92,7 @@ def test_every_verb_acts_among_the_group_alone(host: str) -> None:
         assert found == by_hand(rank)
 
 
-def test_both_hosts_write_down_the_same_operations_and_name_the_group() -> None:
+def test_both_hosts_record_the_same_operations_with_the_groups_name() -> None:
     e = experiment(4, 2, strategy=Grid())
     real, virtual = run(e), simulate(e.set("pace", 5.0), real=True)
     for s in real:
@@ -103,7 +103,7 @@ def test_both_hosts_write_down_the_same_operations_and_name_the_group() -> None:
     assert said == ["ranks are arranged as row 2 × column 2"]
 
 
-def test_a_change_at_every_step_of_a_mesh_acts_before_the_same_step_on_all() -> None:
+def test_a_change_at_every_step_of_a_mesh_acts_before_the_same_step_on_all_ranks() -> None:
     changes = [Change(step, "lr", 0.01 + 0.001 * step) for step in range(1, 9)]
     sessions = run(experiment(4, 10, strategy=HierarchicalLocalSGD(every=4, group=2)), *changes)
     assert len({state_hash(s.layout) for s in sessions[:2]}) == 1
@@ -111,7 +111,7 @@ def test_a_change_at_every_step_of_a_mesh_acts_before_the_same_step_on_all() -> 
     assert seen == list(range(1, 9))
 
 
-def test_a_change_that_is_asked_for_while_groups_train_reaches_all_before_the_same_step() -> None:
+def test_a_change_during_group_steps_reaches_all_ranks_before_the_same_step() -> None:
     sessions = live(experiment(4, 0, pace=2.0, strategy=HierarchicalLocalSGD(every=3, group=2)))
     asked = 12
     try:
@@ -128,7 +128,7 @@ def test_a_change_that_is_asked_for_while_groups_train_reaches_all_before_the_sa
     assert len({s.rank.lr for s in sessions}) == 1
 
 
-def test_groups_of_before_are_over_their_wires_closed_and_new_ones_opened() -> None:
+def test_old_groups_end_with_their_wires_and_new_ones_open() -> None:
     kept: dict[int, Rank] = {}
 
     class Keeps(HierarchicalLocalSGD):
@@ -152,7 +152,7 @@ def test_groups_of_before_are_over_their_wires_closed_and_new_ones_opened() -> N
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLanes(Strategy):
-    """Two children that take their time on an emulated Link, on one lane or on two."""
+    """Starts two slow children on an emulated Link, on one lane or on two."""
 
     other: str = knob("comm", choices=("comm", "beside"), doc="the second child's lane")
 
@@ -182,7 +182,7 @@ BEGUN: dict[int, threading.Event] = {}
 
 
 @pytest.mark.parametrize("other", ["comm", "beside"])
-def test_children_on_different_lanes_run_side_by_side_and_on_one_lane_in_turn(other: str) -> None:
+def test_children_on_different_lanes_run_in_parallel_and_on_one_lane_in_turn(other: str) -> None:
     ORDER.clear()
     BEGUN.update({r: threading.Event() for r in range(2)})
     sessions = run(experiment(2, 1, strategy=TwoLanes(other=other), fabric=Fabric(link=Link(bandwidth=100.0))))
@@ -195,7 +195,7 @@ def test_children_on_different_lanes_run_side_by_side_and_on_one_lane_in_turn(ot
             assert mine == ["first over", "second begun"]
 
 
-def test_changes_are_heard_though_all_children_run_on_another_lane() -> None:
+def test_changes_arrive_while_all_children_run_on_another_lane() -> None:
     class Beside(DDP):
         async def step(self, rank: Rank, state: Any) -> None:
             await rank.forward()
@@ -217,7 +217,7 @@ def test_changes_are_heard_though_all_children_run_on_another_lane() -> None:
     assert len(sessions[0].record.noted("change")) == 1
 
 
-def test_a_rank_that_fails_before_a_group_has_met_frees_who_waits_there() -> None:
+def test_a_rank_that_fails_before_a_group_meets_frees_the_waiting_ranks() -> None:
     class Fails(Grid):
         async def step(self, rank: Rank, state: Any) -> None:
             if rank.id == 3:
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_before_a_group_has_met_frees_who_waits_there() -> Non
     assert sessions[2].error is not None and sessions[2].error["consequence"]
 
 
-def test_a_group_on_an_emulated_link_takes_the_time_that_the_simulator_says() -> None:
+def test_a_group_on_an_emulated_link_takes_the_simulators_time() -> None:
     e = experiment(4, 6, strategy=HierarchicalLocalSGD(every=3, group=2), pace=3.0,
                    fabric=Fabric(link=Link(bandwidth=20.0, latency=2.0)))
     for s in run(e):
@@ -247,7 +247,7 @@ def test_a_group_on_an_emulated_link_takes_the_time_that_the_simulator_says() ->
 # -- the mesh itself --
 
 
-def test_a_mesh_lies_as_torchs_does() -> None:
+def test_a_mesh_has_torchs_layout() -> None:
     shape, names = (2, 3, 4), ("a", "b", "c")
     grid = torch.arange(24).view(shape)
     mesh = Mesh(tuple(zip(names, shape, strict=True)), tuple(range(24)))
@@ -263,7 +263,7 @@ def test_a_mesh_lies_as_torchs_does() -> None:
         assert mesh.group(("a",), rank).parallel == 12
 
 
-def test_ranks_that_serve_stand_outside() -> None:
+def test_servers_are_outside_the_mesh() -> None:
     mesh = Mesh((("data", 2), ("stage", 2)), (1, 2, 4, 5))
     assert mesh.group(("stage",), 4).ranks == (4, 5) and mesh.group(("data",), 4).ranks == (1, 4)
     with pytest.raises(StrategyError, match="rank 3 is a server: it stands outside the mesh data 2 × stage 2"):
@@ -277,7 +277,7 @@ def test_ranks_that_serve_stand_outside() -> None:
     (lambda: Rank(0, 4).group(), r"group\(\): the mesh is data 4; name one"),
     (lambda: Rank(0, 4).group("data").send(torch.ones(1), 4), r"rank 4 of group data \[0, 1, 2, 3\]: there are 0 to 3"),
 ])  # fmt: skip
-def test_what_cannot_be_is_one_sentence(made: Any, words: str) -> None:
+def test_invalid_groups_give_one_sentence(made: Any, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         made()
 
@@ -291,7 +291,7 @@ def test_a_strategy_whose_mesh_does_not_fit_is_refused_before_training() -> None
     with pytest.raises(KnobError, match=words):
         experiment(2, 2, strategy=Misfit())
     ddp = experiment(2, 2)
-    with pytest.raises(KnobError, match=words):  # live, too: the run goes on
+    with pytest.raises(KnobError, match=words):  # also live: the run goes on
         ddp.set("strategy", Misfit())
 
 
@@ -310,26 +310,26 @@ def _arranged(dims: Any, **claims: Any) -> Any:
     ((), r"dims=\(\): must be names"),
     ((("a", 2), ("a", 2)), "mesh a 2 × a 2: its dimensions must be named, each once; 'a' is there twice$"),
 ])  # fmt: skip
-def test_a_mesh_that_is_none_is_one_sentence_when_it_is_chosen(dims: Any, words: str) -> None:
+def test_an_invalid_mesh_is_refused_when_it_is_chosen(dims: Any, words: str) -> None:
     with pytest.raises(KnobError, match=r"strategy=Own: .*" + words):
         experiment(4, 2, strategy=_arranged(dims))
 
 
-def test_a_dimension_that_the_partition_has_too_is_named() -> None:
+def test_a_dimension_that_the_partition_also_has_is_refused() -> None:
     mine = _arranged((("stage", 2),))
     words = r"strategy=Own: mesh stage 2 × stage 2: .*; 'stage' is there twice, once as the partition's own: call yours"
     with pytest.raises(KnobError, match=words):
         experiment(4, 2, strategy=mine, partition=Pipeline())
 
 
-def test_shards_along_a_dimension_that_there_is_not_are_refused_when_they_are_chosen() -> None:
+def test_shards_along_a_missing_dimension_are_refused_when_chosen() -> None:
     cls = type("Along", (ZeRO1,), {"shared_along": ("rows",), "__module__": __name__})
     with pytest.raises(KnobError, match=r"strategy=Along: shared_along names 'rows', and its mesh has data; name some"):
         experiment(4, 2, strategy=cls())
 
 
 @pytest.mark.parametrize("host", ["engine", "simulator"])
-def test_a_group_that_there_is_not_is_named_with_those_there_are(host: str) -> None:
+def test_a_missing_group_is_refused_with_the_existing_ones(host: str) -> None:
     async def step(self: Any, rank: Rank, state: Any) -> None:
         await rank.group("diagonal").all_reduce(torch.ones(1))
 
@@ -345,7 +345,7 @@ def test_a_group_that_there_is_not_is_named_with_those_there_are(host: str) -> N
 
 
 def test_a_mesh_may_have_any_number_of_dimensions() -> None:
-    """Five of them on 24 ranks of the simulator, each with the sum that its ranks' numbers make."""
+    """5 dimensions on 24 simulated ranks; each gives the sum of its ranks' numbers."""
     dims = (("a", 2), ("b", 1), ("c", 3), ("d", 2), ("e", 2))
     found: dict[tuple[int, str], float] = {}
 
@@ -361,7 +361,7 @@ def test_a_mesh_may_have_any_number_of_dimensions() -> None:
         assert total == float(grid.sum(axes, keepdim=True).expand(grid.shape).reshape(-1)[rank])
 
 
-def test_a_member_is_the_rank_itself_but_for_index_and_size() -> None:
+def test_a_group_is_the_rank_except_for_index_and_size() -> None:
     whole = Rank(5, 8)
     whole.mesh = Mesh((("a", 2), ("b", 4)), tuple(range(8)))
     group = whole.group("b")

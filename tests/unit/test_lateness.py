@@ -1,4 +1,4 @@
-"""How late each rank comes, step by step: what was injected, to the microsecond, under every way to meet."""
+"""Tests each rank's lateness by step: equal to the injected delay, with every way to meet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD, BACKWARD = 0.3 * PACE, 0.6 * PACE
 
 
 def milliseconds(tl: Timeline, **some: int) -> np.ndarray:
-    """(meetings, p) of the steps in which ranks met."""
+    """Returns lateness in the steps in which ranks met: (meetings, p)."""
     found = lateness(tl, **some)
     return 1e3 * found.seconds[found.met]
 
@@ -40,45 +40,45 @@ def played(strategy: Any, *faults: Any, ranks: int = 4, steps: int = 12, **rest:
 
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), ZeRO3()], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize(("phase", "lost"), [("forward", 0.5 * FORWARD), ("backward", 0.5 * BACKWARD)])
-def test_a_rank_is_as_late_as_it_was_made_however_often_a_step_meets(strategy: Any, phase: str, lost: float) -> None:
+def test_a_rank_has_the_injected_lateness_with_any_number_of_meetings(strategy: Any, phase: str, lost: float) -> None:
     late = milliseconds(played(strategy, Slow(rank=1, factor=1.5, phase=phase)).timeline)
     assert len(late) == 12
     assert late == pytest.approx(np.tile([0, lost, 0, 0], (12, 1)), abs=0.01)
 
 
-def test_a_slow_update_is_seen_where_ranks_meet_next() -> None:
+def test_a_slow_update_shows_at_the_next_meeting() -> None:
     slow = (2, "update", synthetic.factor("update"))
     late = milliseconds(synthetic.timeline(steps=40, slow=slow, noise=0.0, hiccups=0.0))
     assert late[1:] == pytest.approx(np.tile([0, 0, 20, 0], (39, 1)), abs=0.2)
 
 
-def test_what_has_built_up_in_a_round_is_said_at_its_end() -> None:
+def test_lateness_of_a_round_shows_at_its_end() -> None:
     run = played(LocalSGD(every=4), Slow(rank=1, factor=1.5, phase="backward"))
     found = lateness(run.timeline)
     assert found.steps[found.met].tolist() == [3, 7, 11]
     assert 1e3 * found.seconds[found.met] == pytest.approx(np.tile([0, 4 * 0.5 * BACKWARD, 0, 0], (3, 1)), abs=0.01)
 
 
-def test_two_at_once_are_told_apart_and_each_is_as_late_as_it_is() -> None:
+def test_two_slow_ranks_have_separate_lateness() -> None:
     faults = Slow(rank=1, factor=1.5, phase="forward"), Slow(rank=3, factor=1.25, phase="backward")
     late = milliseconds(played(DDP(), *faults, ranks=5).timeline)
     assert late[:, [1, 3]] == pytest.approx(np.tile([0.5 * FORWARD, 0.25 * BACKWARD], (12, 1)), abs=0.01)
     assert late[:, [0, 2, 4]].max() < 0.01, "half of the others are late, so these come before their median"
 
 
-def test_a_slow_link_makes_nobody_late() -> None:
+def test_a_slow_link_makes_no_rank_late() -> None:
     run = played(DDP(), Slow(rank=1, factor=20.0, phase="link"))
     assert np.abs(milliseconds(run.timeline)).max() < 0.01
 
 
-def test_a_pause_is_in_its_one_step() -> None:
+def test_a_pause_shows_in_one_step_only() -> None:
     changes = [Change(5, "fabric.faults", [Freeze(rank=2, seconds=0.5)])]
     late = milliseconds(simulate(paced(4, 12, PACE), changes=changes).timeline)
     assert late[5] == pytest.approx([0, 0, 500, 0], abs=0.01) and np.abs(np.delete(late, 5, axis=0)).max() < 0.01
 
 
-def test_packing_behind_which_the_step_stood_still_counts() -> None:
-    """The spans of rank 1 that pack are made 7 ms longer, and so are all that follow them."""
+def test_packing_that_blocks_the_step_counts() -> None:
+    """Rank 1's spans of packing are 7 ms longer, so all later spans move by 7 ms."""
     run = played(DDP(), compressor=PowerSGD(rank=1), steps=3)
     assert np.abs(milliseconds(run.timeline)).max() < 0.01
     tl = Timeline()
@@ -96,7 +96,7 @@ def test_packing_behind_which_the_step_stood_still_counts() -> None:
     assert milliseconds(tl)[:, 1] == pytest.approx([7, 7])
 
 
-def test_clocks_that_do_not_agree_make_nobody_late() -> None:
+def test_different_clocks_make_no_rank_late() -> None:
     rows = synthetic.timeline(steps=30, noise=0.0, hiccups=0.0).spans.rows()
     tl = Timeline()
     ahead = np.where(rows.rank == 2, 5.0, 0.0)
@@ -110,7 +110,7 @@ def test_ranks_that_only_send_messages_never_meet(strategy: Any) -> None:
     assert not Late().update(played(strategy))
 
 
-def test_who_left_is_waited_for_no_more_and_is_nowhere_late() -> None:
+def test_a_rank_that_left_is_never_late() -> None:
     rows = synthetic.timeline(steps=20, noise=0.0, hiccups=0.0).spans.rows()
     tl = Timeline()
     tl.spans.extend(rows[(rows.rank != 3) | (rows.step < 10)].columns)
@@ -121,7 +121,7 @@ def test_who_left_is_waited_for_no_more_and_is_nowhere_late() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 8, 100])
-def test_told_in_pieces_it_is_the_same(every: int) -> None:
+def test_incremental_lateness_equals_the_whole(every: int) -> None:
     tl = synthetic.timeline("LocalSGD", ranks=3, steps=330, every=every, slow=(1, "forward", 1.5))
     whole = lateness(tl)
     for first in (0, 1, 7, 99, 100, 101, 329):
@@ -149,7 +149,7 @@ def test_a_frame_has_a_row_per_rank_and_a_column_per_step() -> None:
 # -- on the board
 
 
-def test_the_map_has_what_was_injected_in_its_row_and_hardly_anything_elsewhere() -> None:
+def test_the_map_shows_the_injected_delay_in_its_row_only() -> None:
     slow = (2, "backward", synthetic.factor("backward"))
     run = synthetic.run(steps=60, slow=slow, slow_from=30, changes=(), hiccups=0.0)
     figure = drawn(Late(), run)
@@ -164,7 +164,7 @@ def test_the_map_has_what_was_injected_in_its_row_and_hardly_anything_elsewhere(
     assert float(grid.rows[2][1]) == pytest.approx(20, abs=2) and grid.rows[2][4] >= 30
 
 
-def test_of_a_long_run_a_column_is_several_steps_and_a_rank_of_it_as_late_as_in_the_mean() -> None:
+def test_columns_of_a_long_run_average_several_steps() -> None:
     run = synthetic.run(steps=500, slow=(1, "forward", synthetic.factor("forward")), noise=0.0, hiccups=0.0, changes=())
     figure = drawn(Late(), run)
     assert figure is not None
@@ -179,7 +179,7 @@ def test_rounds_are_as_wide_as_they_are_long() -> None:
     assert sorted(set(x.tolist())) == list(range(40)) and z[y == 1] == pytest.approx(8 * 30, abs=1)
 
 
-def test_one_rank_has_no_map_and_a_riddle_is_not_given_away(tmp_path: Any) -> None:
+def test_the_map_is_empty_for_one_rank_and_in_a_riddle(tmp_path: Any) -> None:
     assert not Late().update(synthetic.run(ranks=1, steps=30, changes=()))
     run = synthetic.run(steps=60, slow=(2, "backward", 1.5), changes=())
     run.secret = "A riddle."
@@ -191,7 +191,7 @@ def test_one_rank_has_no_map_and_a_riddle_is_not_given_away(tmp_path: Any) -> No
     assert feed.news()[0]["views"]["lateness"]["replace"] and feed.table("lateness")["rows"]  # type: ignore[index]
 
 
-def test_sixty_four_ranks_are_sent_seldom_and_as_few_bytes() -> None:
+def test_sixty_four_ranks_are_sent_rarely_and_in_few_bytes() -> None:
     host = synthetic.Host(64, 0.1, link=False, seed=0, noise=0.05, hiccups=0.0)
     for step in range(125):
         host.step(step)
@@ -213,7 +213,7 @@ def test_noise_alone_stays_pale() -> None:
     assert np.max(figure.data[0].z) < 0.3 * figure.layout.coloraxis.cmax
 
 
-def test_the_causes_are_listed_and_gone_where_there_is_none() -> None:
+def test_causes_are_listed_and_disappear_without_one() -> None:
     slow = synthetic.run(steps=60, slow=(2, "backward", synthetic.factor("backward")), changes=(), link=False)
     said = Causes().update(slow).html
     assert said is not None and said.startswith('<ol class="wb-causes"><li><b>backward, ')

@@ -1,4 +1,4 @@
-"""Lessons: a prediction stands once there is something to see, and a riddle is not given away by any dashboard."""
+"""Tests lessons: predictions lock at the right time, and no dashboard reveals a riddle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWERS = ["short", "long"]
 
 
 class BareLab:
-    """All that a prediction asks of a lab."""
+    """The part of a lab that a prediction uses."""
 
     def __init__(self, run_now: Any = None, live: bool = False) -> None:
         self.run_now, self.live = run_now, live
@@ -34,7 +34,7 @@ class BareRun:
 
 
 class StillLab:
-    """A lab whose runs are simulated and over at once; `run` is what a riddle asks for."""
+    """A lab that simulates its runs at once; `run` is the call of a riddle."""
 
     ranks, live, state, progress, notes, status = 4, False, "idle", "ready", (), ()
     members = (0, 1, 2, 3)
@@ -63,7 +63,7 @@ def riddle() -> tuple[StillLab, Riddle]:
 
 
 def told(feed: Feed) -> str:
-    """All that the text views of a board have said since they were last asked."""
+    """Returns the new text of a board's text views."""
     message = feed.news()
     views = message[0]["views"] if message else {}
     return " ".join(str(view.get("html") or "") for view in views.values())
@@ -72,7 +72,7 @@ def told(feed: Feed) -> str:
 # -- predictions
 
 
-def test_without_a_guess_nothing_is_shown_whatever_is_run() -> None:
+def test_without_a_guess_no_answer_is_shown() -> None:
     guess = Prediction("How long?", ANSWERS)
     for _ in range(2):
         said = guess.against("long")
@@ -82,7 +82,7 @@ def test_without_a_guess_nothing_is_shown_whatever_is_run() -> None:
     assert guess.against("long").startswith("You predicted: short. The record says: long.")
 
 
-def test_a_sentence_is_shown_as_one_in_a_page_and_in_a_terminal() -> None:
+def test_a_sentence_is_shown_alike_in_a_page_and_in_a_terminal() -> None:
     from IPython.core.formatters import DisplayFormatter
 
     shown, _ = DisplayFormatter().format(Said("1 < 2, said Tom's\nteacher"))
@@ -92,12 +92,12 @@ def test_a_sentence_is_shown_as_one_in_a_page_and_in_a_terminal() -> None:
 def test_a_guess_cannot_be_changed_once_the_answer_is_shown() -> None:
     guess = Prediction("How long?", ANSWERS)
     guess.choose("short")
-    guess.choose("long")  # until then it can
+    guess.choose("long")  # still allowed
     shown = guess.against("long")
     assert "As you said." in shown and guess.radio.disabled
     assert "As you said." not in guess.told.value, "once is enough: the cell shows it"
     assert "Your prediction stands: long." in guess.told.value
-    guess.radio.value = "short"  # as a page would that does not know
+    guess.radio.value = "short"  # as a page that does not know of the lock would do
     assert guess.radio.value == guess.said == "long"
     assert guess.against("long") == shown
 
@@ -114,7 +114,7 @@ def test_a_guess_cannot_be_changed_once_the_run_has_begun() -> None:
         guess.choose("long")
 
 
-def test_a_guess_made_when_the_run_had_begun_says_so() -> None:
+def test_a_guess_after_the_runs_start_is_marked() -> None:
     lab = BareLab(run_now=None, live=False)
     guess = Prediction("How long?", ANSWERS, lab)
     lab.run_now = BareRun()
@@ -132,11 +132,11 @@ def test_an_earlier_run_of_the_lab_locks_nothing() -> None:
     assert guess.said == "long" and not guess.locked
 
 
-def test_the_cell_run_again_takes_over_the_guess_and_its_lock() -> None:
+def test_rerunning_the_cell_keeps_the_guess_and_its_lock() -> None:
     lab = BareLab()
     Prediction("How long?", ANSWERS, lab).choose("short")
     lab.run_now, lab.live = BareRun(), True
-    lab.live = False  # the run has ended: it would pass for an earlier one
+    lab.live = False  # the run has ended and would look like an earlier one
     again = Prediction("How long?", ANSWERS, lab)
     assert (again.said, again.radio.value) == ("short", "short") and "short" in again.told.value
     with pytest.raises(ValueError, match="locked at 'short', since the run has begun"):
@@ -159,7 +159,7 @@ def test_a_question_within_a_run_is_locked_by_its_answer_only() -> None:
 # -- the riddle
 
 
-def test_every_dashboard_keeps_quiet_until_the_riddle_is_answered() -> None:
+def test_no_dashboard_reveals_a_riddle_before_the_answer() -> None:
     _, asked = riddle()
     feed = Feed(asked.run)
     before = told(feed)
@@ -170,7 +170,7 @@ def test_every_dashboard_keeps_quiet_until_the_riddle_is_answered() -> None:
     assert f"Rank {asked._rank} is the cause" in told(feed)
 
 
-def test_a_wrong_answer_leaves_it_a_riddle_and_giving_up_ends_it() -> None:
+def test_a_wrong_answer_keeps_the_riddle_and_giving_up_ends_it() -> None:
     _, asked = riddle()
     for rank in range(4):
         said = asked.check(rank, "cause")
@@ -179,8 +179,8 @@ def test_a_wrong_answer_leaves_it_a_riddle_and_giving_up_ends_it() -> None:
     assert f"Rank {asked._rank} is the cause" in told(Feed(asked.run))
 
 
-def test_views_that_judge_are_the_ones_that_keep_quiet() -> None:
-    views = [kind for kind in all_views().values() if kind.__module__.startswith("widgets.")]  # not those of tests
+def test_views_that_name_causes_are_the_silent_ones() -> None:
+    views = [kind for kind in all_views().values() if kind.__module__.startswith("widgets.")]  # without views of tests
     judging = {kind.name for kind in views if kind.tells}
     assert judging == {"straggler", "cards", "causes", "lateness", "entered", "path"}
     _, asked = riddle()
@@ -189,7 +189,7 @@ def test_views_that_judge_are_the_ones_that_keep_quiet() -> None:
             assert "is the cause" not in str(kind().update(asked.run).html)
 
 
-def test_the_controls_show_no_fault_of_a_riddle_and_take_none() -> None:
+def test_controls_neither_show_nor_accept_faults_in_a_riddle() -> None:
     lab, asked = riddle()
     controls = Controls(lab)
     assert not [r for r in controls.rows if "faults.0" in r["path"]]
@@ -200,7 +200,7 @@ def test_the_controls_show_no_fault_of_a_riddle_and_take_none() -> None:
     assert [r for r in controls.rows if "faults.0" in r["path"] or str(asked._rank) in str(r.get("value"))]
 
 
-def test_no_button_of_the_transport_gives_a_riddle_away() -> None:
+def test_no_button_of_the_transport_reveals_a_riddle() -> None:
     lab, asked = riddle()
     bar, sent = Transport(lab), []
     bar.send = sent.append
@@ -212,7 +212,7 @@ def test_no_button_of_the_transport_gives_a_riddle_away() -> None:
     assert "Slow" in sent[0]["python"] and not bar.error
 
 
-def test_the_dashboard_above_follows_the_riddle_in_silence() -> None:
+def test_an_open_dashboard_follows_the_riddle_silently() -> None:
     lab = StillLab()
     lab.run(recipe("one_slow_rank"))
     above = Dashboard(lab)
@@ -236,7 +236,7 @@ def test_a_riddle_may_ask_for_the_phase() -> None:
 # -- numbers
 
 
-def test_what_a_lesson_says_of_a_recipe_is_what_its_description_costs() -> None:
+def test_a_lessons_price_of_a_recipe_matches_its_description() -> None:
     said = priced(recipe("slow_link"))
     assert said.compute == recipe("slow_link").pace
     link = recipe("slow_link").fabric.link
