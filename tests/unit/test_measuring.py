@@ -1,4 +1,4 @@
-"""Measuring what compression does: by the formulas, alike on both hosts, and without touching what is trained."""
+"""Tests measurements of compression: the formulas, equal on both hosts, and without effect on training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPARSE = ErrorFeedback(of=TopK(density=0.1))
 
 
 def measured(of: Compressor, g: torch.Tensor, memories: list[Memory]) -> tuple[torch.Tensor, dict[str, float]]:
-    """One bucket's sum under `of`, (n,), and what was found out about it; g is (ranks, n)."""
+    """Returns one bucket's sum under `of`, (n,), and its measurements; g is (ranks, n)."""
     stand_ins = [Measured(of, looks=True) for _ in memories]
     parts = tuple(placed((g.shape[1],)))
     data = [Bucket(0, row.clone(), parts, 0) for row in g]
@@ -39,13 +39,13 @@ def measured(of: Compressor, g: torch.Tensor, memories: list[Memory]) -> tuple[t
 
 
 def noted(sessions: list[Any]) -> list[tuple[int, str, float]]:
-    """(step, name, value) of every measurement; only rank 0 writes them."""
+    """Returns (step, name, value) of every measurement; checks that only rank 0 writes them."""
     assert not [s for s in sessions[1:] for row in s.record.samples if row[1] in NAMES]
     return [(step, name, v) for step, name, _, v in sessions[0].record.samples if name in NAMES]
 
 
 def virtual(e: Experiment, *changes: Change) -> list[tuple[int, str, float]]:
-    """The same of a simulation with real tensors."""
+    """Returns the same tuples from a simulation with real tensors."""
     rows = simulate(e.set("pace", 5.0), changes=changes, real=True).samples
     rows = rows[rows.name.isin(NAMES)]
     assert (rows["rank"] == 0).all()
@@ -57,7 +57,7 @@ def steps_of(found: list[tuple[int, str, float]]) -> list[int]:
 
 
 @pytest.mark.parametrize("of", [SPARSE, ErrorFeedback(of=ByteGrad(bits=4)), TopK(density=0.2), Cast()], ids=str)
-def test_error_cosine_and_residual_are_the_formulas(of: Compressor) -> None:
+def test_error_cosine_and_residual_match_the_formulas(of: Compressor) -> None:
     rng = torch.Generator().manual_seed(1)
     ours, theirs = [[Memory(r) for r in range(3)] for _ in range(2)]
     for _ in range(4):
@@ -83,7 +83,7 @@ def test_residuals_that_cancel_are_no_loss() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nothing_is_noted_of_what_is_not_finite_or_nothing(bad: float) -> None:
+def test_zero_and_non_finite_gradients_are_not_measured(bad: float) -> None:
     good, memories = torch.randn(2, 50, generator=torch.Generator().manual_seed(2)), [Memory(0), Memory(1)]
     spoilt = good.clone()
     spoilt[0, 3] = bad
@@ -103,7 +103,7 @@ def test_buckets_in_16_bits_are_measured_in_32() -> None:
 
 @pytest.mark.parametrize("compressor", [SPARSE, ByteGrad(bits=4), ErrorFeedback(of=PowerSGD(rank=2))], ids=str)
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=str)
-def test_training_is_the_same_to_the_bit_with_and_without(strategy: Strategy, compressor: Compressor) -> None:
+def test_training_is_bit_identical_with_and_without_measurements(strategy: Strategy, compressor: Compressor) -> None:
     e = experiment(2, 12, strategy=strategy, compressor=compressor)
     without, with_ = run(e), run(e.set("measure_every", 2))
     for a, b in zip(without, with_, strict=True):
@@ -120,7 +120,7 @@ def test_every_so_many_steps_are_measured_but_never_two_in_a_row(every: int, ste
     assert [row[:2] for row in found] == [(s, name) for s in steps for name in NAMES]
 
 
-def test_where_ranks_meet_now_and_then_every_second_meeting_at_most_is_measured() -> None:
+def test_under_local_sgd_at_most_every_second_exchange_is_measured() -> None:
     e = experiment(2, 20, strategy=LocalSGD(every=3), compressor=SPARSE, measure_every=1)
     assert steps_of(noted(run(e))) == [2, 8, 14] == steps_of(virtual(e))
 
@@ -139,7 +139,7 @@ def test_both_hosts_find_the_same_across_live_changes() -> None:
     assert not [s for s in steps_of(engine) if 22 <= s < 26] and [s for s in steps_of(engine) if s >= 26]
 
 
-def test_its_bytes_and_its_time_lie_in_a_lane_of_their_own() -> None:
+def test_measurements_have_their_own_lane_for_bytes_and_time() -> None:
     e = experiment(2, 8, compressor=SPARSE, measure_every=4).set("fabric.link.bandwidth", 20.0)
     (session, _) = run(e)
     aside = [r for r in session.record if r[1] == "measuring" and r[6]]
@@ -164,7 +164,7 @@ def test_one_rank_alone_can_be_measured() -> None:
     assert steps_of(noted(run(e))) == [2, 4] == steps_of(virtual(e))
 
 
-def test_only_what_loses_something_in_steps_that_all_ranks_share_is_measured() -> None:
+def test_only_lossy_compressors_of_lockstep_strategies_are_measured() -> None:
     assert not lossy(Dense()) and not lossy(ErrorFeedback(of=Dense()))
     assert lossy(Cast()) and lossy(SPARSE) and lossy(TopK())
     e = experiment(2, 4, compressor=SPARSE, measure_every=2)
@@ -179,7 +179,7 @@ def test_only_what_loses_something_in_steps_that_all_ranks_share_is_measured() -
             assert "use " in str(refusal)
 
 
-def test_what_costs_are_measured_does_not_depend_on_measuring() -> None:
+def test_measured_costs_do_not_depend_on_compression_measurements() -> None:
     codec = {"ErrorFeedback(TopK)": (3e-7, 1e-7, 2e-7)}
     given = Costs(forward=2e-3, backward=4e-3, update=1e-3, codec=codec, between=5e-4)
     e = experiment(2, 24, compressor=SPARSE).set("fabric.link.bandwidth", 50.0)
@@ -195,13 +195,13 @@ def test_what_costs_are_measured_does_not_depend_on_measuring() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "often"])
-def test_a_number_of_steps_that_cannot_be_is_refused(wrong: object) -> None:
+def test_an_impossible_measure_every_raises_knob_error(wrong: object) -> None:
     with pytest.raises(KnobError, match=r"measure_every=.*: must be an integer in \[0, 1e\+06\] steps"):
         experiment(2, 4).set("measure_every", wrong)
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=str)
-def test_what_is_predicted_for_dense_is_what_dense_then_takes(strategy: Strategy) -> None:
+def test_the_prediction_for_dense_equals_a_dense_run(strategy: Strategy) -> None:
     e = experiment(3, 90, strategy=strategy, compressor=SPARSE, pace=20.0, measure_every=4)
     e = e.set("fabric.link.bandwidth", 5.0)
     found = break_even(simulate(e, real=True))

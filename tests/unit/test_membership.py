@@ -1,4 +1,4 @@
-"""A rank is lost: who is left votes, agrees on one state and goes on; on real ranks, under every strategy."""
+"""Tests the loss of a rank: survivors vote, agree on one state and go on, on real ranks, under every strategy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOBODY = ["elsewhere", 1, 0.0]
 
 
 class Hurried(dict[str, str]):
-    """A store in which a place comes, and its process dies, right after it was looked for."""
+    """A store in which place 1 joins, and its process dies, right after the first check for it."""
 
     set, get = dict.__setitem__, dict.__getitem__
 
@@ -41,7 +41,7 @@ class Hurried(dict[str, str]):
         return there
 
 
-def test_who_came_and_died_since_has_come_for_all() -> None:
+def test_a_place_that_joined_and_died_counts_as_joined_for_all() -> None:
     store = Hurried()
     membership.gather(store, "meet", 0, [here(), NOBODY], lambda: None)
     assert store.keys() >= {"meet 0", "meet 1"}, "else this one votes alone while the others, who saw it, go on"
@@ -56,7 +56,7 @@ def said(member: int, step: int, **more: Any) -> Said:
 
 
 def voted(folder: Path, each: dict[int, Said], size: int, patience: float = 20.0) -> dict[int, Any]:
-    """What all of `each`, by place, make of it, each on a thread; an error where it was one."""
+    """Returns the outcome of the vote of each place, run on threads; an error if it raised one."""
     found: dict[int, Any] = {}
 
     def one(place: int) -> None:
@@ -74,7 +74,7 @@ def voted(folder: Path, each: dict[int, Said], size: int, patience: float = 20.0
     return found
 
 
-def test_all_who_are_left_hear_the_same(tmp_path: Path) -> None:
+def test_all_survivors_get_the_same_result_of_the_vote(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
     membership.gone(store, 2)
     heard = voted(tmp_path, {0: said(5, 7), 1: said(6, 8), 3: said(9, 8)}, 4)
@@ -84,13 +84,13 @@ def test_all_who_are_left_hear_the_same(tmp_path: Path) -> None:
     assert heard[0].first.member == 6 and heard[0].left == [1, 3, 0]
 
 
-def test_one_whose_process_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_vote_does_not_wait_for_a_dead_process(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
     membership.come(store, 1, [here()[0], 2**22 + 1, 0.0])  # no such pid
     assert list(voted(tmp_path, {0: said(0, 3)}, 2, patience=600.0)[0].by_place) == [0]
 
 
-def test_one_who_says_nothing_is_left_behind_and_hears_of_it(tmp_path: Path) -> None:
+def test_a_silent_rank_is_left_behind_and_learns_of_it(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
     membership.come(store, 1, NOBODY)
     assert list(voted(tmp_path, {0: said(0, 3)}, 2, patience=0.3)[0].by_place) == [0]
@@ -98,20 +98,20 @@ def test_one_who_says_nothing_is_left_behind_and_hears_of_it(tmp_path: Path) -> 
     assert isinstance(late, Late) and "the others went on without rank 1" in str(late)
 
 
-def test_what_was_asked_of_some_is_done_by_all_and_what_the_furthest_has_done_is_not_done_twice(tmp_path: Path) -> None:
+def test_requests_to_some_ranks_are_made_by_all_but_never_twice(tmp_path: Path) -> None:
     one, two = {"id": "a", "kind": "change"}, {"id": "b", "kind": "pause"}
     heard = voted(tmp_path, {0: said(0, 4, asked=[one, two]), 1: said(1, 5, done=["a"], asked=[two])}, 2)
     assert heard[0].asked() == heard[1].asked() == [two]
 
 
-def test_the_vote_is_said_in_words() -> None:
+def test_a_vote_is_described_in_words() -> None:
     apart = Heard({0: said(0, 25), 1: said(1, 25), 3: said(3, 24)})
     assert apart.voted == [[0, 25], [1, 25], [3, 24]]
     assert apart.text == "ranks 0, 1 stood before step 25, rank 3 before step 24"
     assert Heard({0: said(0, 7), 1: said(4, 7)}).text == "ranks 0, 4 stood before step 7"
 
 
-def test_as_many_go_on_as_can() -> None:
+def test_as_many_ranks_go_on_as_the_strategy_permits() -> None:
     e = Experiment(task=Digits(), strategy=HierarchicalLocalSGD(group=2), ranks=6).checked()
     fewer, places = fitting(e, [5, 0, 1, 2, 3])
     assert (fewer.ranks, places) == (4, (0, 1, 2, 5))
@@ -129,9 +129,9 @@ def test_faults_stay_with_their_ranks() -> None:
 
 
 def lost(e: Experiment, victim: int, at: int = 8, changes: tuple[Change, ...] = ()) -> tuple[list[Session], dict]:
-    """Runs `e`, and `victim` leaves without a word about step `at`: (who is left, the Mark of it).
+    """Runs `e` and aborts `victim` at about step `at`; returns (survivors, the Mark of the loss).
 
-    Out of lockstep it may be some steps ahead: so the others have come as far, to one step before.
+    Out of lockstep the victim may be ahead, so this waits until the other ranks are at most one step before `at`.
     """
     sessions = live(e, changes)
     while any(s.rank.step < at - (s is not sessions[victim]) for s in sessions) and not sessions[victim].join(0.001):
@@ -158,7 +158,7 @@ OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not in_p
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 2], ids="rank {}".format)
 @pytest.mark.parametrize("name", OUTLIVING)
-def test_the_others_go_on(name: str, victim: int) -> None:
+def test_survivors_go_on(name: str, victim: int) -> None:
     left, mark = lost(setting(shipped(Strategy)[name]()), victim)
     assert [s.phase for s in left] == ["done"] * len(left)
     assert [s.rank.size for s in left] == [len(left)] * len(left) and mark["members"] == [s.member for s in left]
@@ -168,9 +168,9 @@ def test_the_others_go_on(name: str, victim: int) -> None:
     strategy = left[0].experiment.strategy
     if strategy.lockstep:
         assert {s.rank.step for s in left} == {24}
-    if strategy.exact:  # and to the last step they have one model
+    if strategy.exact:  # all survivors end with one model
         assert len({state_hash(s.layout) for s in left}) == 1
-    for s in left:  # no step is in the record twice, and none of those that count is missing
+    for s in left:  # the record has no step twice and no counted step is missing
         steps = [row[0] for row in s.record if row[1] == "step"]
         assert len(steps) == len(set(steps))
         assert set(range(mark["step"], s.rank.step)) <= set(steps) or not strategy.lockstep
@@ -190,7 +190,7 @@ def test_a_step_that_does_not_count_leaves_no_gradient_to_the_next() -> None:
 
 
 @pytest.mark.ranks
-def test_by_default_the_run_ends() -> None:
+def test_with_on_death_end_the_run_ends() -> None:
     sessions = live(setting(DDP(), on_death="end"))
     while sessions[1].rank.step < 5:
         time.sleep(0.001)
@@ -200,7 +200,7 @@ def test_by_default_the_run_ends() -> None:
 
 
 @pytest.mark.ranks
-def test_who_is_left_says_why_so_few_cannot_go_on() -> None:
+def test_a_survivor_reports_why_too_few_ranks_are_left() -> None:
     sessions = live(setting(HierarchicalLocalSGD(group=2), ranks=2, steps=0))
     while sessions[1].rank.step < 5:
         time.sleep(0.001)
@@ -212,7 +212,7 @@ def test_who_is_left_says_why_so_few_cannot_go_on() -> None:
 
 
 @pytest.mark.ranks
-def test_one_after_the_other_until_one_is_left() -> None:
+def test_ranks_are_lost_in_turn_until_one_is_left() -> None:
     sessions = live(setting(LocalSGD(every=4), steps=0))
     for victim, at in ((0, 6), (3, 14), (1, 22)):
         while sessions[2].rank.step < at:
@@ -243,7 +243,7 @@ def test_an_outer_momentum_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.ranks
-def test_two_at_once() -> None:
+def test_two_ranks_are_lost_at_once() -> None:
     sessions = live(setting(DDP(), steps=40))
     while sessions[0].rank.step < 8:
         time.sleep(0.001)

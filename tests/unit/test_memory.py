@@ -1,4 +1,4 @@
-"""What fills a rank's memory: the same numbers from both hosts, and the bounds that are known."""
+"""Tests the accounting of a rank's memory: equal numbers from both hosts, and known bounds."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ EVERY = [
 
 
 def engine(session: Any) -> dict[str, float]:
-    """The last Sample of each category that the engine wrote, and of the peak."""
+    """Returns the last Sample of each category from the engine, and of the peak."""
     return {name: value for _, name, _, value in session.record.samples if name.startswith("memory ")}
 
 
 def simulated(made: Run) -> dict[str, float]:
-    """The same of rank 0 of a simulated run."""
+    """Returns the same numbers of rank 0 of a simulated run."""
     rows = made.timeline.samples.rows()
     return {
         str(name): float(value)
@@ -54,7 +54,7 @@ def simulated(made: Run) -> dict[str, float]:
 
 
 def held(made: Run) -> dict[str, int]:
-    """Of rank 0, in its last steps."""
+    """Returns rank 0's memory in its last steps."""
     return made.memory(last=4)[0].most
 
 
@@ -64,7 +64,7 @@ def sized(**settings: Any) -> Run:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "compressor"), EVERY, ids=str)
-def test_the_engine_and_the_simulator_say_the_same(strategy: Strategy, compressor: Any) -> None:
+def test_the_engine_and_the_simulator_report_the_same_memory(strategy: Strategy, compressor: Any) -> None:
     e = experiment(2, 9, strategy=strategy, compressor=compressor)
     said = engine(run(e)[0])
     assert [f"memory {name}" for name in CATEGORIES] == sorted(said.keys() - {"memory peak"}, key=_place)
@@ -73,7 +73,7 @@ def test_the_engine_and_the_simulator_say_the_same(strategy: Strategy, compresso
 
 
 def _in_steps(said: dict[str, float]) -> dict[str, float]:
-    """Without evaluations, of which sizes know only those of tasks that are pure; see test_budget."""
+    """Leaves out evaluations, whose sizes are only known for pure tasks; see test_budget."""
     return {name: value for name, value in said.items() if name != "memory evaluation"}
 
 
@@ -82,15 +82,15 @@ def _place(name: str) -> int:
 
 
 @pytest.mark.parametrize("task", [ByteGPT(), Digits()], ids=str)
-def test_sizes_alone_know_what_real_tensors_take(task: Any) -> None:
-    """Attention too, of which torch keeps other things on the meta device than on a CPU."""
+def test_a_simulation_with_sizes_only_reports_the_memory_of_real_tensors(task: Any) -> None:
+    """This includes attention, for which torch keeps other tensors on the meta device than on a CPU."""
     e = Experiment(task=task, ranks=2, steps=3, pace=5.0)
     sizes, real = simulated(simulate(e)), simulated(simulate(e, real=True))
     assert _in_steps(sizes) == _in_steps(real)
     assert sizes["memory evaluation"] == pytest.approx(real["memory evaluation"], rel=0.01)
 
 
-def test_optimizer_state_is_what_each_optimizer_is_known_to_take() -> None:
+def test_optimizer_state_has_the_known_size_of_each_optimizer() -> None:
     plain, momentum, adam = (held(sized(optimizer=o)) for o in (SGD(momentum=0.0), SGD(momentum=0.9), AdamW()))
     model = plain["parameters"]
     counters = 4 * sum(1 for _ in ByteGPT().build().model().parameters())
@@ -100,14 +100,14 @@ def test_optimizer_state_is_what_each_optimizer_is_known_to_take() -> None:
 
 
 def test_a_batch_is_counted_and_grows_with_its_examples() -> None:
-    """Eight images of 8 x 8 floats, and what they show; the peak has them, too."""
+    """A batch has eight images of 8 x 8 floats, and their labels; the peak includes it."""
     one, more = (simulate(Experiment(task=Digits(), ranks=2, steps=3, pace=5.0, batch=batch)) for batch in (8, 4096))
     assert held(one)["batches"] == 8 * (64 * 4 + 8) and held(more)["batches"] == 512 * held(one)["batches"]
     beside = sum(held(more)[name] for name in CATEGORIES if name not in ("gradients", "activations", "batches"))
     assert more.memory()[0].peak >= beside + held(more)["activations"] + held(more)["batches"]
 
 
-def test_what_is_remembered_between_steps_is_known_too() -> None:
+def test_strategy_and_compressor_state_is_counted() -> None:
     ddp, topk, outer, local = (held(sized(**settings)) for settings in (
         {}, {"compressor": TopK.usual()}, {"strategy": DiLoCo(every=4)}, {"strategy": LocalSGD(every=4)},
     ))  # fmt: skip
@@ -119,11 +119,11 @@ def test_what_is_remembered_between_steps_is_known_too() -> None:
         assert local[same] == ddp[same]
 
 
-def test_buffers_in_flight_are_what_a_collective_is_given_and_brings() -> None:
+def test_buffers_in_flight_are_a_collectives_inputs_and_outputs() -> None:
     """TopK gathers values and indices: its own and those of all ranks, one bucket after the other on the lane."""
     made = sized(compressor=TopK.usual(), ranks=4)
     sent = made.timeline.spans.rows()
-    sent = sent[sent.equal("lane", "comm") & (sent.rank == 0)].nbytes // 3  # to each of the others
+    sent = sent[sent.equal("lane", "comm") & (sent.rank == 0)].nbytes // 3  # to each other rank
     assert held(sized())["buffers in flight"] == 0, "buckets themselves are gradients"
     assert held(made)["buffers in flight"] == 2 * (1 + 4) * sent.max()
 
@@ -139,7 +139,7 @@ def test_activations_grow_with_the_batch_also_live() -> None:
 
 
 def test_a_strategy_that_shards_parameters_holds_fewer() -> None:
-    """A shard of everything, and whole the bucket that is in use: one of eight."""
+    """A rank holds a shard of everything, and one of eight buckets whole while it is in use."""
     e = experiment(4, 4, pace=5.0, bucket_mb=0.04, task=stack(8))
     whole, sharded = (simulated(simulate(e.set("strategy", s)))["memory parameters"] for s in (DDP(), ZeRO3()))
     assert sharded == whole * (1 / 4 + 1 / 8 * 3 / 4)
@@ -147,7 +147,7 @@ def test_a_strategy_that_shards_parameters_holds_fewer() -> None:
 
 def test_forwards_under_way_at_once_add_up() -> None:
     class TwoOpen(Strategy):
-        """Two micro-batches whose activations are kept at once."""
+        """A strategy that keeps the activations of two micro-batches at once."""
 
         exact: ClassVar[bool] = False
 
@@ -180,20 +180,20 @@ def test_a_checkpoint_keeps_less_and_is_not_computed_again_to_find_out() -> None
     assert ran == 3 and saved([short]) == {}
 
 
-def test_a_storage_is_counted_once_whoever_points_there() -> None:
+def test_a_shared_storage_is_counted_once() -> None:
     flat = torch.zeros(100)
     assert nbytes(storages({"a": flat[:50], "b": [flat[50:].view(5, 10)], "c": nn.Parameter(flat)})) == 400
 
 
 class Still:
-    """A run of which nothing is known but its rank."""
+    """A run without any state except its rank."""
 
     rank = Rank(0, 2)
     layout = type("Layout", (), {"buckets": (), "lying": {}})
 
 
-def test_a_payload_that_has_the_id_of_a_bucket_that_is_gone_is_a_payload() -> None:
-    """Python gives the id of what was freed to whoever comes next."""
+def test_a_payload_with_the_id_of_a_freed_bucket_counts_as_a_payload() -> None:
+    """Python may reuse the id of a freed object."""
     buffers: Any = Buffers(Still())  # type: ignore[arg-type]
     room, payload = torch.zeros(4096), torch.zeros(4096)
     buffers.rooms = {id(room): weakref.ref(room), id(payload): weakref.ref(room)}
@@ -204,8 +204,8 @@ def test_a_payload_that_has_the_id_of_a_bucket_that_is_gone_is_a_payload() -> No
     assert buffers.now == 4 * 4096
 
 
-def test_a_payload_that_lies_where_a_residual_lay_is_a_payload() -> None:
-    """torch gives memory that was freed to whoever asks next."""
+def test_a_payload_in_the_memory_of_a_freed_residual_counts_as_a_payload() -> None:
+    """Torch may reuse freed memory."""
     buffers: Any = Buffers(Still())  # type: ignore[arg-type]
     residual = torch.zeros(4096)
     where, alive = residual.untyped_storage()._cdata, [True]
@@ -228,7 +228,7 @@ def test_the_record_grows_only_when_something_changes() -> None:
 
 
 @pytest.mark.ranks
-def test_what_an_allocator_says_stands_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocators_numbers_are_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(Chip):
         def allocated(self) -> int:
             return 7_000_000
@@ -242,7 +242,7 @@ def test_what_an_allocator_says_stands_beside_it(monkeypatch: pytest.MonkeyPatch
     assert (said["memory allocated"], said["memory allocated peak"]) == (7_000_000, 9_000_000)
 
 
-def test_a_sample_holds_until_the_next_and_the_most_is_told() -> None:
+def test_a_sample_holds_until_the_next_and_the_largest_is_reported() -> None:
     tl = Timeline()
     told = [(0, 100), (5, 300), (6, 200), (9, 50)]
     tl.samples.add([Sample(0, step, "memory activations", float(step), float(value)) for step, value in told])
@@ -261,8 +261,8 @@ def test_a_rank_that_was_lost_holds_nothing_from_then_on() -> None:
     assert [[m.rank for m in memory(run.timeline, first)] for first in (0, 2, 3, 5)] == [[0, 1, 2]] * 2 + [[0, 2]] * 2
 
 
-def test_a_peak_is_at_most_the_sum_of_its_parts_and_an_evaluation_that_is_over_is_gone() -> None:
-    """In backward more is there than what forward has kept: gradients between two layers."""
+def test_a_peak_is_at_most_the_sum_of_its_parts_and_excludes_past_evaluations() -> None:
+    """Backward holds more than the activations that forward has kept: gradients between two layers."""
     e = Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), ranks=2, steps=4, pace=10)
     for every, evaluates in ((0, False), (2, True)):
         for found in simulate(e.set("eval_every", every), real=True).memory(last=2):
@@ -278,9 +278,9 @@ def test_a_summary_names_the_peak_and_old_records_have_none() -> None:
 
 
 @pytest.mark.ranks
-def test_what_a_group_gathers_is_as_many_payloads_as_it_has_ranks() -> None:
+def test_an_all_gather_of_a_group_counts_a_payload_per_member() -> None:
     class Halves(DDP):
-        """Two groups of two of four ranks; in the first one each gathers 1000 numbers, on a lane of its own."""
+        """Four ranks in two groups of two. In the first group each rank gathers 1000 numbers on its own lane."""
 
         def dims(self, size: int) -> tuple[tuple[str, int], ...]:
             return ("half", 2), ("data", 2)
@@ -304,7 +304,7 @@ def test_what_a_group_gathers_is_as_many_payloads_as_it_has_ranks() -> None:
         assert said["memory buffers in flight"] == 4000 + 2 * 4000
 
 
-def test_what_is_kept_away_is_marked_only_while_something_is() -> None:
+def test_the_view_shows_offloaded_memory_only_if_there_is_some() -> None:
     e = experiment(2, 40, task=ByteGPT(layers=1, width=16, heads=2, context=8), pace=2.0, strategy=ZeROInfinity())
     view = next(view for view in all_views().values() if view.name == "memory")()
     traces = view.figure(Run({"ranks": 2})).data

@@ -1,4 +1,4 @@
-"""What a rank under DDP says of its memory, against torch's MemTracker in the very same step of a real process."""
+"""Compares a DDP rank's memory report with torch's MemTracker in the same step of a real process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from workbench.host.memory.memory import rooms
 
 pytestmark = pytest.mark.ranks
 
-WARM = 4  # steps, until buckets are cut in the order of gradients and the optimizer has its state
+WARM = 4  # steps until buckets follow the order of gradients and the optimizer has its state
 TOTAL = "Total"
 
 
 def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: str) -> None:
-    """One rank, whose last step rank 0 has MemTracker watch; what both say of it goes into a file."""
+    """Runs one rank; MemTracker watches rank 0's last step. Writes both reports into a file."""
     torch.set_num_threads(1)
     e = Experiment(task=tasks()[name], ranks=2, eval_every=0)
     session = Session(e, rank=rank, size=2, store=where, generation=generation, secret=b"ours", epoch=time.time())
@@ -58,7 +58,7 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
         host.loss_of = lambda model, x: note("forward", loss_of(model, x))
         host.clip = lambda: note("backward", 0.0)
         external = [training.model, training.optimizer, *(batch if isinstance(batch, tuple) else [batch])]
-        tracker.track_external(*external, *rooms(training.layout))  # gradients, as soon as they have come
+        tracker.track_external(*external, *rooms(training.layout))  # gradients, as soon as they exist
         with tracker:
             step()
             note("update", None)
@@ -75,7 +75,7 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
 
 
 def both(name: str, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """(what our Ledger says, what MemTracker says) of a step of DDP on two ranks, in bytes."""
+    """Returns (our Ledger's report, MemTracker's report) of a step of DDP on two ranks, in bytes."""
     kept, *where = host_store()
     spawn, out, generation = multiprocessing.get_context("spawn"), folder / "said.json", uuid.uuid4().hex
     rest = tuple(where), name, generation, str(out)
@@ -91,8 +91,8 @@ def both(name: str, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["ByteGPT", "MLP 8 M"])
-def test_a_step_of_ddp_takes_what_torch_counts_within_two_percent(name: str, tmp_path: Path) -> None:
-    """An optimizer's state once its step is over: in it MemTracker counts temporaries as state, too."""
+def test_the_memory_of_a_ddp_step_is_within_two_percent_of_torchs(name: str, tmp_path: Path) -> None:
+    """The optimizer's state is read after the step, because in it MemTracker counts temporaries as state."""
     ours, theirs = both(name, tmp_path)
     for category in ("parameters", "gradients", "optimizer state", "activations", "peak"):
         assert ours[category] == pytest.approx(theirs[category], rel=0.02), category

@@ -1,4 +1,4 @@
-"""The picture of how ranks are arranged: every rank once, in the boxes of its groups."""
+"""Tests the picture of the mesh: every rank appears once, in the boxes of its groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def picture(run: Any) -> str:
 
 
 def squares(html: str) -> list[tuple[int, str]]:
-    """(rank, look) of every square, in the order of the page."""
+    """Returns (rank, look) of every square, in the order of the page."""
     return [(int(rank), look) for look, rank in re.findall(r'wb-mesh-rank (\S+)" title="rank \d+">(\d+)<', html)]
 
 
@@ -37,7 +37,7 @@ def boxes(html: str) -> list[str]:
     return re.findall(r'wb-mesh-box"><span>([^<]+)</span>', html)
 
 
-def test_boxes_in_boxes_and_ranks_that_hold_the_same_look_the_same() -> None:
+def test_boxes_are_nested_and_ranks_with_the_same_parameters_look_the_same() -> None:
     html = picture(made(partition=Pipeline(of=Tensor())))
     assert "data 2 × stage 2 × tensor 2" in html
     assert boxes(html) == ["data 0", "stage 0", "stage 1", "data 1", "stage 0", "stage 1"]
@@ -55,7 +55,7 @@ def test_groups_of_replicas_and_servers_are_shown_too() -> None:
     assert boxes(html)[-1] == "servers" and [look for _, look in squares(html)].count("wb-mesh-server") == 1
 
 
-def test_nothing_is_drawn_while_all_are_alike_or_again() -> None:
+def test_nothing_is_drawn_while_all_ranks_are_alike() -> None:
     assert picture(made()) == ""
     back = made(partition=Pipeline(stages=4), changes=(Change(2, "partition", Whole()),))
     assert picture(back) == "" and arrangement(back.timeline, 8).dims == (("data", 8),)
@@ -63,6 +63,6 @@ def test_nothing_is_drawn_while_all_are_alike_or_again() -> None:
     assert picture(left) == "" and arrangement(left.timeline, 4).ranks == (0, 1, 2, 3)
 
 
-def test_of_many_ranks_only_the_sizes_are_told() -> None:
+def test_for_many_ranks_only_the_sizes_are_shown() -> None:
     html = picture(made(ranks=2 * MOST, partition=Pipeline(stages=2)))
     assert f"data {MOST} × stage 2" in html and squares(html) == []

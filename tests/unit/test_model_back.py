@@ -1,4 +1,4 @@
-"""The trained model is made of what ranks hold: of slices and stages the whole, of replicas that drifted their mean."""
+"""Rebuilds the trained model from ranks: the whole from slices and stages, the mean from drifted replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS["a scheduler per step"]
 
 
 def made(folder: Path, **other: object) -> Experiment:
-    """Two ranks' checkpoint before step 24, in `folder`."""
+    """Writes a checkpoint of two ranks before step 24 into `folder`; returns the experiment."""
     e = Experiment(**{"task": SCRIPT.task(), "ranks": 2, "steps": 24, "eval_every": 0, "pace": 1.0, "save_every": 24,
                       **other})  # fmt: skip
     simulate(e, real=True, checkpoints=folder)
@@ -32,13 +32,13 @@ def made(folder: Path, **other: object) -> Experiment:
 
 
 @pytest.mark.parametrize("partition", [Tensor(), Pipeline(micros=2)], ids=lambda p: type(p).__name__)
-def test_of_slices_and_stages_it_is_the_whole(partition: Partition, tmp_path: Path) -> None:
+def test_slices_and_stages_give_the_whole_model(partition: Partition, tmp_path: Path) -> None:
     e = made(tmp_path, partition=partition)
     found = model_of(Checkpoint.open(tmp_path), e.task).state_dict()
     torch.testing.assert_close(dict(found), dict(SCRIPT.plain()["model"].state_dict()), rtol=1e-3, atol=1e-4)
 
 
-def test_of_replicas_that_drifted_apart_it_is_the_mean(tmp_path: Path) -> None:
+def test_drifted_replicas_give_their_mean(tmp_path: Path) -> None:
     e = made(tmp_path, strategy=LocalSGD(every=64))
     _, sessions = simulated(e)
     each = parameters(sessions)
@@ -48,13 +48,13 @@ def test_of_replicas_that_drifted_apart_it_is_the_mean(tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), each.mean(0), rtol=1e-5, atol=1e-6)
 
 
-def test_of_shards_it_is_the_whole(tmp_path: Path) -> None:
+def test_shards_give_the_whole_model(tmp_path: Path) -> None:
     e = made(tmp_path, strategy=ZeRO3(), steps=12, save_every=12)
     found = model_of(Checkpoint.open(tmp_path), e.task).state_dict()
     torch.testing.assert_close(dict(found), dict(SCRIPT.plain(16)["model"].state_dict()), rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_on_disk_gives_the_model_of_a_step_and_names_those_that_it_keeps(tmp_path: Path) -> None:
+def test_a_run_on_disk_gives_the_model_of_a_step_and_names_the_kept_steps(tmp_path: Path) -> None:
     e = made(tmp_path / FOLDER, task=Digits(width=8), steps=4, save_every=2)
     Run(e, name="tour", path=tmp_path).save()
     run = Run.open(tmp_path)
@@ -75,7 +75,7 @@ def test_a_run_on_disk_gives_the_model_of_a_step_and_names_those_that_it_keeps(t
     assert not list(tmp_path.glob("*m.pt*"))
 
 
-def test_an_evaluation_behind_the_last_step_is_none_of_its_steps(tmp_path: Path) -> None:
+def test_an_evaluation_after_the_last_step_is_not_counted_as_a_step(tmp_path: Path) -> None:
     e = Experiment(task=Digits(width=8), ranks=2, steps=4, eval_every=2, save_every=4, pace=1.0)
     simulate(e, real=True, checkpoints=tmp_path / FOLDER).save(tmp_path)
     run = Run.open(tmp_path)
@@ -83,7 +83,7 @@ def test_an_evaluation_behind_the_last_step_is_none_of_its_steps(tmp_path: Path)
     torch.testing.assert_close(run.model().state_dict(), run.model(step=4).state_dict(), rtol=0, atol=0)
 
 
-def test_it_is_put_into_a_model_of_its_shape_and_no_other(tmp_path: Path) -> None:
+def test_a_model_is_only_loaded_into_a_model_of_the_same_shape(tmp_path: Path) -> None:
     e = Experiment(task=Digits(width=8), ranks=2, steps=2, eval_every=0, save_every=2, pace=1.0)
     simulate(e, real=True, checkpoints=tmp_path / FOLDER).save(tmp_path)
     mine, run = e.task.build().model(), Run.open(tmp_path)
@@ -95,7 +95,7 @@ def test_it_is_put_into_a_model_of_its_shape_and_no_other(tmp_path: Path) -> Non
         run.model(into=3)  # type: ignore[arg-type]
 
 
-def test_a_live_run_that_makes_no_checkpoint_in_time_goes_on() -> None:
+def test_a_checkpoint_that_is_late_raises_timeout_and_the_run_goes_on() -> None:
     run = Run(Experiment(), name="tour", live=True)
     run._control = Mock()
     with pytest.raises(TimeoutError, match=r"no checkpoint of tour was whole within 0 s; the run goes on"):

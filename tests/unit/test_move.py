@@ -1,4 +1,4 @@
-"""`move` on a few ranks, driven collective by collective: what it hands back, who may take part, what it refuses."""
+"""Tests `move` on a few ranks, collective by collective: its result, its participants, its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRUE = {"a": torch.arange(24.0), "b": torch.arange(100.0, 115.0)}
 
 def everywhere(states: list[Any], was: Placement, to: Placement, alive: Any = range(6), like: Any = LIKE,
                members: Any = (), seen: list[Op] | None = None) -> list[State]:  # fmt: skip
-    """What each rank holds after a move that all of them ask for."""
+    """Returns each rank's state after a move that all ranks request."""
     asked = [move(Rank(i, len(states)), state, was, to, alive, like, members) for i, state in enumerate(states)]
     try:
         return together(asked, seen)
@@ -36,7 +36,7 @@ WHOLE = Placement.whole(SIZES, range(2))
 ZERO = Placement.sharded(SIZES, range(2))
 
 
-def test_a_shard_is_memory_of_its_own_and_nothing_is_exchanged_where_nobody_lacks_anything() -> None:
+def test_a_shard_has_its_own_memory_and_a_move_without_missing_elements_sends_nothing() -> None:
     seen: list[Op] = []
     states = everywhere([TRUE, TRUE], WHOLE, ZERO, seen=seen)
     assert seen == []
@@ -44,7 +44,7 @@ def test_a_shard_is_memory_of_its_own_and_nothing_is_exchanged_where_nobody_lack
     assert torch.cat([x for s in states for x in s.values()]).equal(torch.cat([*TRUE.values()]))
 
 
-def test_one_exchange_carries_all_of_it() -> None:
+def test_one_exchange_carries_the_whole_move() -> None:
     seen: list[Op] = []
     states = everywhere(everywhere([TRUE, TRUE], WHOLE, ZERO), ZERO, WHOLE, seen=seen)
     assert [(op.verb, op.args[2], op.args[1]) for op in seen] == [("all_to_allv", "move", ((0, 80), (76, 0)))]
@@ -52,7 +52,7 @@ def test_one_exchange_carries_all_of_it() -> None:
         assert all(state[name].equal(x) for name, x in TRUE.items())
 
 
-def test_a_tensor_whose_slices_stay_is_handed_back_itself() -> None:
+def test_a_tensor_with_unchanged_slices_is_returned_itself() -> None:
     other = Placement.whole({"a": 24}, range(2)) | Placement.sharded({"b": 15}, range(2))
     state = everywhere([TRUE, TRUE], WHOLE, other)[1]
     assert state["a"] is TRUE["a"] and state["b"].tolist() == [*range(108, 115)]
@@ -66,19 +66,19 @@ def test_parameters_may_have_any_shape_and_need_gradients() -> None:
         assert state["a"].view(4, 2).equal(weight.detach()[:, 2 * k : 2 * k + 2]) and not state["a"].requires_grad
 
 
-def test_who_joins_has_nothing_and_who_leaves_keeps_nothing() -> None:
+def test_a_joining_rank_begins_empty_and_a_leaving_rank_ends_empty() -> None:
     was, to = Placement.whole(SIZES, [0, 1]), Placement.whole(SIZES, [1, 2])
     states = everywhere([TRUE, TRUE, {}], was, to)
     assert states[0] == {} and states[1]["a"] is TRUE["a"] and states[2]["b"].equal(TRUE["b"])
 
 
-def test_who_was_replaced_takes_part_and_is_given_all_that_it_is_to_hold() -> None:
+def test_a_replaced_rank_takes_part_and_receives_all_its_state() -> None:
     broken = {name: torch.full_like(x, torch.nan) for name, x in TRUE.items()}
     states = everywhere([broken, TRUE], WHOLE, WHOLE, alive=[1])
     assert all(s["a"].equal(TRUE["a"]) and s["b"].equal(TRUE["b"]) for s in states)
 
 
-def test_placements_number_ranks_as_the_run_does_and_a_group_as_its_members() -> None:
+def test_placements_use_the_runs_rank_numbers_within_a_group() -> None:
     was, to = Placement.whole(SIZES, [7]), Placement.sharded(SIZES, [3, 7])
     states = everywhere([TRUE, {}], was, to, alive=[7], members=(7, 3))
     assert states[1]["a"].tolist() == [*range(20)] and list(states[0]) == ["a", "b"]
@@ -101,19 +101,19 @@ def test_one_rank_alone_moves_within_itself() -> None:
         (TRUE, {"a": LIKE["a"]}, "b has no dtype; name it in `like`"),
     ],
 )  # fmt: skip
-def test_a_state_that_is_not_as_its_placement_says_is_refused_in_words(state: Any, like: Any, said: str) -> None:
+def test_a_state_that_contradicts_its_placement_raises_value_error(state: Any, like: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"move: {said}")):
         everywhere([state, TRUE], WHOLE, ZERO, like=like)
 
 
-def test_nobody_sends_anything_when_elements_are_lost() -> None:
+def test_a_move_with_lost_elements_raises_before_any_rank_sends() -> None:
     seen: list[Op] = []
     with pytest.raises(LookupError, match="a: 20 elements have no owner left"):
         everywhere([{}, {}], ZERO, WHOLE, alive=[1], seen=seen)
     assert seen == []
 
 
-def test_dtypes_of_every_width_lie_aligned_in_one_row() -> None:
+def test_dtypes_of_every_width_are_aligned_in_one_buffer() -> None:
     kinds = {"a": torch.bool, "b": torch.complex128, "c": torch.bfloat16, "d": torch.float64, "e": torch.int32}
     like = {name: torch.empty(0, dtype=kind) for name, kind in kinds.items()}
     sizes = dict.fromkeys(kinds, 7)
@@ -124,7 +124,7 @@ def test_dtypes_of_every_width_lie_aligned_in_one_row() -> None:
         assert torch.cat([s[name] for s in states if name in s]).equal(x)
 
 
-def test_several_slices_of_one_tensor_lie_one_after_the_other() -> None:
+def test_several_slices_of_one_tensor_are_concatenated() -> None:
     first = Placement({"a": 24}, {0: {"a": (Slice(12, 6), Slice(1, 1, 6, 2))}, 1: {"a": (Slice(18, 6), Slice(0, 12))}})
     other = Placement({"a": 24}, {1: {"a": (Slice(20, 4), Slice(0, 6))}, 0: {"a": (Slice(6, 14), Slice(0, 5))}})
     states = everywhere([TRUE, {}], Placement.whole({"a": 24}, [0]), first)
@@ -135,7 +135,7 @@ def test_several_slices_of_one_tensor_lie_one_after_the_other() -> None:
     assert states[1]["a"].tolist() == [*range(20, 24), *range(6)]
 
 
-def test_rows_that_come_in_one_piece_of_memory_may_begin_anywhere() -> None:
+def test_received_rows_in_one_buffer_may_begin_anywhere() -> None:
     like = {"a": torch.empty(0, dtype=torch.float64), "b": torch.empty(0, dtype=torch.bool)}
     was = Placement.whole({"b": 15}, [0]) | Placement.whole({"a": 24}, [1])
     asked = move(Rank(2, 3), {}, was, Placement.whole(SIZES, [2]), range(3), like)

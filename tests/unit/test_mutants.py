@@ -1,4 +1,4 @@
-"""The planted mistakes: each still has its one place and its tests, and what is told of one is so."""
+"""Tests the planted mistakes: each has one place in the code and its tests, and reports are right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.mutants import EQUIVALENT, KILLED, ROOT, SURVIVED, WRONG, Copy, Tried
 from tests.mutations import MUTANTS, Mutant
 
 
-def test_there_are_forty_and_each_has_a_name_of_its_own() -> None:
+def test_there_are_at_least_forty_mistakes_with_unique_names() -> None:
     assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 40
     page = (ROOT / "docs" / "using.md").read_text()
     assert f"Of {len(MUTANTS)} mistakes" in page, "docs/using.md tells of another number: try them, and say what became"
@@ -28,7 +28,7 @@ def test_a_mistake_has_one_place_and_leaves_a_file_that_python_reads(mutant: Mut
 
 
 @pytest.mark.parametrize("tests", sorted({m.tests for m in MUTANTS}), ids=lambda tests: tests[0])
-def test_the_tests_that_are_to_notice_are_there(tests: tuple[str, ...]) -> None:
+def test_the_tests_that_must_notice_a_mistake_exist(tests: tuple[str, ...]) -> None:
     for test in tests:
         file, _, name = test.partition("::")
         if file.endswith(".py"):
@@ -36,7 +36,7 @@ def test_the_tests_that_are_to_notice_are_there(tests: tuple[str, ...]) -> None:
 
 
 def small(folder: Path, test: str) -> Copy:
-    """A package of one function, and a test of it."""
+    """Returns a copy of a package with one function and a test of it."""
     parts = {"workbench/__init__.py": "", "workbench/less.py": "def less(a, b):\n    return a < b\n",
              "tests/test_less.py": test}  # fmt: skip
     for path, text in parts.items():
@@ -58,7 +58,7 @@ def test_less():
 @pytest.mark.parametrize(("now", "limit", "what"), [
     ("a <= b", 30.0, SURVIVED), ("b < a", 30.0, KILLED), ("a < 9", 1.5, KILLED), ("a <", 30.0, WRONG),
 ])  # fmt: skip
-def test_what_becomes_of_a_mistake(now: str, limit: float, what: str, tmp_path: Path) -> None:
+def test_a_mistake_is_judged_by_its_tests(now: str, limit: float, what: str, tmp_path: Path) -> None:
     copy = small(tmp_path, TEST)
     mutant = Mutant("less", "less.py", "a < b", now, ("tests/test_less.py",), "off by one")
     with copy.mistaken(mutant):

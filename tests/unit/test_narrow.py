@@ -1,4 +1,4 @@
-"""Gradients in fp16, bf16 and fp64: nothing becomes infinite near a type's range, and nothing small is swallowed."""
+"""Tests gradients in fp16, bf16 and fp64: no overflow near a type's range, no loss of small values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gradients(seed: int, ranks: int, n: int) -> torch.Tensor:
     ALQ(), AMQ(), QSGD(norm="l2", bits=2, exchange="two_hop"), Wangni(), Wangni(density=0.001),
     DGC(density=0.01), DGC(density=0.01, momentum=0.0),
 ], ids=str)  # fmt: skip
-def test_where_a_dense_sum_is_finite_in_fp16_so_is_a_compressed_one(of: Compressor) -> None:
+def test_a_compressed_sum_is_finite_in_fp16_if_the_dense_sum_is(of: Compressor) -> None:
     memories, n = [Memory(r) for r in range(4)], 8192
     for step in range(8):
         g = gradients(step, 4, n)
@@ -32,7 +32,7 @@ def test_where_a_dense_sum_is_finite_in_fp16_so_is_a_compressed_one(of: Compress
         assert bool(exchange(of, g, placed((n,)), memories).isfinite().all()), step
 
 
-def test_what_is_put_into_a_narrow_type_stays_finite_or_what_it_was() -> None:
+def test_conversion_to_a_narrow_type_keeps_finite_values_finite() -> None:
     x = torch.tensor([1e9, -1e9, 3.0, INF, -INF, NAN])
     out = within(x, torch.float16)
     assert out.dtype == torch.float16 and out[:5].tolist() == [65504.0, -65504.0, 3.0, INF, -INF] and out[5].isnan()
@@ -40,8 +40,8 @@ def test_what_is_put_into_a_narrow_type_stays_finite_or_what_it_was() -> None:
 
 
 @pytest.mark.parametrize(("momentum", "dtype"), [(0.9, torch.bfloat16), (0.0, torch.bfloat16), (0.9, torch.float16)])
-def test_dgc_swallows_nothing_of_narrow_gradients(momentum: float, dtype: torch.dtype) -> None:
-    """All that was sent and what is left is all that the momentum added, in 300 steps."""
+def test_dgc_loses_nothing_of_narrow_gradients(momentum: float, dtype: torch.dtype) -> None:
+    """The sum of all sent values and the remainder equals the sum of the momenta, over 300 steps."""
     memory, n, of = Memory(), 2000, DGC(density=0.001, momentum=momentum, masking=False)
     sent = owed = u = torch.zeros(n, dtype=torch.float64)
     for step in range(300):
@@ -54,7 +54,7 @@ def test_dgc_swallows_nothing_of_narrow_gradients(momentum: float, dtype: torch.
     assert float((sent + left - owed).norm() / owed.norm()) < 1e-5
 
 
-def test_dgc_beyond_the_range_of_fp16_waits_and_is_not_lost() -> None:
+def test_dgc_keeps_values_beyond_the_range_of_fp16_for_later() -> None:
     memory, n, of = Memory(), 4, DGC(density=1.0, momentum=0.9, masking=False)
     g = torch.full((1, n), 20_000.0).half()
     out = [exchange(of, g, placed((n,)), [memory]) for _ in range(5)]
@@ -70,16 +70,16 @@ def test_wangni_works_in_float64_and_keeps_the_mean(of: Wangni) -> None:
     parts, memories = placed((3000,)), [Memory(0), Memory(1)]
     many = torch.stack([exchange(of, x, parts, memories) for _ in range(400)])
     size = x.abs()
-    variance = sum(row * (of.scale_of(row) - row).clamp(min=0) for row in size)  # of x_i / p_i with chance p_i
+    variance = sum(row * (of.scale_of(row) - row).clamp(min=0) for row in size)  # of x_i / p_i with probability p_i
     off = (many.mean(0) - x.sum(0)).abs()
     assert float((off > 4.5 * (variance / 400).sqrt() + 1e-9).double().mean()) < 0.005
     assert float((many - x.sum(0)).square().mean(0).sum() / variance.sum()) == pytest.approx(1, abs=0.05)
     whole = exchange(Wangni(density=1.0), x, parts, memories)
-    torch.testing.assert_close(whole, x.sum(0), rtol=1e-12, atol=1e-9)  # u itself travels in float32
+    torch.testing.assert_close(whole, x.sum(0), rtol=1e-12, atol=1e-9)  # u itself is sent in float32
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_random_k_does_not_hide_what_it_did_not_draw(bad: float) -> None:
+def test_random_k_passes_on_non_finite_values_that_it_did_not_draw(bad: float) -> None:
     n, parts = 1000, placed((1000,))
     for place in range(0, n, 97):
         g = torch.ones(2, n)

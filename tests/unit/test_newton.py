@@ -1,4 +1,4 @@
-"""Newton against systems that are solved outright, and what it does live."""
+"""Compares Newton with directly solved systems, and tests it live."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(ranks: int, strategy: Any, steps: int = 1, **rest: Any) -> Experiment:
 
 
 def regression(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(8, 8) curvature of a row of the matrix, (4, 8) slope at the start, examples' inputs of one rank in step 0."""
+    """Returns (8, 8) curvature of a matrix row, (4, 8) slope at the start, and inputs of one rank in step 0."""
     x, y = (t.numpy() for t in data(rank, 1, 0)[0])
     return x.T @ x / len(x), (x @ start().T - y).T @ x / len(x), x
 
@@ -47,7 +47,7 @@ def start() -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_on_a_quadratic_one_step_reaches_the_minimum_of_everybodys_loss(ranks: int) -> None:
+def test_on_a_quadratic_one_step_reaches_the_minimum_of_the_joint_loss(ranks: int) -> None:
     pairs = [data(r, ranks, 0)[0] for r in range(ranks)]
     x, y = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
     best = np.linalg.lstsq(x, y, rcond=None)[0].T
@@ -57,8 +57,8 @@ def test_on_a_quadratic_one_step_reaches_the_minimum_of_everybodys_loss(ranks: i
 
 
 @pytest.mark.parametrize("damping", [1e-10, 0.3])
-def test_giants_direction_is_the_mean_of_what_ranks_solve_alone(damping: float) -> None:
-    """Wang et al. 2018, equation 5: every rank's own curvature, everybody's gradient."""
+def test_giants_direction_is_the_mean_of_the_ranks_own_solutions(damping: float) -> None:
+    """Wang et al. 2018, equation 5: each rank's own curvature, the common gradient."""
     every = [regression(r) for r in range(3)]
     slope = np.mean([g for _, g, _ in every], 0)
     alone = [np.linalg.solve(a + damping * np.eye(8), slope.T).T for a, _, _ in every]
@@ -67,7 +67,7 @@ def test_giants_direction_is_the_mean_of_what_ranks_solve_alone(damping: float) 
 
 
 def test_few_iterations_are_conjugate_gradients() -> None:
-    """Against Hestenes and Stiefel's recurrences on the whole matrix, two of them, which is no solution yet."""
+    """The reference is Hestenes and Stiefel's recurrence on the whole matrix, for two steps, before it converges."""
     a = np.kron(np.eye(4), np.mean([regression(r)[0] for r in range(2)], 0)) + 0.1 * np.eye(32)
     r = -np.mean([regression(r)[1] for r in range(2)], 0).ravel()
     d, p = np.zeros(32), r.copy()
@@ -81,7 +81,7 @@ def test_few_iterations_are_conjugate_gradients() -> None:
 
 
 @pytest.mark.parametrize(("lr", "tries", "length"), [(1.0, 4, 1.0), (3.0, 4, 1.5), (20.0, 3, 0.0), (3.0, 1, 3.0)])
-def test_the_first_length_is_taken_that_lowers_the_mean_loss_enough(lr: float, tries: int, length: float) -> None:
+def test_newton_takes_the_first_step_length_that_lowers_the_mean_loss_enough(lr: float, tries: int, length: float) -> None:
     """On a quadratic f(s) - f(0) = (s - s^2/2) g . d, so s is good up to 2 (1 - 0.1) = 1.8; 20, 10 and 5 are not."""
     strategy = Newton(iterations=40, damping=1e-10, tries=tries)
     sessions = run(made(2, strategy, lr=lr))
@@ -95,7 +95,7 @@ def test_the_first_length_is_taken_that_lowers_the_mean_loss_enough(lr: float, t
 
 
 @pytest.mark.parametrize("products", ["summed", "local"])
-def test_both_hosts_send_remember_and_learn_the_same(products: str) -> None:
+def test_both_hosts_send_keep_and_learn_the_same(products: str) -> None:
     task = toy(model=lambda: net().double(), data=data, evaluate=None)
     e = made(3, Newton(products=products, iterations=3, damping=1.0), steps=8, task=task, pace=5.0)
     sessions = run(e)
@@ -107,7 +107,7 @@ def test_both_hosts_send_remember_and_learn_the_same(products: str) -> None:
         np.testing.assert_allclose(sampled(simulated, "loss", rank), session.record.losses(), rtol=1e-8)
 
 
-def test_products_and_tries_are_spans_of_computing_on_both_hosts() -> None:
+def test_products_and_tries_are_compute_spans_on_both_hosts() -> None:
     e = made(2, Newton(iterations=3, tries=2), steps=2, pace=20.0)
     (first, _) = run(e)
     spans = simulate(e, real=True).spans
@@ -122,7 +122,7 @@ def test_products_and_tries_are_spans_of_computing_on_both_hosts() -> None:
 
 
 @pytest.mark.parametrize("other", ["LocalSGD", "ZeRO1", "KFAC"])
-def test_it_comes_and_goes_while_others_train(other: str) -> None:
+def test_newton_is_switched_to_and_from_live(other: str) -> None:
     changes = [Change(3, "strategy", "Newton"), Change(6, "strategy", other), Change(9, "strategy", "DDP")]
     sessions = run(made(3, DDP(), steps=12, lr=0.02), *changes)
     assert {s.phase for s in sessions} == {"done"}
@@ -133,6 +133,6 @@ def test_it_comes_and_goes_while_others_train(other: str) -> None:
     ("compressor", "TopK", "use Dense"), ("partition", {"Pipeline": {"stages": 2}}, "go by all of a replica's"),
     ("clip", 1.0, "clip=1"),
 ])  # fmt: skip
-def test_what_it_cannot_be_with_is_refused_in_words(path: str, value: Any, said: str) -> None:
+def test_settings_that_newton_cannot_use_raise_knob_error(path: str, value: Any, said: str) -> None:
     with pytest.raises(KnobError, match=said):
         made(2, Newton()).set(path, value)

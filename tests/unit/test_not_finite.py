@@ -1,4 +1,4 @@
-"""A loss or a gradient that is no number, and a loss that runs away: who, where, and what is done about it."""
+"""Tests losses and gradients that are not finite, and diverging losses: who, where, and the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BAD = 3  # the step whose batch is bad, on rank 1
 
 
 def data(rank: int, ranks: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """As the toy's, but for one batch of rank 1 that is marked by its first number."""
+    """Returns the toy's data, except that the first number of rank 1's batch `BAD` marks it."""
     drawn = [batch(rank, step, seed) for step in range(64)]
     if rank == 1:
         drawn[BAD][0][0, 0] = 1e3
@@ -48,7 +48,7 @@ def marked(x: Tensor) -> bool:
 
 
 class Breaks(nn.Module):
-    """The toy's net, with a layer in its midst that answers a marked batch as it is told to."""
+    """The toy's net with a middle layer that treats a marked batch by `how`."""
 
     def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def forth(h: Tensor) -> Tensor:
 
 
 def back(h: Tensor) -> Tensor:
-    """What goes forward is a number, what comes back is none: the root's slope at 0."""
+    """The forward value is finite but the gradient is not: a square root's slope at 0."""
     return h + (h - h.detach()).abs().sqrt()
 
 
@@ -90,14 +90,14 @@ def noted(session: Any, name: str = "nan") -> list[tuple[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("how", "layer"), [(forth, "odd"), (lambda h: h / 0.0, "odd")])
-def test_the_layer_is_the_first_in_forward_order_whose_output_is_no_number(how: Any, layer: str) -> None:
+def test_the_named_layer_is_the_first_in_forward_order_with_a_non_finite_output(how: Any, layer: str) -> None:
     model = net(lambda: Breaks(how))
     found = in_forward(model, mse, data(1, 2, 0)[BAD])
     assert (found.layer, found.why) == (layer, "the first in forward order whose output is not finite")
     assert in_forward(model, mse, data(1, 2, 0)[0]).why == "the same batch computed once more gives a number"
 
 
-def test_arithmetic_between_layers_is_its_module_s_and_not_the_next_layer_s() -> None:
+def test_arithmetic_between_layers_is_blamed_on_its_module_not_the_next_layer() -> None:
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -110,7 +110,7 @@ def test_arithmetic_between_layers_is_its_module_s_and_not_the_next_layer_s() ->
     assert in_forward(model, mse, batch(0, 0, 0)).layer == "1"
 
 
-def test_a_bad_batch_and_a_bad_loss_are_told_from_a_layer() -> None:
+def test_a_bad_batch_and_a_bad_loss_are_distinguished_from_a_layer() -> None:
     x, y = batch(0, 0, 0)
     assert in_forward(net(), mse, (x * NAN, y)).why == "the batch holds numbers that are not finite"
     given = in_forward(net(), lambda model, pair: mse(model, (pair[0] * NAN, pair[1])), (x, y))
@@ -119,7 +119,7 @@ def test_a_bad_batch_and_a_bad_loss_are_told_from_a_layer() -> None:
     assert (found.layer, found.why[:37]) == ("", "every layer's output is finite, and t")
 
 
-def test_the_layer_is_the_first_in_backward_order_whose_gradient_is_no_number() -> None:
+def test_the_named_layer_is_the_first_in_backward_order_with_a_non_finite_gradient() -> None:
     model = net(lambda: Breaks(back))
     found = in_backward(model, mse, data(1, 2, 0)[BAD])
     assert found is not None and found.layer == "odd"
@@ -134,7 +134,7 @@ def test_the_layer_is_the_first_in_backward_order_whose_gradient_is_no_number() 
     assert in_gradients(model).layer == "odd" and in_parameters(net()).layer == ""
 
 
-def test_looking_for_the_layer_changes_nothing_and_fails_in_silence() -> None:
+def test_the_search_for_the_layer_changes_nothing_and_never_raises() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4))
     kept, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     pair = batch(0, 0, 0)
@@ -153,7 +153,7 @@ def test_looking_for_the_layer_changes_nothing_and_fails_in_silence() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("how", "first", "layer"), [(forth, (BAD, 1), "odd"), (back, (BAD + 1, None), "b")])
-def test_ranks_name_rank_layer_and_step_and_pause(how: Any, first: Any, layer: str) -> None:
+def test_ranks_pause_and_report_rank_layer_and_step(how: Any, first: Any, layer: str) -> None:
     sessions = live(experiment(2, 0, task=breaking(how)))
     until(lambda: all(s.phase == "paused" for s in sessions))
     step, detail = min((m for s in sessions for m in noted(s)), key=lambda m: m[0])
@@ -172,7 +172,7 @@ def skipping(ranks: int = 2, steps: int = 8, task: Any = None, **rest: Any) -> E
 
 
 def reference(left_out: int, steps: int = 8) -> Tensor:
-    """One process on the joined batch of two ranks, which leaves one step out."""
+    """Returns one process's weights on the joined batch of two ranks, without one step."""
     model = net(lambda: Breaks(forth))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     for step in range(steps):
@@ -187,7 +187,7 @@ def reference(left_out: int, steps: int = 8) -> Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", [forth, back])
-def test_a_skipped_step_is_one_that_nobody_made_and_its_rank_and_layer_are_named(how: Any) -> None:
+def test_a_skipped_step_has_no_effect_and_its_rank_and_layer_are_reported(how: Any) -> None:
     sessions = run(skipping(task=breaking(how)))
     for s in sessions:
         assert torch.allclose(weights(s), reference(BAD), atol=1e-6)
@@ -210,14 +210,14 @@ def test_both_hosts_skip_the_same_steps(strategy: Strategy) -> None:
 
 
 def finite_but_for(e: Experiment) -> set[tuple[int, int]]:
-    """(step, rank) of the losses of a simulated run that are no numbers."""
+    """Returns (step, rank) of the non-finite losses of a simulated run."""
     rows = simulate(e, real=True).timeline.samples.rows()
     rows = rows[rows.equal("name", "loss")]
     return {(int(s), int(r)) for s, r, v in zip(rows.step, rows.rank, rows.value, strict=True) if not math.isfinite(v)}
 
 
 @pytest.mark.parametrize("name", shipped(Strategy))
-def test_every_strategy_skips_a_bad_step_and_goes_on_or_refuses_in_words(name: str) -> None:
+def test_every_strategy_skips_a_bad_step_or_refuses_the_policy(name: str) -> None:
     strategy = fitting(shipped(Strategy)[name], 4)
     can = strategy.clips and strategy.skips and not strategy.shards and strategy.workers == 1
     if not can:
@@ -231,12 +231,12 @@ def test_every_strategy_skips_a_bad_step_and_goes_on_or_refuses_in_words(name: s
 
 
 @pytest.mark.parametrize("name", shipped(Compressor))
-def test_no_compressor_remembers_a_step_that_was_skipped(name: str) -> None:
+def test_no_compressor_keeps_state_of_a_skipped_step(name: str) -> None:
     e = skipping(3, 9, compressor=shipped(Compressor)[name].usual())
     assert finite_but_for(e) == {(BAD, 1)}
 
 
-def test_running_statistics_have_nothing_of_a_step_that_was_skipped() -> None:
+def test_running_statistics_exclude_a_skipped_step() -> None:
     class Normed(Breaks):
         def __init__(self) -> None:
             super().__init__(forth)
@@ -254,7 +254,7 @@ def test_the_stages_of_all_replicas_skip_a_step_together() -> None:
     def drawn(rank: int, ranks: int, seed: int) -> list[Any]:
         pairs = batches(rank, ranks, seed)
         if rank == 1:
-            pairs[BAD][1][0, 0] = NAN  # what its replica is to learn
+            pairs[BAD][1][0, 0] = NAN  # the label of its replica
         return pairs
 
     task = toy(model=deep, data=drawn, evaluate=held_out, loss=mse)
@@ -266,7 +266,7 @@ def test_the_stages_of_all_replicas_skip_a_step_together() -> None:
     assert {step for step, v in losses if not math.isfinite(v)} == {BAD}
 
 
-def test_gradients_are_finite_but_for_any_number_that_is_none() -> None:
+def test_finite_detects_any_nan_or_infinity() -> None:
     huge = torch.full((8,), 3e38)
     assert finite.finite([None, huge, torch.zeros(0), torch.ones(3, dtype=torch.float16) * 6e4])
     for bad in (NAN, math.inf, -math.inf):
@@ -274,7 +274,7 @@ def test_gradients_are_finite_but_for_any_number_that_is_none() -> None:
     assert not finite.finite([torch.tensor([math.inf, -math.inf])]) and finite.finite([])
 
 
-def test_a_policy_that_does_not_help_is_given_up_after_a_while() -> None:
+def test_the_skip_policy_ends_after_too_many_skips_in_a_row() -> None:
     task = toy(loss=lambda model, pair: mse(model, pair) * NAN)
     found = simulate(skipping(task=task, steps=finite.IN_A_ROW + 5), real=True).details("nan")
     last = [(step, d) for step, _, d in found if not d.get("skipped")]
@@ -286,16 +286,16 @@ def test_a_policy_that_does_not_help_is_given_up_after_a_while() -> None:
     (ZeRO1(), "under ZeRO1 no update has all of a rank's gradients before it"),
     (KFAC(), "KFAC remembers something of a step's gradients before its update"),
 ])  # fmt: skip
-def test_what_cannot_skip_says_why(strategy: Strategy, why: str) -> None:
+def test_a_strategy_that_cannot_skip_raises_knob_error_with_the_reason(strategy: Strategy, why: str) -> None:
     with pytest.raises(KnobError, match=why):
         skipping(strategy=strategy)
 
 
-# -- a loss that runs away --
+# -- a diverging loss --
 
 
 def losing(*values: float) -> Any:
-    """A task whose loss at each step is what is given, whatever the model."""
+    """A task whose loss at each step is a given value, for any model."""
 
     def drawn(rank: int, ranks: int, seed: int) -> list[Any]:
         return [(*batch(rank, step, seed), value) for step, value in enumerate(values)]
@@ -311,19 +311,19 @@ def ran_away(values: list[float], **rest: Any) -> list[tuple[int, dict[str, Any]
     return [(step, d) for step, _, d in simulate(e, real=True).details("diverged")]
 
 
-def test_a_loss_far_above_the_best_of_before_has_run_away_once() -> None:
+def test_a_loss_far_above_the_earlier_best_is_reported_once() -> None:
     values = [2.0 - 0.1 * n for n in range(10)] + [500.0, 900.0, 5e3]
     assert ran_away(values) == [(10, {"rank": 0, "loss": "500", "best": "1.55"})]
     assert ran_away(values, diverged=0.0) == [] and ran_away(values, diverged=1e4) == []
 
 
-def test_a_loss_that_is_near_nothing_may_be_many_times_itself() -> None:
+def test_a_tiny_loss_may_grow_many_times_without_a_report() -> None:
     values = [2.0, 1e-3, *[1e-8] * 20, *[1e-2] * 10, *[1.0] * 5]
     assert ran_away(values) == [], "below the first it has learned something"
 
 
 @pytest.mark.ranks
-def test_a_run_that_goes_on_after_a_pause_is_not_paused_for_the_same_again() -> None:
+def test_a_resumed_run_does_not_pause_again_for_the_same_loss() -> None:
     values = [2.0] * 5 + [500.0] * 4000
     (s,) = live(experiment(1, 0, task=losing(*values), diverged=10.0))
     until(lambda: s.phase == "paused")
@@ -335,11 +335,11 @@ def test_a_run_that_goes_on_after_a_pause_is_not_paused_for_the_same_again() -> 
     assert s.join(60)
 
 
-# -- what is done --
+# -- policies --
 
 
 @pytest.mark.parametrize(("policy", "steps"), [("auto", 8), ("pause", 8), ("stop", BAD + 1)])
-def test_a_simulation_goes_on_for_nobody_waits_or_stops_where_it_is_to(policy: str, steps: int) -> None:
+def test_a_simulation_goes_on_unless_the_policy_is_stop(policy: str, steps: int) -> None:
     made = simulate(skipping().set("on_nan", policy), real=True)
     rows = made.timeline.spans.rows()
     assert int(rows[rows.equal("lane", "step")].step.max()) == steps - 1
@@ -348,7 +348,7 @@ def test_a_simulation_goes_on_for_nobody_waits_or_stops_where_it_is_to(policy: s
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("changes", [(), (Change(2, "on_nan", "stop"),)])
-def test_ranks_stop_where_they_are_to_also_if_that_is_set_live(changes: Any) -> None:
+def test_ranks_stop_by_policy_even_if_it_is_set_live(changes: Any) -> None:
     policy = "pause" if changes else "stop"
     sessions = live(experiment(2, 0, task=breaking(forth), on_nan=policy), changes)
     assert all(s.join(60) for s in sessions)
@@ -356,7 +356,7 @@ def test_ranks_stop_where_they_are_to_also_if_that_is_set_live(changes: Any) -> 
 
 
 @pytest.mark.parametrize("bad", ["explode", "", None, 3])
-def test_what_may_be_done_is_said(bad: Any) -> None:
+def test_an_unknown_on_nan_policy_raises_knob_error(bad: Any) -> None:
     with pytest.raises(KnobError, match=r"on_nan=.*: must be one of auto, pause, stop, skip"):
         Experiment().set("on_nan", bad)
 
@@ -367,7 +367,7 @@ def following(policy: str = "auto", watched: bool = False, ranks: int = 2) -> Li
 
 
 def came(live: Live, rank: int, step: int, t: float, name: str, **detail: Any) -> None:
-    """A rank's next mark has come."""
+    """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps({"rank": rank, **detail}))])
     live.take(Batch("g", "marks", rank, live.gaps.next["marks", rank], row))
 
@@ -375,14 +375,14 @@ def came(live: Live, rank: int, step: int, t: float, name: str, **detail: Any) -
 @pytest.mark.parametrize(("policy", "watched", "ends"), [
     ("auto", True, False), ("auto", False, True), ("pause", False, False), ("stop", True, True), ("skip", False, True),
 ])  # fmt: skip
-def test_the_lab_pauses_or_ends_a_run_by_its_policy_and_who_watches(policy: str, watched: bool, ends: bool) -> None:
+def test_the_lab_pauses_or_ends_a_run_by_its_policy_and_watchers(policy: str, watched: bool, ends: bool) -> None:
     for name in ("nan", "diverged"):
         it = following(policy, watched)
         came(it, 1, 4, 2.0, name, loss="nan", layer="b", why="it is", best="2")
         assert (it.ending.asked, it.ending.unwatched is not None) == (ends, ends)
 
 
-def test_the_sentence_names_rank_layer_and_step_and_what_would_do() -> None:
+def test_the_note_names_rank_layer_step_and_a_remedy() -> None:
     it = following("stop")
     came(it, 1, 4, 2.0, "nan", loss="inf", layer="b", why="the first in forward order whose output is not finite")
     assert it.notes[-1] == ("rank 1's loss was inf at step 4, in layer 'b' (the first in forward order whose output is "
@@ -395,7 +395,7 @@ def test_the_sentence_names_rank_layer_and_step_and_what_would_do() -> None:
     assert it.notes[-1].startswith("rank 0's loss was 500 at step 9, after 1.55 at its best, before")
 
 
-def test_steps_that_were_skipped_are_one_note_and_who_met_it_himself_is_named() -> None:
+def test_skipped_steps_give_one_note_that_names_the_rank_with_the_bad_gradient() -> None:
     it = following("skip")
     came(it, 0, 4, 2.0, "nan", loss="", layer="c", why="", skipped=True, own=False)
     came(it, 1, 4, 2.1, "nan", loss="", layer="b", why="", skipped=True, own=True)
@@ -405,13 +405,13 @@ def test_steps_that_were_skipped_are_one_note_and_who_met_it_himself_is_named() 
     assert not it.ending.asked and it.ending.unwatched is None
 
 
-def test_a_record_of_before_says_no_layer_and_is_read() -> None:
+def test_an_older_record_without_a_layer_is_read() -> None:
     it = following("auto")
     came(it, 1, 4, 2.0, "nan", loss="nan")
     assert it.notes[-1].startswith("rank 1's loss was nan at step 4, before any other's")
 
 
-def test_a_new_knob_leaves_results_that_were_kept_valid() -> None:
+def test_a_new_knob_with_its_default_keeps_cached_results_valid() -> None:
     from tests.bench.cells import told
 
     assert not {"on_nan", "diverged"} & told(Experiment())["Experiment"].keys()

@@ -1,4 +1,4 @@
-"""The lessons as files: stripped, small, and in the order a lesson has."""
+"""Tests the lessons as files: stripped, small, and with a lesson's structure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_lesson_is_stripped_and_small(name: str) -> None:
     nbformat.validate(book(name))
 
 
-WRITES = {"19_your_own.ipynb": 32}  # a strategy is a class, and cannot be cut into cells
+WRITES = {"19_your_own.ipynb": 32}  # a strategy is a class, which cannot be split into cells
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +46,7 @@ def test_the_code_of_a_lesson_is_short_and_parses(name: str) -> None:
         assert len(source.splitlines()) <= WRITES.get(name, 12), source
 
 
-WIDE = {"16_who_decides_when.ipynb": 104}  # one line of a judge that is twelve lines long
+WIDE = {"16_who_decides_when.ipynb": 104}  # one line of a check of twelve lines
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,20 +57,20 @@ def test_no_line_of_code_is_cut_off_on_a_projector(name: str) -> None:
 
 
 UNITS = r"\d[\d.,]*\s*(?:ms|s|MB|kB|Mbit/s|%|times|steps|ranks|messages)(?!\w)"
-SETS = r"[Ss]et (?:\*\*\w+\*\*|it)(?: back)? to \d+"  # what a person is asked to set: shown in tests/browser
+SETS = r"[Ss]et (?:\*\*\w+\*\*|it)(?: back)? to \d+"  # settings that the reader changes: tests/browser shows them
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_number_with_a_unit_is_typed_into_a_lesson(name: str) -> None:
-    """They come from the recipe or from the run: in an f-string, or as what a cell shows."""
+    """Numbers come from the recipe or from the run: in an f-string, or in a cell's output."""
     prose = [HEAD.sub("", cell.source) for cell in book(name).cells if cell.cell_type == "markdown"]
     said = [token for source in code(name) for token in re.findall(r"#[^\n]*|[\"'][^\"'\n]*[\"']", source)]
-    for text in (*prose, *(re.sub(r"\{[^{}]*\}", "", token) for token in said)):  # what is in braces is computed
+    for text in (*prose, *(re.sub(r"\{[^{}]*\}", "", token) for token in said)):  # expressions in braces are computed
         assert not re.findall(UNITS, re.sub(SETS, "", text)), text
 
 
 @pytest.mark.parametrize("name", ["01_reading_a_timeline.ipynb", "02_one_strategy_two_clocks.ipynb"])
-def test_what_answers_a_question_is_shown_only_after_a_guess(name: str) -> None:
+def test_the_answer_is_shown_only_after_a_guess(name: str) -> None:
     sources = code(name)
     asked = next(i for i, s in enumerate(sources) if "guess = Prediction(" in s)
     answered = next(i for i, s in enumerate(sources) if "guess.against(" in s)
@@ -121,7 +121,7 @@ def headings(text: str) -> list[str]:
 def test_a_lesson_has_its_shape_and_ends_with_the_worksheet(name: str) -> None:
     prose = "\n".join(cell.source for cell in book(name).cells if cell.cell_type == "markdown")
     found = [head.partition(":")[0] for head in headings(prose)]
-    asked = SHAPE if name > "01" else SHAPE[-2:]  # the first lesson is a walk through the dashboard
+    asked = SHAPE if name > "01" else SHAPE[-2:]  # the first lesson is a tour of the dashboard
     assert [head for head in found if head in asked] == list(asked)
     title = re.findall(r"^# (.+)$", prose, re.MULTILINE)
     assert len(title) == 1 and code(name)[-1] == f'worksheet("{name[:2]} {title[0]}")'
@@ -141,8 +141,8 @@ def test_an_exercise_has_hints_and_says_how_to_get_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name > "02"])
-def test_hints_are_out_of_sight_until_they_are_asked_for(name: str) -> None:
-    """A notebook names them by its number."""
+def test_hints_are_hidden_until_requested(name: str) -> None:
+    """The notebook asks for hints by its number."""
     told = given(name[:2])
     assert len(told) > 1 and all(len(hint) > 20 and hint[-1] in ".?" for hint in told)
     text = (FOLDER / name).read_text("utf8")
@@ -150,7 +150,7 @@ def test_hints_are_out_of_sight_until_they_are_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_how_long_a_lesson_runs_was_measured_as_it_is_and_stands_in_its_head(name: str) -> None:
+def test_a_lessons_head_has_the_measured_duration_of_its_present_code(name: str) -> None:
     found = json.loads(DATA.read_text())[name]
     assert found["code"] == code_of(name), "python -m tests.course measures it again"
     assert head(found) in book(name).cells[0].source

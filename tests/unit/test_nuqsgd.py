@@ -1,4 +1,4 @@
-"""NUQSGD's levels: what rounding to them costs, against the bounds and against equal distances."""
+"""Compares the rounding cost of NUQSGD's levels with its bounds and with uniform levels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def costs(of: Levels, x: torch.Tensor, block: int) -> float:
-    """E |C(x) - x|^2 / |x|^2 by the definition, without any rng."""
+    """Computes E |C(x) - x|^2 / |x|^2 from the definition, without random draws."""
     rows = x.double().numpy().reshape(-1, block)
     size = np.linalg.norm(rows, axis=1) if of.norm == "l2" else np.abs(rows).max(1)
     r, levels = rows / size[:, None], of.levels(Memory()).double().numpy()
@@ -56,7 +56,7 @@ def test_the_variance_is_within_the_bound(bits: int, s: int) -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.25, 2.0, 4.0])
-def test_between_two_levels_the_cost_relative_to_the_element_is_bounded_by_their_ratio(ratio: float) -> None:
+def test_the_relative_cost_between_two_levels_is_bounded_by_their_ratio(ratio: float) -> None:
     low, high = 0.3 / ratio, 0.3
     levels = torch.tensor([-1.0, low, high, 1.0])
     r = torch.linspace(low, high, 4001)[:-1]
@@ -66,8 +66,8 @@ def test_between_two_levels_the_cost_relative_to_the_element_is_bounded_by_their
     assert bound * 0.999 < float(cost.max()) < bound * 1.001
 
 
-def test_which_levels_cost_less_depends_on_the_norm_and_the_data() -> None:
-    """Eight magnitudes each; blocks of 64 to 32768 of normal and of heavy-tailed elements."""
+def test_the_cheaper_levels_depend_on_the_norm_and_the_data() -> None:
+    """Eight magnitudes each; blocks of 64 to 32768 normal and heavy-tailed elements."""
     published = {("l2", 64): (0.22, 0.08), ("l2", 512): (1.58, 0.09), ("l2", 4096): (6.29, 0.18),
                  ("l2", 32768): (19.6, 1.26), ("max", 64): (0.023, 0.073), ("max", 512): (0.037, 0.081),
                  ("max", 4096): (0.049, 0.082), ("max", 32768): (0.063, 0.082)}
@@ -88,7 +88,7 @@ def test_halves_of_a_power_of_two_are_decoded_exactly() -> None:
             assert bool((parts.mantissa == 0.5).all()) and len(parts.exponent.unique()) > 3
 
 
-def test_without_a_zero_among_the_levels_nothing_is_zero_but_a_block_of_zeros() -> None:
+def test_without_a_zero_level_only_a_block_of_zeros_is_zero() -> None:
     x = torch.zeros(1, 8192)
     x[0, 0], x[0, 4096:] = 1.0, 0.0
     out = exchange(NUQSGD(bits=3, norm="max", block=4096, grid="code"), x, placed((8192,)), [Memory()])
@@ -96,7 +96,7 @@ def test_without_a_zero_among_the_levels_nothing_is_zero_but_a_block_of_zeros() 
     assert abs(float((out[1:4096] > 0).double().mean()) - 0.5) < 5 * 0.5 / 4095**0.5
 
 
-def test_every_knob_is_turned_live() -> None:
+def test_every_knob_changes_live() -> None:
     names = {"bits": 3, "multiplier": 0.3, "grid": "code", "norm": "max", "block": 64, "exchange": "two_hop"}
     changes = [Change(2 + at, name, to) for at, (name, to) in enumerate(names.items())]
     sessions = run(experiment(3, 10, compressor=NUQSGD()), *changes)

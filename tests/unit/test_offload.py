@@ -1,4 +1,4 @@
-"""ZeRO-Offload and ZeRO-Infinity: what lies on the host or on disk is what lay on the device, and steps as it did."""
+"""Tests ZeRO-Offload and ZeRO-Infinity: state on host or disk gives the same steps as on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Many(test_zero_3.Many):
-    """The same with a gradient of zeros for what is not read, so that the optimizer remembers something of each."""
+    """The same model with a zero gradient for unread parameters, so that each has optimizer state."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + 0.0 * self.unread[0])
@@ -42,12 +42,12 @@ ALL = [ZeROOffload(), ZeROInfinity(on="host"), ZeROInfinity(on="disk")]
 
 
 def same(ours: list[Session], plain: list[Session]) -> bool:
-    """Have all ranks the same parameters, to the bit?"""
+    """Whether all ranks have bit-identical parameters in both runs."""
     return all(torch.equal(weights(one), weights(other)) for one, other in zip(ours, plain, strict=True))
 
 
 def moved(session: Session, step: int) -> dict[str, int]:
-    """Bytes that went to or from host or disk in a step, by what the Spans are called but for the bucket."""
+    """Returns the bytes moved to or from host or disk in a step, by Span name without the bucket."""
     found: dict[str, int] = defaultdict(int)
     for at, lane, name, *_, nbytes in session.record:
         if lane == "offload" and at == step:
@@ -57,24 +57,24 @@ def moved(session: Session, step: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_shards_away_from_the_device_make_what_those_on_it_do(strategy: Any, ranks: int) -> None:
+def test_offloaded_shards_train_as_shards_on_the_device(strategy: Any, ranks: int) -> None:
     e = many(ranks, eval_every=4)
     ours, plain = run(e.set("strategy", strategy)), run(e.set("strategy", ZeRO2()))
     assert same(ours, plain)
-    found, wanted = (seen(one[0], "held_out") for one in (ours, plain))  # of ZeRO2 that of the ranks' mean,
+    found, wanted = (seen(one[0], "held_out") for one in (ours, plain))  # ZeRO2 evaluates the ranks' mean,
     assert len(found) == 4 and found == pytest.approx(wanted, rel=1e-6 if ranks == 3 else 0.0, abs=0.0)  # (w+w+w)/3
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 @pytest.mark.parametrize("rest", [{"optimizer": SGD(momentum=0.9)}, {"clip": 0.05}], ids=["momentum", "clip"])
-def test_so_do_other_optimizers_and_gradients_that_are_shortened(strategy: Any, rest: dict[str, Any]) -> None:
-    """A norm is added up bucket by bucket, which ZeRO2 cuts in another order in its first step; ZeRO3 does not."""
+def test_offloaded_shards_train_the_same_with_momentum_and_clipping(strategy: Any, rest: dict[str, Any]) -> None:
+    """ZeRO2 cuts the buckets in another order in its first step than a norm summed by bucket; ZeRO3 does not."""
     e, plain = many(2, **rest), ZeRO3() if isinstance(strategy, ZeRO3) else ZeRO2()
     assert same(run(e.set("strategy", strategy)), run(e.set("strategy", plain)))
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
-def test_a_change_of_anything_brings_all_of_it_back_first(strategy: Any) -> None:
+def test_any_change_first_brings_all_state_back_to_the_device(strategy: Any) -> None:
     e = many(2, 14)
     always = [Change(2, "bucket_mb", 0.03), Change(3, "optimizer", AdamW(beta1=0.8)), Change(9, "lr", 3e-3)]
     others = [Change(5, "strategy", ZeRO3()), Change(6, "strategy", strategy), Change(7, "strategy", ZeROInfinity()),
@@ -85,22 +85,22 @@ def test_a_change_of_anything_brings_all_of_it_back_first(strategy: Any) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_buckets_are_cut_anew_at_the_boundary_at_which_another_optimizer_has_brought_all_of_it_back(ranks: int) -> None:
+def test_buckets_can_be_resized_at_the_boundary_at_which_the_optimizer_changes(ranks: int) -> None:
     e = many(ranks, 8).set("optimizer", SGD(momentum=0.9)).set("strategy", ZeRO2())
     changes = Change(4, "optimizer", AdamW()), Change(4, "bucket_mb", 0.03)
     ours = run(e, Change(2, "strategy", ZeROInfinity(on="disk")), *changes)
     assert ours[0].experiment.bucket_mb == 0.03 and same(ours, run(e, *changes))
 
 
-def test_what_is_where_and_what_goes_there_is_what_the_paper_counts() -> None:
-    """Adam in fp32: of Psi parameters 4 Psi / p bytes down and up; with a disk 12 Psi / p each way for the update."""
+def test_offloaded_memory_and_moved_bytes_match_the_papers() -> None:
+    """Adam in fp32: 4 Psi / p bytes of Psi parameters down and up; with a disk 12 Psi / p each way for the update."""
     offload, infinity = (run(many(2, strategy=strategy)) for strategy in (ZeROOffload(), ZeROInfinity()))
     shard = sum(4 * -(-bucket.data.numel() // 2) for bucket in offload[0].layout.params())
     assert moved(offload[0], 6) == {
         "offload gradients to host": shard, "fetch parameters to device": shard, "update": 0,
     }  # fmt: skip
     down = moved(infinity[0], 6)
-    counters = 4 * len(list(Many().parameters()))  # Adam's, which lie with every piece of a parameter
+    counters = 4 * len(list(Many().parameters()))  # Adam's counters, stored with every piece of a parameter
     assert down["offload gradients to host"] == shard
     assert shard <= down["fetch parameters to device"] <= 2 * shard  # forward and backward, but the last layers stay
     assert down["fetch parameters to host"] == down["offload parameters to disk"] == shard
@@ -109,12 +109,12 @@ def test_what_is_where_and_what_goes_there_is_what_the_paper_counts() -> None:
     for session, where, most in ((offload[0], "host", 4), (infinity[0], "disk", 3)):
         assert seen(session, "memory optimizer state")[-1] == 0
         assert most * shard < max(seen(session, f"memory on {where}")) < most * shard + counters
-    assert max(seen(infinity[0], "memory on host")) < 2 * shard  # gradients, and what the next updates need
+    assert max(seen(infinity[0], "memory on host")) < 2 * shard  # gradients, and the state for the next updates
     assert seen(offload[0], "memory parameters")[-1] > 4 * NUMEL > 2 * seen(infinity[0], "memory parameters")[-1]
 
 
 class Recurrence:
-    """The delayed parameter update on one process: every gradient is of parameters that are one update older."""
+    """The delayed parameter update on one process: gradients belong to parameters one update older."""
 
     def __init__(self, begin: int, ranks: int) -> None:
         self.model, self.begin = Many(), begin
@@ -158,15 +158,15 @@ def test_a_delayed_update_is_the_recurrence_with_gradients_one_update_older(rank
 
 
 def test_a_delayed_update_is_the_same_in_every_run_and_on_both_clocks() -> None:
-    """The host steps beside a backward that fills the very buckets again."""
+    """The host steps during a backward that refills the same buckets."""
     e = many(2, 20, strategy=ZeROOffload(delayed=True, delay_from=1), pace=4.0, eval_every=1)
     first, second = (seen(run(e)[0], "held_out") for _ in range(2))
     rows = simulate(e, real=True).timeline.samples.rows()
     assert first == second == rows.value[rows.equal("name", "held_out")].tolist()
 
 
-def test_a_delayed_update_goes_by_the_rate_of_its_own_step() -> None:
-    """It ends in the next step, whose rate is another."""
+def test_a_delayed_update_uses_the_learning_rate_of_its_own_step() -> None:
+    """The update ends in the next step, which has another rate."""
     strategy = ZeROOffload(delayed=True, delay_from=0)
     e = many(1, 8, strategy=strategy, lr_warmup=8, optimizer=SGD(momentum=0.0))
     plain = many(1, 8, strategy=ZeRO2(), lr_warmup=8, optimizer=SGD(momentum=0.0))
@@ -196,7 +196,7 @@ def test_engine_and_both_simulators_move_the_same(strategy: Any, ranks: int) -> 
                                                                  rel=0.35)  # fmt: skip
 
 
-def test_ways_that_are_said_to_be_slow_take_their_time() -> None:
+def test_emulated_host_and_disk_rates_are_kept() -> None:
     fabric = Fabric(host=0.02, disk=0.01)
     session = run(many(1, 4, strategy=ZeROInfinity(), fabric=fabric))[0]
     spans = [(name, t1 - t0, n) for _, lane, name, _, t0, t1, n in session.record if lane == "offload" and n]
@@ -207,8 +207,8 @@ def test_ways_that_are_said_to_be_slow_take_their_time() -> None:
 
 
 @pytest.mark.parametrize("knob", ["prefetch", "outstanding"])
-def test_what_comes_ahead_hides_behind_compute(knob: str) -> None:
-    """On the virtual clock, where disk, host and wire are slow."""
+def test_prefetches_and_outstanding_transfers_hide_behind_compute(knob: str) -> None:
+    """On the virtual clock, where disk, host and network are slow."""
     fabric = Fabric(disk=2.0, host=0.1, link=Link(bandwidth=100.0))
     e = many(2, 8, strategy=ZeROInfinity(), pace=40.0, fabric=fabric)
     least = simulate(e.set(f"strategy.{knob}", 0 if knob == "prefetch" else 1), real=False).summary()["step_s"]
@@ -216,7 +216,7 @@ def test_what_comes_ahead_hides_behind_compute(knob: str) -> None:
     assert more < least
 
 
-def test_host_and_disk_hold_the_same_in_other_places() -> None:
+def test_state_goes_to_host_or_disk_as_chosen() -> None:
     found = [run(many(2, 6, strategy=ZeROInfinity(on=on)))[0] for on in ("host", "disk")]
     assert seen(found[0], "memory on disk") == [] and max(seen(found[1], "memory on disk")) > 0
     assert max(seen(found[0], "memory on host")) > max(seen(found[1], "memory on host"))
@@ -225,7 +225,7 @@ def test_host_and_disk_hold_the_same_in_other_places() -> None:
 # -- the file --
 
 
-def test_the_file_gives_back_what_was_written_and_uses_its_room_again() -> None:
+def test_the_file_returns_written_tensors_and_reuses_space() -> None:
     scratch = Scratch()
     rng = torch.Generator().manual_seed(0)
     things = [torch.randn(1000, generator=rng), torch.tensor(3.0), torch.randn(7, 9, generator=rng).bfloat16(),
@@ -240,7 +240,7 @@ def test_the_file_gives_back_what_was_written_and_uses_its_room_again() -> None:
     assert torch.equal(scratch.read(places[2])[0], things[2])
 
 
-def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_reads_and_writes_lose_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:37], at))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:41]], at))
@@ -248,22 +248,22 @@ def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatc
     assert torch.equal(scratch.read(scratch.write([x]))[0], x)
 
 
-def test_a_disk_that_is_full_fails_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, data: Any, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
     sessions = live(many(2, strategy=ZeROInfinity()))
-    ended(sessions)  # and do not wait for each other, which would last for ten minutes
+    ended(sessions)  # without waiting for each other, which would take ten minutes
     assert {s.phase for s in sessions} == {"failed"}
     assert any("No space left" in s.error["text"] for s in sessions if s.error)
 
 
 @pytest.mark.parametrize("reads", [20, 37, 38, 39, 40, 45, 60])
-def test_a_disk_that_fails_on_one_rank_fails_the_run_at_once_and_says_so(
+def test_a_disk_error_on_one_rank_fails_the_run_at_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, reads: int
 ) -> None:
-    """Whatever waits for what at that time: ranks do not go on with collectives that no longer belong together."""
+    """Ranks must not go on with collectives that no longer match, in any state of waiting."""
     read, count = os.preadv, [0]
 
     def broken(fd: int, into: Any, at: int) -> int:
@@ -281,7 +281,7 @@ def test_a_disk_that_fails_on_one_rank_fails_the_run_at_once_and_says_so(
 
 
 def opened(fd: str) -> str:
-    """What a descriptor of this process is of; "" for one that is closed again."""
+    """Returns the file of a descriptor of this process; "" if it is closed again."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -289,7 +289,7 @@ def opened(fd: str) -> str:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="a file without a name is found by Linux's /proc")
-def test_room_on_disk_is_given_back_and_used_again() -> None:
+def test_freed_space_of_the_file_is_reused() -> None:
     scratch, before = Scratch(), set(os.listdir("/proc/self/fd"))
     scratch.free(scratch.write([torch.ones(1)]))
     (its,) = {fd for fd in os.listdir("/proc/self/fd") if fd not in before and opened(fd)}
@@ -301,7 +301,7 @@ def test_room_on_disk_is_given_back_and_used_again() -> None:
         assert os.fstat(int(its)).st_size == 0
 
 
-def test_an_optimizer_with_a_group_of_none_and_a_scalar_are_no_obstacle() -> None:
+def test_an_empty_parameter_group_and_a_scalar_parameter_can_be_offloaded() -> None:
     def own(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": []}, {"params": list(params)}], lr=3e-3)
 
@@ -312,11 +312,11 @@ def test_an_optimizer_with_a_group_of_none_and_a_scalar_are_no_obstacle() -> Non
         assert same(run(e.set("strategy", strategy)), plain)
 
 
-# -- what is asked wrongly --
+# -- invalid requests --
 
 
 class Hasty(ZeROOffload):
-    """Steps on the host what is not there."""
+    """Steps on the host without offloading first."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -325,13 +325,13 @@ class Hasty(ZeROOffload):
         await rank.update(bucket, on="host")
 
 
-def test_to_step_on_the_host_what_is_not_there_is_refused_in_words() -> None:
+def test_a_host_step_without_offload_raises_an_error() -> None:
     sessions = live(many(1, strategy=Hasty()))
     ended(sessions)
     assert sessions[0].error and "not kept away from the device: `rank.offload` them first" in sessions[0].error["text"]
 
 
-def test_a_place_or_a_thing_that_nobody_knows_is_refused_in_words() -> None:
+def test_an_unknown_place_or_kind_of_state_raises_strategy_error() -> None:
     bucket = Bucket(0, torch.zeros(2), (), 0)
     for verb, what, to in (("offload", "weights", "host"), ("fetch", "gradients", "disk")):
         with pytest.raises(StrategyError, match="'parameters', 'gradients', 'optimizer state' to 'host' or"):

@@ -1,4 +1,4 @@
-"""Ok-Topk against the exact algorithm written out, its volume against the paper's bound, and the record."""
+"""Compares Ok-Topk with the exact algorithm in numpy, and its volume with the paper's bound."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def top(x: np.ndarray, k: int) -> np.ndarray:
-    """x where it is among its k largest magnitudes, else 0."""
+    """Keeps the k largest magnitudes of x, sets other elements to 0."""
     return np.where(np.abs(x) >= np.sort(np.abs(x))[-k], x, 0.0)
 
 
 def plain(steps: list[np.ndarray], k: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The exact algorithm: the top-k of the sum of all top-k, and what every rank has left."""
+    """Runs the exact algorithm: the top-k of the sum of all top-k; returns outputs and residuals."""
     left, out = np.zeros_like(steps[0]), []
     for g in steps:
         x = left + g
@@ -44,7 +44,7 @@ def plain(steps: list[np.ndarray], k: int) -> tuple[list[np.ndarray], np.ndarray
 
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "in a corner"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_with_thresholds_found_in_every_step_it_is_the_exact_algorithm(ranks: int, skewed: bool) -> None:
+def test_with_exact_thresholds_in_every_step_it_equals_the_exact_algorithm(ranks: int, skewed: bool) -> None:
     steps = [noise(t, ranks, 400).double() for t in range(7)]
     if skewed:
         for g in steps:
@@ -59,7 +59,7 @@ def test_with_thresholds_found_in_every_step_it_is_the_exact_algorithm(ranks: in
 
 
 def exchanged(of: Any, g: torch.Tensor, memories: list[Memory]) -> tuple[torch.Tensor, list[Op], list[int]]:
-    """One exchange of (ranks, n): the result, the operations, and the bytes that each rank sends."""
+    """Makes one exchange of (ranks, n); returns the result, the operations, and the bytes each rank sends."""
     p, n = g.shape
     buckets = [Bucket(0, row.clone(), tuple(placed((n,))), 0) for row in g]
     seen: list[Op] = []
@@ -89,7 +89,7 @@ SHAPES: dict[str, Gradients] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_rank_sends_six_k_numbers_whatever_the_number_of_ranks(ranks: int, shape: str) -> None:
-    """With lengths, once residuals have grown: in every step that uses known thresholds, and on average over all."""
+    """Counts lengths after residuals have grown: in every step with known thresholds, and on average over all."""
     n, k = 10_000, 600
     memories, base = [Memory() for _ in range(ranks)], SHAPES[shape](ranks)
     of, each = ErrorFeedback(of=OkTopK(density=k / n)), []
@@ -104,7 +104,7 @@ def test_no_rank_sends_six_k_numbers_whatever_the_number_of_ranks(ranks: int, sh
     assert exact < 2.5 * ranks, "what is gathered where the common threshold is found is 2 k numbers of each other"
 
 
-def test_regions_give_every_rank_as_much_to_add_up_where_equal_ones_would_not() -> None:
+def test_regions_balance_the_sums_where_equal_regions_would_not() -> None:
     g = noise(1, 4, 8000) * torch.linspace(1, 0, 8000) ** 8
     _, seen, _ = exchanged(OkTopK(density=0.05), g, [Memory() for _ in range(4)])
     lengths = next(op.args[1] for op in seen if op.verb == "all_to_allv")
@@ -114,8 +114,8 @@ def test_regions_give_every_rank_as_much_to_add_up_where_equal_ones_would_not() 
     assert equal.bincount(minlength=4).max() > 2 * 400
 
 
-def test_what_is_selected_is_handed_round_in_equal_shares_even_if_one_rank_owns_it() -> None:
-    """Seven eighths of the common largest lie in the last region."""
+def test_selected_elements_are_gathered_in_equal_shares_even_if_one_rank_owns_them() -> None:
+    """Seven of eight of the common largest elements are in the last region."""
     memories, g = [Memory() for _ in range(4)], noise(1, 4, 8000)
     of = OkTopK(density=0.05)
     exchanged(of, g, memories)
@@ -137,7 +137,7 @@ def test_a_threshold_follows_magnitudes_that_change_slowly(growth: float) -> Non
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-3, 1e3])
-def test_a_sudden_change_of_magnitudes_does_not_send_everything_nor_nothing(factor: float) -> None:
+def test_after_a_sudden_change_of_magnitudes_neither_all_nor_no_elements_are_sent(factor: float) -> None:
     memories = [Memory() for _ in range(2)]
     for t, scale in enumerate([factor, 1.0, factor, 1.0]):
         out, _, sent = exchanged(OkTopK(density=0.05), noise(t, 2, 8000) * scale, memories)
@@ -152,7 +152,7 @@ def test_far_too_many_of_one_magnitude_are_cut_to_k() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_passed_on_and_leaves_thresholds_alone(bad: float) -> None:
+def test_non_finite_values_pass_on_and_leave_thresholds_unchanged(bad: float) -> None:
     memories, of = [Memory() for _ in range(2)], ErrorFeedback(of=OkTopK(density=0.05))
     spoilt = noise(0, 2, 2000)
     spoilt[1, 7] = bad
@@ -181,7 +181,7 @@ def test_ranks_agree_through_live_changes(ranks: int) -> None:
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 
-def test_all_of_it_is_the_whole_sum() -> None:
+def test_density_1_gives_the_whole_sum() -> None:
     g = noise(3, 3, 100)
     out, _, _ = exchanged(OkTopK(density=1.0), g, [Memory() for _ in g])
     torch.testing.assert_close(out, g.sum(0))

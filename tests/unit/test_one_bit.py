@@ -1,4 +1,4 @@
-"""OneBit and its error feedback over both hops, against the rules written out with numpy."""
+"""Compares OneBit and its error feedback over both hops with the rules in numpy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def sign(x: np.ndarray, scale: str) -> np.ndarray:
-    """(..., n) -> C(x), a scale for each row."""
+    """(..., n) -> C(x), with a scale for each row."""
     size = np.abs(x).mean(-1, keepdims=True) if scale == "mean" else np.sqrt((x * x).mean(-1, keepdims=True))
     return np.where(x >= 0, size, -size)
 
 
 def two_residuals(steps: list[np.ndarray], scale: str) -> tuple[list[np.ndarray], list[float]]:
-    """The rule of 1-bit Adam: each worker's residual before the first hop, each server's after it; p divides n.
+    """Applies 1-bit Adam's rule: a worker residual before the first hop, a server residual after it; p divides n.
 
-    What came out in each step, and the norm of all that is left.
+    Returns the output of each step, and the norm of the final residuals.
     """
     p, n = steps[0].shape
     worker, server = np.zeros((p, p, n // p)), np.zeros((p, n // p))
@@ -48,7 +48,7 @@ def two_residuals(steps: list[np.ndarray], scale: str) -> tuple[list[np.ndarray]
 
 
 def one_residual(steps: list[np.ndarray], scale: str) -> list[np.ndarray]:
-    """Ours: rank j's residual of chunk j takes the error of coding the sum, too."""
+    """Applies our rule: rank j's residual of chunk j also takes the error of coding the sum."""
     p, n = steps[0].shape
     residual, out = np.zeros((p, p, n // p)), []
     for g in steps:
@@ -63,7 +63,7 @@ def one_residual(steps: list[np.ndarray], scale: str) -> list[np.ndarray]:
 
 
 def momenta(ranks: int, n: int, count: int, heavy: bool = False) -> list[np.ndarray]:
-    """What a moving average of noisy gradients with a common part looks like on each rank."""
+    """Returns moving averages of noisy gradients with a common part, for each rank."""
     common, m, out = noise(1, n), torch.zeros(ranks, n), []
     for step in range(count):
         g = common + noise(100 + step, ranks, n)
@@ -74,7 +74,7 @@ def momenta(ranks: int, n: int, count: int, heavy: bool = False) -> list[np.ndar
 
 @pytest.mark.parametrize("scale", ["mean", "rms"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_it_is_the_rule_written_out(ranks: int, scale: str) -> None:
+def test_one_bit_equals_the_rule_in_numpy(ranks: int, scale: str) -> None:
     steps, n = momenta(ranks, 64 * ranks, 8), 64 * ranks
     memories = [Memory() for _ in range(ranks)]
     of = ErrorFeedback(of=OneBit(scale=scale))
@@ -86,7 +86,7 @@ def test_it_is_the_rule_written_out(ranks: int, scale: str) -> None:
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.parametrize("scale", ["mean", "rms"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_one_residual_leaves_at_most_a_fifth_more_unsent_than_two(ranks: int, scale: str, heavy: bool) -> None:
+def test_one_residual_leaves_at_most_20_percent_more_unsent_than_two(ranks: int, scale: str, heavy: bool) -> None:
     steps = momenta(ranks, 512, 200, heavy)
     _, two = two_residuals(steps, scale)
     memories, left = [Memory() for _ in range(ranks)], []
@@ -98,7 +98,7 @@ def test_one_residual_leaves_at_most_a_fifth_more_unsent_than_two(ranks: int, sc
 
 @pytest.mark.parametrize("block", [0, 64])
 def test_nothing_is_lost_over_both_hops_while_everything_changes(block: int) -> None:
-    """The master invariant, with chunks that change their owner: ranks and buckets are cut anew all the time."""
+    """Checks the main invariant while chunks change their owner, because ranks and buckets change all the time."""
     rng, parts, ranks = random.Random(block), placed(*[(31,), (6, 7)] * 4), 4
     n = parts[-1].stop
     memories, sent, owed = [Memory() for _ in range(ranks)], torch.zeros(n).double(), torch.zeros(n).double()
@@ -116,7 +116,7 @@ def test_nothing_is_lost_over_both_hops_while_everything_changes(block: int) -> 
     assert not any(m.buffers["residual"][p.name].any() for m in memories for p in parts), "one dense step sends it all"
 
 
-def test_what_stays_the_same_arrives_on_average() -> None:
+def test_a_constant_gradient_arrives_on_average() -> None:
     g, memories = noise(1, 3, 300), [Memory() for _ in range(3)]
     total = torch.zeros(300).double()
     errors = {}
@@ -127,7 +127,7 @@ def test_what_stays_the_same_arrives_on_average() -> None:
 
 
 @pytest.mark.parametrize("shape", [lambda x: x, lambda x: x**3], ids=["normal", "cubed"])
-def test_one_hop_is_off_by_what_its_scale_says(shape: object) -> None:
+def test_the_error_of_one_hop_follows_from_its_scale(shape: object) -> None:
     x = shape(noise(7, 4096)).double()
     phi = float(x.abs().sum() ** 2 / (4096 * x.square().sum()))
     for scale, share in (("mean", 1 - phi), ("rms", 2 - 2 * math.sqrt(phi))):
@@ -135,7 +135,7 @@ def test_one_hop_is_off_by_what_its_scale_says(shape: object) -> None:
         assert float((out - x).square().sum() / x.square().sum()) == pytest.approx(share, rel=1e-3)
 
 
-def test_where_few_elements_dominate_the_root_mean_square_is_worse_than_sending_nothing() -> None:
+def test_with_a_dominant_element_the_rms_scale_is_worse_than_sending_nothing() -> None:
     x = torch.zeros(1, 100)
     x[0, 3] = 1.0
     off = {s: float((exchange(OneBit(scale=s), x, placed((100,)), [Memory()]) - x[0]).norm()) for s in ("mean", "rms")}
@@ -143,7 +143,7 @@ def test_where_few_elements_dominate_the_root_mean_square_is_worse_than_sending_
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_it_does_not_depend_on_the_scale_of_what_it_sends(scale: float) -> None:
+def test_the_result_scales_with_the_input(scale: float) -> None:
     for of in (OneBit(), OneBit(scale="rms")):
         out = exchange(of, noise(1, 2, 100) * scale, placed((100,)), [Memory(), Memory()]) / scale
         torch.testing.assert_close(out, exchange(of, noise(1, 2, 100), placed((100,)), [Memory(), Memory()]))
@@ -155,15 +155,15 @@ def test_zero_counts_as_positive_and_a_bucket_of_zeros_stays_zero() -> None:
     assert not exchange(OneBit(), torch.zeros(2, 50), placed((50,)), [Memory(), Memory()]).any()
 
 
-def test_turned_off_it_sends_the_residual_once_and_forgets_it() -> None:
+def test_switching_it_off_sends_the_residual_once_and_frees_it() -> None:
     sessions = run(experiment(3, 10, compressor=OneBit.usual()), Change(6, "compressor", "Dense"))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
     assert not torch.equal(weights(sessions[0]), weights(run(experiment(3, 10))[0]))
 
 
-def test_feedback_within_feedback_is_one() -> None:
-    """So `compressor.of` may be turned to a bare name, which brings its own."""
+def test_nested_error_feedback_collapses_to_one() -> None:
+    """So `compressor.of` may be set to a bare name, which brings its own error feedback."""
     e = experiment(2, 8, compressor=ErrorFeedback())
     within = run(e, Change(0, "compressor.of", "OneBit"))[0]
     assert within.experiment.compressor == ErrorFeedback(of=OneBit.usual())

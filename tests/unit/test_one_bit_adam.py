@@ -1,4 +1,4 @@
-"""OneBitAdam: Adam until v is frozen, then the paper's rule with the momenta's codes, written out for one process."""
+"""Compares OneBitAdam with Adam until v is frozen, then with the paper's rule in one process."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_before_the_freeze_it_is_adam_on_the_joined_batch(ranks: int) -> None:
+def test_before_the_freeze_it_equals_adam_on_the_joined_batch(ranks: int) -> None:
     for s in run(experiment(ranks, 10, strategy=OneBitAdam(), compressor=OneBit.usual())):
         torch.testing.assert_close(weights(s), joined(ranks, 10, 10), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_after_it_under_dense_it_is_momentum_sgd_with_a_fixed_scale(ranks: int, scaled: bool) -> None:
+def test_after_the_freeze_with_dense_it_equals_momentum_sgd_with_a_fixed_scale(ranks: int, scaled: bool) -> None:
     for s in run(experiment(ranks, 10, strategy=OneBitAdam(warmup=4, scaled=scaled))):
         torch.testing.assert_close(weights(s), joined(ranks, 10, 4), rtol=1e-4, atol=1e-5)
 
 
 def written_out(session: Any, ranks: int, steps: int, freeze: int, scaled: bool, of: Compressor) -> torch.Tensor:
-    """One process, one bucket: every rank's gradient, the moments as one vector each, the codec without a wire."""
+    """Runs the rule in one process with one bucket: each rank's gradient, the moments as vectors, no network."""
     (layout,) = session.layout.buckets
     model = net()
     named = dict(model.named_parameters())
@@ -71,7 +71,7 @@ def written_out(session: Any, ranks: int, steps: int, freeze: int, scaled: bool,
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("of", [OneBit(), OneBit(scale="rms", block=64)], ids=str)
-def test_with_signs_it_is_the_rule_written_out(of: OneBit, scaled: bool) -> None:
+def test_with_signs_it_equals_the_rule_in_one_process(of: OneBit, scaled: bool) -> None:
     feeding = ErrorFeedback(of=of)
     e = experiment(2, 9, strategy=OneBitAdam(warmup=5, scaled=scaled), compressor=feeding, bucket_mb=1.0)
     sessions = run(e)
@@ -81,7 +81,7 @@ def test_with_signs_it_is_the_rule_written_out(of: OneBit, scaled: bool) -> None
 
 
 def test_nothing_of_the_momenta_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that came out of the exchange and all residuals are the sum of what all ranks put in, on real ranks."""
+    """The outputs of the exchange plus all residuals equal the sum of all inputs, on real ranks."""
     put: dict[str, Any] = defaultdict(float)
     got: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(float))
     plain = ErrorFeedback.reduce
@@ -131,17 +131,17 @@ def test_bytes_are_dense_before_the_freeze_and_a_bit_per_element_after_it() -> N
 
 
 def digits(**rest: Any) -> list[float]:
-    """Held-out losses after 0, 60 and 120 steps, v frozen after 60, on four simulated ranks."""
+    """Returns held-out losses after 0, 60 and 120 steps on four simulated ranks; v is frozen after 60."""
     e = Experiment(task=Digits(width=8, hidden=32), ranks=4, pace=10, steps=121, eval_every=60, **rest).checked()
     rows = simulate(e, real=True).samples
     return [float(x) for x in rows[rows.name == "held_out"].value]
 
 
 @pytest.mark.long
-def test_scaled_momenta_survive_signs_where_the_papers_do_not() -> None:
-    """Some of this network's elements hardly ever have a gradient: their v is thousands of times below the others'.
+def test_scaled_momenta_converge_with_signs_where_the_papers_diverge() -> None:
+    """Some elements of this network rarely have a gradient, so their v is thousands of times smaller.
 
-    Of 60 runs, over thirty seeds and two orders of the examples, nine blew up with scaled momenta, too.
+    Of 60 runs, over thirty seeds and two orders of the examples, nine diverged with scaled momenta, too.
     """
     of, ends = ErrorFeedback(of=OneBit(block=256)), dict[bool, list[float]]()
     for seed in range(6):
@@ -153,7 +153,7 @@ def test_scaled_momenta_survive_signs_where_the_papers_do_not() -> None:
     assert sum(end < 0.5 for end in ends[True]) >= 4 and not any(end < 1 for end in ends[False]), ends
 
 
-def test_the_freeze_turned_live_acts_live() -> None:
+def test_a_live_change_of_the_freeze_takes_effect() -> None:
     def sent(*changes: Change) -> list[int]:
         session = run(experiment(2, 9, strategy=OneBitAdam(warmup=4), compressor=OneBit.usual()), *changes)[0]
         return [sum(n for k, _, n in session.record.comm() if k == step) for step in range(9)]
@@ -165,7 +165,7 @@ def test_the_freeze_turned_live_acts_live() -> None:
     )
 
 
-def test_into_it_and_out_again_without_learning_nothing_moves() -> None:
+def test_switching_in_and_out_at_rate_zero_keeps_the_parameters() -> None:
     still = [Change(3, "lr", 1e-30), Change(4, "compressor", "OneBit"),
              Change(5, "strategy", {"OneBitAdam": {"warmup": 2}}), Change(10, "strategy", {"LocalSGD": {}})]
     stay = run(experiment(3, 4, strategy=DDP()), *still[:1])
@@ -177,7 +177,7 @@ def test_into_it_and_out_again_without_learning_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize("compressor", [Cast(), ByteGrad(), OneBit(), TopK()], ids=str)
-def test_a_compressor_without_error_feedback_is_refused_in_words(compressor: Compressor) -> None:
+def test_a_compressor_without_error_feedback_raises_knob_error(compressor: Compressor) -> None:
     name = type(compressor).__name__
     words = rf"compressor={name}: OneBitAdam needs what .* use ErrorFeedback\(of={name}\(\)\).* or Dense; QAdam"
     with pytest.raises(KnobError, match=words):
@@ -187,7 +187,7 @@ def test_a_compressor_without_error_feedback_is_refused_in_words(compressor: Com
     experiment(strategy=OneBitAdam(), compressor=ErrorFeedback(of=compressor))
 
 
-def test_whether_momenta_are_scaled_is_chosen_at_entry() -> None:
+def test_the_scaling_of_momenta_cannot_change_live() -> None:
     """A residual in other units would be fed back."""
     for cls in (OneBitAdam, QAdam):
         assert [k.name for k in knobs(cls) if not k.live] == ["scaled"]
@@ -196,8 +196,8 @@ def test_whether_momenta_are_scaled_is_chosen_at_entry() -> None:
     assert torch.equal(weights(run(e, other)[0]), weights(run(e)[0]))
 
 
-def test_a_gradient_that_differs_in_scale_by_layer_is_learned_as_by_adam() -> None:
-    """1 to 10,000 between the layers' gradients: the signs of scaled momenta do not mix them up."""
+def test_gradients_of_different_scale_by_layer_are_learned_as_by_adam() -> None:
+    """Gradients of the layers differ by 1 to 10,000; the signs of scaled momenta keep them apart."""
     def model() -> torch.nn.Module:
         return torch.nn.ModuleDict({"big": torch.nn.Linear(8, 4), "small": torch.nn.Linear(8, 4)})
 

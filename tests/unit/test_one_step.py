@@ -1,4 +1,4 @@
-"""Both hosts run the same functions for a step and a change, as docs/one_step.md says."""
+"""Checks that both hosts run the same functions for a step and a change, as docs/one_step.md states."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from workbench.sim.rank.session import Session as Virtual
 
 
 @pytest.mark.parametrize("rule", ["live", "over", "boundary", "step", "obey", "apart", "due"])
-def test_both_hosts_live_by_the_same_rules(rule: str) -> None:
-    """A host may do something before or after (`super()`), and has no version of its own."""
+def test_both_hosts_inherit_the_same_rules(rule: str) -> None:
+    """A host may add something before or after with `super()`, but has no version of its own."""
     for host in (Real, Virtual):
         own = vars(host).get(rule)
         assert issubclass(host, Life)
         assert own is None or "super" in own.__code__.co_names or "__class__" in own.__code__.co_freevars
 
 
-# A rule of a rank's life, and where it stands once: the file, and the functions that both hosts run.
+# The rules of a rank's loop and their only place: the file, and the functions that both hosts run.
 RULES = {
     "a life": ("host/loop/life.py", "lay_out live boundary step evaluate mark_buckets"),
     "a change": ("host/reconfigure/changes.py", "obey apply _switch take_role arrange note_idle"),
@@ -55,7 +55,7 @@ RULES = {
 
 
 def ran(act: Callable[[], object]) -> set[tuple[str, str]]:
-    """(file below workbench/, function) of all that is called meanwhile, on any thread that begins meanwhile."""
+    """Returns (file below workbench/, function) of all functions that `act` runs, also on new threads."""
     seen: set[Any] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
@@ -73,10 +73,10 @@ def ran(act: Callable[[], object]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.ranks
-def test_every_rule_stands_once_and_both_hosts_run_it() -> None:
+def test_every_rule_has_one_place_and_both_hosts_run_it() -> None:
     fabric = Fabric(link=Link(bandwidth=1000.0), faults=(Slow(rank=1, factor=1.1),))
     e = piped(4, 11, eval_every=4, clip=1.0, lr_warmup=3, measure_every=2, pace=2.0, fabric=fabric)
-    changes = [  # AsyncServer comes last, for there a rank on a busy machine may pass all steps that are left
+    changes = [  # AsyncServer is last, because there a rank on a busy machine may pass all remaining steps
         Change(2, "compressor", "TopK"), Change(3, "compressor", "Dense"), Change(3, "partition", Pipeline()),
         Change(5, "partition", Whole()), Change(6, "strategy", "Gossip"), Change(8, "strategy", "LocalSGD"),
         Change(9, "strategy", "AsyncServer"),

@@ -1,4 +1,4 @@
-"""Threads that first use one of torch's operators at once get the same object of it."""
+"""Checks that threads that first use a torch operator at the same time get the same object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS = 4
 
 
 def get_in_threads(thing: Any, name: str) -> list[Any]:
-    """The attribute, as threads that all ask at once get it."""
+    """Returns the attribute as seen by threads that all read it at once."""
     barrier, found = threading.Barrier(THREADS), list[Any]()
 
     def get() -> None:

@@ -1,4 +1,4 @@
-"""Optimizers as a choice: LARS and LAMB beside timm's, and what a live change of optimizer carries over."""
+"""Tests the optimizer family: LARS and LAMB against timm's, and live changes of the optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOMENTS = ["exp_avg", "exp_avg_sq", "step"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_claims_to_be_the_tasks_own_is_made_by_the_task_and_all_others_are_not(name: str) -> None:
+def test_only_the_tasks_own_optimizer_is_made_by_the_task(name: str) -> None:
     asked = []
 
     def own(lr: float) -> torch.optim.Optimizer:
@@ -63,7 +63,9 @@ def made(settings: Optimizer, model: nn.Module, lr: float) -> Any:
 
 @pytest.fixture
 def timm() -> Iterator[Callable[[str], Any]]:
-    """timm.optim's files by name. They need torch only; timm as a whole imports its models, and torchvision."""
+    """Loads a file of timm.optim by name. The files need torch only; timm as a whole imports its models and
+    torchvision.
+    """
     found = find_spec("timm")
     assert found is not None and found.submodule_search_locations, "pip install --no-deps timm"
     before = set(sys.modules)
@@ -78,7 +80,7 @@ def timm() -> Iterator[Callable[[str], Any]]:
 
 
 class Normed(Net):
-    """Weights, biases and a normalisation: what layer-wise rules tell apart."""
+    """A net with weights, biases and a normalisation, which layer-wise rules treat differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class Normed(Net):
 
 
 def normed() -> nn.Module:
-    """One weight begins as zero, so that its length is none."""
+    """Returns a model with one weight that begins as zero, and so has length 0."""
     model = net(Normed)
     with torch.no_grad():
         model.norm.weight.fill_(1.0)
@@ -98,7 +100,7 @@ def normed() -> nn.Module:
 
 
 def timms(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """timm's way to say what is adapted and decays: weights are, biases and normalisations are not."""
+    """Returns timm's parameter groups: weights are adapted and decay, biases and normalisations are not."""
     every = list(model.parameters())
     return [
         {"params": [p for p in every if p.ndim > 1], "weight_decay": weight_decay, "always_adapt": True},
@@ -107,9 +109,9 @@ def timms(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def assert_same_steps(ours: Any, theirs: Any, mine: nn.Module, its: nn.Module) -> None:
-    """Both follow the gradients of `mine` for 20 steps; the rate is halved on the way. Equal after every step.
+    """Checks that both optimizers agree after each of 20 steps with the gradients of `mine`; the rate halves midway.
 
-    With gradients of their own the last bits differ, by processor, and LAMB makes large of what is small.
+    With separate gradients the last bits would differ by processor, and LAMB amplifies small differences.
     """
     for step in range(20):
         for optimizer in (ours, theirs):
@@ -147,7 +149,7 @@ def test_lamb_makes_timms_steps(timm: Any, weight_decay: float, betas: tuple[flo
 
 
 @pytest.mark.parametrize(("settings", "lr"), [(LARS(weight_decay=0.0, momentum=0.0, trust=0.01), 2.0), (LAMB(), 0.01)])
-def test_layers_move_by_a_share_of_their_own_length_whatever_their_gradients(settings: Optimizer, lr: float) -> None:
+def test_layers_move_in_proportion_to_their_length_for_any_gradient(settings: Optimizer, lr: float) -> None:
     moved = []
     for scale in (1.0, 1000.0):
         model = net()
@@ -175,7 +177,7 @@ def test_biases_take_the_plain_optimizers_steps() -> None:
 # The family.
 
 
-def test_each_optimizer_is_a_choice_with_its_knobs_and_its_words() -> None:
+def test_each_optimizer_is_a_choice_with_knobs_and_docs() -> None:
     assert set(ALL) == {"Adam", "AdamW", "LAMB", "LARS", "SGD", "TaskOwn"}
     for name, cls in ALL.items():
         e = Experiment().set("optimizer", name)
@@ -192,12 +194,12 @@ def test_each_optimizer_is_a_choice_with_its_knobs_and_its_words() -> None:
         ({"LARS": {"momentum": 0, "nesterov": True}}, "give momentum above 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_words(settings: Any, words: str) -> None:
+def test_invalid_optimizer_settings_raise_knob_error(settings: Any, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         Experiment().set("optimizer", settings)
 
 
-def test_without_a_rate_the_tasks_own_is_taken() -> None:
+def test_without_a_learning_rate_the_tasks_own_applies() -> None:
     (session,) = run(experiment(1, 1, optimizer=SGD()))
     assert session.rank.lr == 0.02 == session.optimizer.param_groups[0]["lr"]
 
@@ -235,7 +237,7 @@ def test_under_ddp_a_chosen_optimizer_is_torchs_on_the_joined_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_controls_and_the_command_line_find_it_and_its_knobs(name: str) -> None:
+def test_controls_and_the_command_line_have_each_optimizer_and_its_knobs(name: str) -> None:
     e = Experiment().set(*setting(f"optimizer={name}"))
     made = {r["path"]: r for r in rows(e, Now(live=True))}
     assert {o["text"] for o in made["optimizer"]["options"]} == set(ALL) and made["optimizer"]["value"] == name
@@ -278,7 +280,7 @@ def stepped(settings: Optimizer, model: nn.Module) -> Any:
     ],
     ids=str,
 )
-def test_slots_of_equal_meaning_are_carried_and_others_start_empty(
+def test_slots_of_equal_meaning_are_carried_over_and_other_slots_start_empty(
     before: Optimizer, after: Optimizer, carried: list[str], fresh: list[str], dropped: list[str]
 ) -> None:
     model = net()
@@ -288,10 +290,10 @@ def test_slots_of_equal_meaning_are_carried_and_others_start_empty(
     assert f"carried: {', '.join(carried) or 'none'}; fresh: {', '.join(fresh) or 'none'}" in moved["text"]
     for p in model.parameters():
         assert {k: v.data_ptr() for k, v in new.state[p].items()} == {k: old.state[p][k].data_ptr() for k in carried}
-    new.step()  # a state that is missing a slot would fail here
+    new.step()  # a state without a slot would fail here
 
 
-def test_of_an_optimizer_that_is_not_known_nothing_is_carried() -> None:
+def test_nothing_is_carried_over_from_an_unknown_optimizer() -> None:
     model = net()
     old = torch.optim.RMSprop(model.parameters(), 0.01, momentum=0.9)
     mse(model, batch(0, 0, 0)).backward()
@@ -305,7 +307,7 @@ def marks(session: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
-def test_a_live_change_keeps_ranks_equal_on_both_hosts_and_says_what_was_carried(strategy: Strategy) -> None:
+def test_a_live_change_keeps_ranks_equal_on_both_hosts_and_records_the_carried_slots(strategy: Strategy) -> None:
     e = experiment(3, 16, strategy=strategy, optimizer=SGD(), lr=0.01)
     changes = (
         Change(4, "optimizer", to_plain(LARS(trust=0.1))), Change(7, "optimizer", "SGD"),
@@ -325,7 +327,7 @@ def test_a_live_change_keeps_ranks_equal_on_both_hosts_and_says_what_was_carried
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
 def test_from_sgd_to_lars_and_back_momentum_is_kept(strategy: Strategy) -> None:
-    """While the rate is next to nothing only the buffers move; LARS that adapts nothing leaves them SGD's."""
+    """At a rate near zero only the buffers change; LARS without adaptation leaves them as SGD's."""
     e = experiment(2, 10, strategy=strategy, optimizer=SGD(), lr=0.01)
     back = (Change(5, "optimizer", "LARS"), Change(5, "optimizer", "SGD"))
     plain, there_and_back = run(e), run(e, *back)
@@ -337,15 +339,15 @@ def test_from_sgd_to_lars_and_back_momentum_is_kept(strategy: Strategy) -> None:
     assert not torch.equal(weights(plain[0]), weights(forgetful[0]))
 
 
-def test_from_the_tasks_own_a_like_optimizer_goes_on_as_if_nothing_were() -> None:
-    """The toy's own is SGD with momentum 0.9."""
+def test_switching_from_the_tasks_own_to_an_equal_optimizer_changes_nothing() -> None:
+    """The toy's own optimizer is SGD with momentum 0.9."""
     e = experiment(2, 10)
     plain, turned = run(e), run(e, Change(5, "optimizer", "SGD"))
     assert all(torch.equal(weights(a), weights(b)) for a, b in zip(plain, turned, strict=True))
     assert marks(turned[0]) == ["carried: momentum_buffer; fresh: none"]
 
 
-def test_a_turned_knob_of_an_optimizer_acts_and_keeps_what_it_remembers() -> None:
+def test_a_live_change_of_an_optimizers_knob_takes_effect_and_keeps_its_state() -> None:
     e = experiment(2, 8, optimizer=Adam(), lr=0.01)
     turned = run(e, Change(4, "optimizer.beta1", 0.5))
     assert marks(turned[0]) == ["carried: exp_avg, exp_avg_sq, step; fresh: none"]
@@ -355,13 +357,13 @@ def test_a_turned_knob_of_an_optimizer_acts_and_keeps_what_it_remembers() -> Non
     assert not torch.equal(weights(turned[0]), weights(run(e)[0]))
 
 
-def test_a_rate_turned_before_stays_under_another_optimizer() -> None:
+def test_a_changed_learning_rate_stays_under_another_optimizer() -> None:
     (session,) = run(experiment(1, 6), Change(2, "lr", 0.005), Change(4, "optimizer", "Adam"))
     assert session.optimizer.param_groups[0]["lr"] == 0.005 == session.rank.lr
 
 
-def test_sizes_only_the_hand_over_after_a_change_of_optimizer_costs_what_it_costs_with_tensors() -> None:
-    """From SGD's one slot to Adam's two: the optimizer state that LocalSGD hands over is twice as large."""
+def test_a_hand_over_after_a_change_of_optimizer_costs_the_same_with_sizes_only() -> None:
+    """From SGD's one slot to Adam's two: LocalSGD hands over twice as much optimizer state."""
     e = paced(3, 12, strategy=LocalSGD(every=4), task=toy(), optimizer=SGD())
     changes = [Change(5, "optimizer", "Adam"), Change(9, "strategy", "DDP")]
     sent = []
@@ -375,8 +377,8 @@ def test_sizes_only_the_hand_over_after_a_change_of_optimizer_costs_what_it_cost
 @pytest.mark.parametrize(
     "strategy", [Gossip(), ShadowMA(), AsyncServer(servers=1), SyncServer(), TorchDDP()], ids=str
 )
-def test_under_every_way_to_meet_a_change_reaches_all_ranks_and_they_agree_after_it(strategy: Strategy) -> None:
-    """Also a rank that only served, and so never had a slot, goes on with what the others carried over."""
+def test_a_change_of_optimizer_reaches_all_ranks_under_every_kind_of_strategy(strategy: Strategy) -> None:
+    """Even a rank that only served, and so never had a slot, goes on with the other ranks' state."""
     turns = [
         Change(5, "optimizer", "LAMB"), Change(5, "clip", 0.5), Change(8, "optimizer.weight_decay", 0.1),
         Change(11, "strategy", "DDP"),

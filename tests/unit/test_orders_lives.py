@@ -1,4 +1,4 @@
-"""An order reaches the life of an engine that it is meant for, and no later one, however late it comes."""
+"""Checks that an order only affects the session it is meant for, even if it arrives late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.cluster.transport.line import Line
 
 
 class Brief:
-    """A session that waits until somebody ends it."""
+    """A session that waits until a test ends it."""
 
     def __init__(self, experiment: Any, **rest: Any) -> None:
         self.started = self.over = self.hurried = False
@@ -46,7 +46,7 @@ class Brief:
 
 @pytest.fixture
 def engine() -> Iterator[tuple[Bench, Line]]:
-    """An engine that is reached as rank 0 and, since it came again, as rank 3."""
+    """An engine reachable as rank 0 and, after it rejoined, as rank 3."""
     with benched(0, 3) as it:
         yield it
 
@@ -56,7 +56,7 @@ def begun(bench: Bench, path: Path, generation: str, rank: int, kind: type[Brief
 
 
 def orders(line: Line, generation: str) -> Orders:
-    """Those of a run; what goes wrong with one fails the test."""
+    """Returns the orders of a run; an error in one of them fails the test."""
     def failed(failure: BaseException) -> None:
         raise failure
 
@@ -70,7 +70,7 @@ def carried(o: Orders) -> None:
         o.carry()
 
 
-def test_orders_of_a_run_that_is_over_do_nothing_to_the_next_one(engine: tuple[Bench, Line], tmp_path: Path) -> None:
+def test_orders_of_a_finished_run_do_not_affect_the_next_one(engine: tuple[Bench, Line], tmp_path: Path) -> None:
     bench, line = engine
     first = begun(bench, tmp_path, "a", 0)
     first.over = True
@@ -89,9 +89,9 @@ def test_orders_of_a_run_that_is_over_do_nothing_to_the_next_one(engine: tuple[B
     assert (second.over, second.hurried, second.asked) == (True, True, ["stop"])
 
 
-def test_who_was_dismissed_and_came_again_as_another_rank_stays(engine: tuple[Bench, Line], tmp_path: Path) -> None:
+def test_a_dismissed_rank_that_rejoined_with_another_number_stays(engine: tuple[Bench, Line], tmp_path: Path) -> None:
     bench, line = engine
-    begun(bench, tmp_path, "a", 0).over = True  # it has left by itself before it was told
+    begun(bench, tmp_path, "a", 0).over = True  # it left by itself before the order
     again, o = begun(bench, tmp_path, "a", 3), orders(line, "a")
     o.dismiss([0])
     carried(o)
@@ -101,10 +101,10 @@ def test_who_was_dismissed_and_came_again_as_another_rank_stays(engine: tuple[Be
     assert again.over
 
 
-def test_who_is_dismissed_before_it_has_begun_does_not_wait_for_an_invitation(
+def test_a_rank_dismissed_before_its_start_does_not_wait_for_an_invitation(
     engine: tuple[Bench, Line], tmp_path: Path
 ) -> None:
-    """Its session is on its way past the controller, where no order of the line's overtakes it or waits for it."""
+    """Its session starts through the controller, where the connection's orders neither overtake it nor wait for it."""
     bench, line = engine
     o = orders(line, "a")
     o.dismiss([0])

@@ -1,4 +1,4 @@
-"""The outer optimizer that SlowMo, BMUF, DiLoCo and Streaming DiLoCo share: a switch among them goes on exactly."""
+"""Tests the outer optimizer that SlowMo, BMUF, DiLoCo and Streaming DiLoCo share: switches go on exactly."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PAIRS = [*permutations(CLASSICAL, 2), *permutations(AHEAD, 2)]
 
 
 def trained(strategy: Any, *others: Any) -> torch.Tensor:
-    """Four rounds of three steps; after the second come the others, in turn, the last one to stay."""
+    """Trains four rounds of three steps. After the second come the `others` in turn, and the last one stays."""
     changes = [Change(6, "strategy", to_plain(other)) for other in others]
     return weights(run(experiment(3, 12, task=toy(SGD), strategy=strategy), *changes)[0])
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda s: type(s).__name__)
-def test_after_a_round_another_of_them_goes_on_as_if_nothing_had_happened(before: Any, after: Any) -> None:
+def test_switching_after_a_round_goes_on_exactly(before: Any, after: Any) -> None:
     torch.testing.assert_close(trained(before, after), trained(before), rtol=1e-5, atol=1e-6)
 
 
@@ -46,7 +46,7 @@ def test_a_strategy_without_outer_momentum_drops_it() -> None:
     assert not torch.equal(through, trained(LocalSGD(every=3)))
 
 
-def test_the_momentum_of_a_round_cut_short_is_that_of_the_round_before() -> None:
+def test_a_round_cut_short_keeps_the_momentum_of_the_round_before() -> None:
     e = experiment(2, 9, task=toy(SGD), strategy=CLASSICAL[0])
     short = run(e, Change(8, "strategy", to_plain(CLASSICAL[2])), Change(8, "lr", 1e-30))
     kept = run(experiment(2, 6, task=toy(SGD), strategy=CLASSICAL[0]))
@@ -54,14 +54,14 @@ def test_the_momentum_of_a_round_cut_short_is_that_of_the_round_before() -> None
         torch.testing.assert_close(short[0].state.memory.buffers["momentum"][name], -0.02 * u)
 
 
-def test_sizes_alone_are_handed_on_too() -> None:
+def test_outer_momentum_is_handed_over_with_sizes_only() -> None:
     e = experiment(2, 12, strategy=AHEAD[0], pace=5.0)
     changes = [Change(6, "strategy", to_plain(AHEAD[2])), Change(8, "strategy", to_plain(CLASSICAL[0]))]
     assert simulate(e, changes=changes).state == "done"
 
 
 class TwoPrecisions(torch.nn.Module):
-    """A layer in float64 between two in float32."""
+    """A layer in float64 between two layers in float32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is each rank's own at a switch of partition: what all ranks owe together stays what it was, by element."""
+"""Tests each rank's own state at a switch of partition: the ranks' sum stays the same for every element."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAYS = [Whole(), Pipeline(micros=2), Pipeline(stages=4, micros=4), Tensor(), Ten
         Pipeline(of=Tensor(), micros=2)]  # fmt: skip
 PAIRS = [*pairwise(WAYS), (WAYS[2], WAYS[5]), (WAYS[4], WAYS[1])]
 FEEDBACK = ErrorFeedback(of=TopK(density=0.05))
-Look = tuple[Any, dict[str, dict[str, torch.Tensor]]]  # how a rank's replica lies, and what it remembers
+Look = tuple[Any, dict[str, dict[str, torch.Tensor]]]  # the layout of a rank's replica, and its buffers
 
 
 def spread(ranks: int, steps: int = 6, **rest: Any) -> Experiment:
@@ -46,7 +46,7 @@ def spread(ranks: int, steps: int = 6, **rest: Any) -> Experiment:
 
 
 class Looks:
-    """What every rank remembers just before and just after each switch of partition: [switch][rank]."""
+    """The buffers of every rank just before and just after each switch of partition: [switch][rank]."""
 
     def __init__(self) -> None:
         self.before: list[dict[int, Look]] = []
@@ -54,7 +54,7 @@ class Looks:
 
     @contextmanager
     def watching(self, steps: Sequence[int], without: bool = False) -> Iterator[None]:
-        """Within it, what happens at these steps is noted; `without`: and what is to be carried is forgotten."""
+        """Records the buffers at these steps. `without`: suppresses the carrying of state."""
         self.before, self.after = ([{} for _ in steps] for _ in range(2))
         carry = own.carry
 
@@ -76,7 +76,7 @@ def _copied(buffers: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, 
 
 
 def dense(look: dict[int, Look], buffer: str, rank: int) -> dict[str, np.ndarray]:
-    """One rank's own, each parameter whole, by the places that its Spread says; NaN where it holds nothing."""
+    """Returns one rank's own values with whole parameters, by its Spread's places; NaN outside its part."""
     lies, buffers = look[rank]
     numel = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
     held = placed(tuple(numel.items()), lies, len(look)).at(rank)
@@ -87,13 +87,13 @@ def dense(look: dict[int, Look], buffer: str, rank: int) -> dict[str, np.ndarray
 
 
 def summed(look: dict[int, Look], buffer: str) -> dict[str, np.ndarray]:
-    """The sum over ranks, in double precision."""
+    """Returns the sum over ranks in double precision."""
     each = [dense(look, buffer, rank) for rank in look]
     return {name: np.nansum([one[name] for one in each], 0) for name in SHAPES}
 
 
 def told(record: Any, name: str = "own") -> list[dict[str, Any]]:
-    """What a run's Marks of a name say."""
+    """Returns the details of a run's Marks with a name."""
     return [detail for _, _, detail in record.details(name)]
 
 
@@ -103,7 +103,7 @@ def turned(path: Sequence[Partition], every: int = 3) -> tuple[list[Change], lis
 
 
 def stays(looks: Looks, buffer: str, tolerance: float = 1e-6) -> None:
-    """What all ranks have together is after each switch what it was. fp32 rounds where two shares become one."""
+    """Checks that each switch keeps the ranks' sum. fp32 rounds when two shares become one."""
     for before, after in zip(looks.before, looks.after, strict=True):
         was, now = summed(before, buffer), summed(after, buffer)
         assert max(np.abs(x).max() for x in was.values()) > 1e-4
@@ -115,7 +115,7 @@ CASES = [(FEEDBACK, ["residual"]), (DGC(density=0.05), ["velocity", MOMENTUM]), 
 
 
 @pytest.mark.parametrize(("compressor", "buffers"), CASES, ids=["EF", "DGC", "ScaleCom"])
-def test_what_ranks_owe_together_stays_through_every_partition(compressor: Compressor, buffers: list[str]) -> None:
+def test_the_ranks_total_residual_stays_through_every_partition(compressor: Compressor, buffers: list[str]) -> None:
     looks, (asked, steps) = Looks(), turned(WALK)
     with looks.watching(steps):
         record, _ = simulated(spread(4, 14, compressor=compressor, optimizer=SGD()), *asked)
@@ -128,8 +128,8 @@ def test_what_ranks_owe_together_stays_through_every_partition(compressor: Compr
     assert np.isfinite(losses).all() and np.mean(losses[-8:]) < np.mean(losses[:8])
 
 
-def test_who_still_holds_an_element_keeps_its_own_to_the_bit() -> None:
-    """Two replicas of two stages, then four whole ones: nothing is added, nothing is sent."""
+def test_a_rank_that_still_holds_an_element_keeps_its_own_value_exactly() -> None:
+    """From two replicas of two stages to four whole ones: nothing is added, nothing is sent."""
     looks, (asked, steps) = Looks(), turned([Pipeline(micros=2), Whole()])
     with looks.watching(steps):
         record, _ = simulated(spread(4, 5, compressor=FEEDBACK, partition=Pipeline(micros=2)), *asked)
@@ -142,7 +142,7 @@ def test_who_still_holds_an_element_keeps_its_own_to_the_bit() -> None:
 
 
 def test_shares_of_replicas_that_end_go_to_their_heirs() -> None:
-    """Four whole replicas become two of two stages: each stage's rank has its own and its neighbour's."""
+    """From four whole replicas to two with two stages: each rank has its own and its neighbour's shares."""
     looks, (asked, steps) = Looks(), turned([Whole(), Pipeline(micros=2)])
     with looks.watching(steps):
         record, _ = simulated(spread(4, 5, compressor=FEEDBACK), *asked)
@@ -159,7 +159,7 @@ def test_shares_of_replicas_that_end_go_to_their_heirs() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("compressor", "buffers"), CASES[:2], ids=["EF", "DGC"])
-def test_real_ranks_carry_it_as_the_simulator_does(compressor: Compressor, buffers: list[str]) -> None:
+def test_real_ranks_carry_own_state_as_the_simulator_does(compressor: Compressor, buffers: list[str]) -> None:
     asked, steps = turned(WALK)
     e = spread(4, 11, compressor=compressor, optimizer=SGD())
     ours, theirs = Looks(), Looks()
@@ -176,7 +176,7 @@ def test_real_ranks_carry_it_as_the_simulator_does(compressor: Compressor, buffe
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_so_it_is_between_random_partitions(seed: int) -> None:
+def test_the_ranks_total_stays_between_random_partitions(seed: int) -> None:
     rng = random.Random(seed)
     path = [rng.choice(WAYS)]
     while len(path) < 5:
@@ -191,8 +191,8 @@ def test_so_it_is_between_random_partitions(seed: int) -> None:
         stays(looks, buffer)
 
 
-def test_a_mean_is_everybodys_afterwards() -> None:
-    """Signum's average is of a share of the gradient: four shares' sum is two of half of it each."""
+def test_a_mean_is_shared_by_all_ranks_after_a_switch() -> None:
+    """Signum averages a share of the gradient, so the sum of four shares becomes two shares of half the sum each."""
     looks, (asked, steps) = Looks(), turned([Whole(), Pipeline(micros=2), Whole()])
     with looks.watching(steps):
         record, _ = simulated(spread(4, 8, compressor=SignSGD(momentum=0.9), lr=1e-3), *asked)
@@ -210,7 +210,7 @@ FORGETFUL = [PowerSGD(), RandomK(density=0.1, scaled=False), WarmUp(of=TopK(dens
 
 
 @pytest.mark.parametrize("of", FORGETFUL, ids=lambda of: type(of).__name__)
-def test_what_nobody_says_a_rule_for_begins_anew_on_all_ranks_alike(of: Compressor) -> None:
+def test_state_without_a_rule_restarts_on_all_ranks(of: Compressor) -> None:
     looks, (asked, steps) = Looks(), turned(WALK)
     with looks.watching(steps):
         record, _ = simulated(spread(4, 12, compressor=ErrorFeedback(of=of)), *asked)
@@ -218,8 +218,8 @@ def test_what_nobody_says_a_rule_for_begins_anew_on_all_ranks_alike(of: Compress
     assert all("drop" in said["rules"].values() and "began anew" in said["text"] for said in told(record))
 
 
-def test_a_residual_that_is_being_sent_on_goes_on_being_sent() -> None:
-    """Turned off over six steps, and cut in two in between: what is left is sent, and then nothing is owed."""
+def test_a_residual_that_is_being_bled_off_continues_after_a_switch() -> None:
+    """A residual is bled off over six steps with a switch in between. It is sent on until nothing is owed."""
     feeding = ErrorFeedback(of=TopK(density=0.05), off="bleed", over=6)
     asked = [Change(4, "compressor", "Dense"), Change(6, "partition", Pipeline(micros=2))]
     looks = Looks()
@@ -229,21 +229,21 @@ def test_a_residual_that_is_being_sent_on_goes_on_being_sent() -> None:
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 
-def test_what_moments_owe_is_dropped() -> None:
+def test_the_residual_of_moments_is_dropped() -> None:
     e = spread(4, 8, strategy=QAdam(warmup=1), compressor=FEEDBACK)
     record, _ = simulated(e, Change(4, "partition", Pipeline(micros=2)))
     assert not record.details("refused")
     assert [said["unit"] for said in told(record, "residual") if "dropped" in said] == ["moments"] * 4
 
 
-def test_a_thousand_ranks_are_told_soon_what_goes_where() -> None:
-    """Sizes only, 512 ranks; the bytes are those of the halves that are handed on."""
+def test_a_switch_of_512_ranks_is_planned_quickly() -> None:
+    """Sizes only, 512 ranks; the bytes are those of the moved halves."""
     e = spread(512, 3, compressor=FEEDBACK)
     (said,) = told(simulate(e, changes=[Change(2, "partition", Pipeline(micros=2))]))
     assert said["nbytes"] == 4 * 256 * sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
-def test_without_it_what_is_owed_is_lost() -> None:
+def test_without_carrying_the_residual_is_lost() -> None:
     looks, (asked, steps) = Looks(), turned([Whole(), Pipeline(micros=2)])
     with looks.watching(steps, without=True):
         simulated(spread(4, 5, compressor=FEEDBACK), *asked)
@@ -251,8 +251,8 @@ def test_without_it_what_is_owed_is_lost() -> None:
         stays(looks, "residual")
 
 
-def test_what_is_left_unsent_is_a_sum() -> None:
-    """A law of the family: nothing else keeps the books."""
+def test_every_residual_has_the_rule_sum() -> None:
+    """A law of the family: only sums are accounted for."""
     for cls in members(Compressor).values():
         one = cls.usual()
         assert set(one.own.values()) <= {"sum", "mean", "keep", "drop"}
@@ -260,8 +260,8 @@ def test_what_is_left_unsent_is_a_sum() -> None:
 
 
 @pytest.mark.parametrize("ways", PAIRS)
-def test_no_element_of_a_share_is_sent_that_may_stay(ways: tuple[Partition, Partition]) -> None:
-    """Against a count by element: a share moves only where its owner holds the element no longer."""
+def test_no_element_of_a_share_is_sent_if_it_may_stay(ways: tuple[Partition, Partition]) -> None:
+    """Counts by element: a share moves only if its owner no longer holds the element."""
     e, model = spread(4, 3, partition=ways[0], compressor=FEEDBACK), Small()
     was, to = (spread_of(e.set("partition", way), model, e.task.build()) for way in ways)
     named = tuple((name, int(np.prod(shape))) for name, shape in SHAPES.items())

@@ -1,4 +1,4 @@
-"""A pace that is not met says so and takes it back; a fault multiplies what was really computed, on both hosts."""
+"""Tests a pace that cannot be met, which is reported and withdrawn, and faults that multiply real compute time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from workbench.settings import Change
 from workbench.sim import Duration
 from workbench.strategies import DDP, AsyncServer
 
-LATE = 0.08  # seconds that a forward really takes here, of the 0.03 that a pace of 100 ms asks for
+LATE = 0.08  # seconds of a real forward here; a pace of 100 ms asks for 0.03
 
 
 class Busy:
-    """A clock that moves on when somebody computes or sleeps."""
+    """A virtual clock that advances when a rank computes or sleeps."""
 
     def __init__(self) -> None:
         self.t = 0.0
@@ -47,7 +47,7 @@ def made(pace_ms: float, *faults: Fault) -> tuple[Pace, Busy]:
 
 
 def computed(pace: Pace, busy: Busy, phase: str, *slices: float) -> float:
-    """How long a phase lasts that really computes for `slices` seconds, its parts of equal size."""
+    """Returns the duration of a phase that really computes for `slices` seconds, in parts of equal size."""
     began = busy.t
     pace.begin(phase, 0)
     for k, s in enumerate(slices, start=1):
@@ -59,7 +59,7 @@ def computed(pace: Pace, busy: Busy, phase: str, *slices: float) -> float:
 @pytest.mark.parametrize("pace_ms", [0.0, 10.0, 100.0, 1000.0])
 @pytest.mark.parametrize("slices", [(0.05,), (0.02, 0.03), (0.005, 0.04, 0.005)])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 7.5])
-def test_a_phase_lasts_what_is_asked_or_computed_times_its_fault(pace_ms: float, slices: Any, factor: float) -> None:
+def test_a_phase_lasts_as_paced_or_computed_times_its_faults_factor(pace_ms: float, slices: Any, factor: float) -> None:
     pace, busy = made(pace_ms, Slow(rank=1, factor=factor), Slow(rank=0, factor=3.0))
     took = computed(pace, busy, "forward", *slices)
     asked = pace_ms * 1e-3 * 0.3
@@ -75,15 +75,15 @@ def test_slices_of_backward_end_in_proportion_and_a_wait_among_them_does_not_cou
     pace.begin("backward", 0)
     busy.t += 0.01
     pace.reach(0.25)
-    assert busy.t == pytest.approx(0.03)  # a quarter of 60 ms, twice
+    assert busy.t == pytest.approx(0.03)  # 25 % of 60 ms, twice
     busy.t += 5.0
     pace.put_off(5.0)
-    busy.t += 0.2  # more than the pace has for all of it
+    busy.t += 0.2  # more than the pace allows for the whole phase
     pace.reach(1.0)
     assert busy.t == pytest.approx(5.0 + 2 * 0.21)
 
 
-def test_stumbling_multiplies_what_is_computed_and_only_in_the_steps_drawn() -> None:
+def test_a_transient_straggler_multiplies_compute_only_in_the_drawn_steps() -> None:
     fault = TransientStraggler(probability=0.4, factor=3.0)
     pace, busy = made(10.0, fault)
     for step in range(20):
@@ -103,25 +103,25 @@ def forwards(record: Rows) -> np.ndarray:
     return np.array([r[5] - r[4] for r in record if r[1:3] == ("compute", "forward")])
 
 
-def test_on_real_ranks_a_slow_rank_is_slow_where_the_pace_is_not_met() -> None:
+def test_on_real_ranks_a_slow_rank_is_slow_even_if_the_pace_is_not_met() -> None:
     e = experiment(2, 6, task=toy(loss=sleepy), pace=100.0).set("faults", [Slow(rank=1, factor=3.0)])
     healthy, slow = (forwards(s.record) for s in run(e))
     assert healthy.min() >= LATE and slow.min() >= 3 * LATE, "not 3 x 30 ms, which 80 ms of computing would fill"
 
 
-def test_an_unmet_pace_is_on_the_record_once_and_is_withdrawn_when_met() -> None:
+def test_an_unmet_pace_is_recorded_once_and_withdrawn_when_met() -> None:
     task = toy(loss=sleepy)
     for s in run(experiment(2, 24, task=task, pace=100.0), Change(12, "pace", 1000.0)):
         said = [(step, json.loads(detail)) for step, _, _, detail in s.record.noted("pace")]
         assert [d["met"] for _, d in said][-2:] == [False, True] and sum(d["met"] for _, d in said) == 1
-        late = [d["takes_ms"] for _, d in said[:-1]]  # another time only where the machine has become that much slower
+        late = [d["takes_ms"] for _, d in said[:-1]]  # another time only if the machine became that much slower
         assert all(max(a, b) > AGAIN * min(a, b) for a, b in pairwise(late)), late
         assert said[0][1]["text"].startswith("pace not met: compute takes ")
         assert said[0][1]["text"].endswith("the pace asks for 100 ms")
         assert said[0][1]["takes_ms"] > 70 + 1e3 * LATE and said[-1][0] >= 12
 
 
-def test_the_simulator_says_the_same_of_what_it_was_told() -> None:
+def test_the_simulator_reports_an_unmet_pace_from_given_costs() -> None:
     told = Costs(forward=(Duration(LATE),), backward=(Duration(0.0),), update=(Duration(0.0),))
     e = paced(2, 24, pace=100.0)
     simulated = simulate(e, costs=told, changes=[Change(12, "pace", 1000.0)])
@@ -142,7 +142,7 @@ def test_micro_batches_take_a_forward_and_a_backward_each_on_both_hosts() -> Non
     assert len(forwards(first.record)) == 15
 
 
-def test_what_is_said_follows_the_pace_and_one_slow_step_is_not_news() -> None:
+def test_the_report_follows_the_pace_and_ignores_single_slow_steps() -> None:
     kept = Kept()
     said = [kept.step(0.1, 0.1, t) for t in (0.1, 0.3, 0.1, 0.1, 0.1, 0.3, 0.1, 0.1)]
     assert said == [None] * 8
@@ -165,7 +165,7 @@ def test_what_is_said_follows_the_pace_and_one_slow_step_is_not_news() -> None:
     (Noisy(spread=0.0), "spread 0"),
     (Freeze(seconds=0.0), "0 s is no pause"),
 ])  # fmt: skip
-def test_a_fault_without_an_effect_says_so_on_both_hosts(fault: Fault, why: str) -> None:
+def test_a_fault_without_an_effect_is_reported_on_both_hosts(fault: Fault, why: str) -> None:
     e = experiment(2, 8).set("faults", [fault])
     real = [json.loads(detail) for _, _, _, detail in run(e)[0].record.noted("no effect")]
     simulated = [d for _, _, d in simulate(e.set("pace", 5.0)).details("no effect")]
@@ -174,7 +174,7 @@ def test_a_fault_without_an_effect_says_so_on_both_hosts(fault: Fault, why: str)
     assert text.startswith(f"{fault} has no effect: ") and why in text
 
 
-def test_it_is_withdrawn_when_the_fault_has_an_effect() -> None:
+def test_the_report_is_withdrawn_when_the_fault_has_an_effect() -> None:
     e = experiment(2, 12).set("faults", [Slow(rank=1, phase="link")])
     found = simulate(e.set("pace", 5.0), changes=[Change(6, "fabric.link", Link(bandwidth=100.0))])
     assert [(step, len(d["texts"])) for step, _, d in found.details("no effect")] == [(0, 1), (6, 0)]
@@ -188,7 +188,7 @@ def test_a_servers_compute_cannot_be_slow() -> None:
     assert "is a server" in said[0]
 
 
-def test_the_dashboard_says_what_is_asked_for_and_not_so_until_it_is() -> None:
+def test_the_dashboard_shows_an_unmet_pace_and_idle_faults_until_they_end() -> None:
     told = Costs(forward=(Duration(LATE), Duration(0.2)), backward=(Duration(0.0),), update=(Duration(0.0),))
     e = paced(3, 24, pace=100.0, mbit=0.0, faults=(Slow(rank=2, phase="link"),))
     found = simulate(e, costs=told, changes=[Change(12, "pace", 1000.0), Change(12, "fabric.faults", [])])

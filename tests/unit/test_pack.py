@@ -1,4 +1,4 @@
-"""Codes packed to their bits: there and back, no bit more than needed, and none lost."""
+"""Tests codes packed to their bits: a round trip in the fewest bytes without loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def codes_of(width: int, rows: int, n: int) -> torch.Tensor:
 
 
 def ones(x: torch.Tensor) -> list[int]:
-    """How many bits of each row are set."""
+    """Returns the number of set bits of each row."""
     return [sum(int(byte).bit_count() for byte in row) for row in x.tolist()]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_codes_come_back_from_no_more_bytes_than_their_bits_fill(width: int, rows: int) -> None:
+def test_codes_round_trip_in_as_few_bytes_as_their_bits_need(width: int, rows: int) -> None:
     for n in [*range(26), 64, 101, 1000]:
         codes = codes_of(width, rows, n)
         data = packed(codes, width)
@@ -44,7 +44,7 @@ def test_the_largest_codes_do_not_touch_their_neighbours(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_packing_keeps_what_it_was_given(width: int) -> None:
+def test_packing_does_not_modify_its_input(width: int) -> None:
     codes = codes_of(width, 2, 40)
     kept, data = codes.clone(), packed(codes, width)
     again = data.clone()
@@ -53,7 +53,7 @@ def test_packing_keeps_what_it_was_given(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_cut_out_of_something_wider_are_packed_alike(width: int) -> None:
+def test_rows_of_a_wider_tensor_are_packed_the_same(width: int) -> None:
     wide = codes_of(width, 3, 60)
     cut = packed(wide[:, 5:42], width)
     assert torch.equal(cut, packed(wide[:, 5:42].clone(), width))

@@ -1,4 +1,4 @@
-"""What is shipped: the metadata, the constraints, what a wheel holds, and the scripts that set it all up."""
+"""Tests the shipped files: metadata, constraints, the contents of a wheel, and set-up scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=\[;, ]", r)[0].lower().replace("_", "-") for r in requirements}
 
 
-def test_everything_that_is_required_is_pinned() -> None:
+def test_every_requirement_is_pinned() -> None:
     pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")])
     asked = names(ABOUT["project"]["dependencies"])
     for extra in ABOUT["project"]["optional-dependencies"].values():
@@ -32,15 +32,15 @@ def test_everything_that_is_required_is_pinned() -> None:
     assert asked - pinned <= {"training-workbench"}
 
 
-def test_every_pin_takes_the_oldest_python_that_is_promised() -> None:
-    """A pip of that time does not say what is wrong: it tries one version of everything after another, for hours."""
+def test_every_pin_supports_the_oldest_promised_python() -> None:
+    """An old pip gives no clear error: it tries one version of everything after another, for hours."""
     oldest = ABOUT["project"]["requires-python"].removeprefix(">=") + ".0"
     known, newer = 0, []
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")
         try:
             about = metadata(name)
-        except (PackageNotFoundError, ValueError):  # of another platform, or the file's first line
+        except (PackageNotFoundError, ValueError):  # a package of another platform, or the file's first line
             continue
         if about["Version"].split("+")[0] == version:
             known += 1
@@ -76,13 +76,13 @@ def test_a_script_is_executable_and_its_shell_can_read_it(script: str) -> None:
     assert subprocess.run([shell, "-n", str(path)], check=False).returncode == 0
 
 
-def test_make_knows_what_the_readme_promises() -> None:
+def test_make_has_the_targets_of_the_readme() -> None:
     said = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in ("lab", "demo", "test", "bench"):
         assert f"make {target} " in said
 
 
-def test_the_badges_say_what_the_metadata_say_and_ask_no_host() -> None:
+def test_the_badges_agree_with_the_metadata_and_load_from_no_host() -> None:
     drawn = badges.badges()
     assert {p.stem: p.read_text() for p in badges.FOLDER.iterdir()} == drawn, "python -m tests.tables"
     assert ABOUT["project"]["license"] in drawn["licence"] and "3.11 or newer" in drawn["python"]
@@ -90,7 +90,7 @@ def test_the_badges_say_what_the_metadata_say_and_ask_no_host() -> None:
     assert sorted(shown) == sorted(f"docs/badges/{name}.svg" for name in drawn)
 
 
-def test_binder_opens_the_first_lesson_of_where_this_was_cloned_from() -> None:
+def test_binder_opens_the_first_lesson_of_the_cloned_repository() -> None:
     link = runpy.run_path(str(ROOT / "binder" / "link.py"))["link"]
     lesson = "HEAD?urlpath=lab%2Ftree%2Fnotebooks%2F00_first_run.ipynb"
     for origin in ("https://github.com/some/where.git", "git@github.com:some/where.git"):
@@ -116,7 +116,7 @@ def test_an_installed_wheel_runs_the_quickstart_and_finds_its_notebooks(tmp_path
     assert versions.split()[1].startswith(packages.find_pinned_torch())
 
 
-# What `make test` and the forge rely on.
+# Promises to `make test` and to the forge.
 
 
 def test_every_test_belongs_to_exactly_one_group_of_make_test() -> None:
@@ -128,7 +128,7 @@ def test_every_test_belongs_to_exactly_one_group_of_make_test() -> None:
         assert len(homes) == 1
 
 
-def test_what_was_skipped_is_listed_with_its_group_and_reason_before_the_closing_line(
+def test_skipped_tests_are_listed_with_group_and_reason_before_the_last_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "report.xml").write_text(
@@ -151,8 +151,8 @@ def test_a_pytest_that_died_counts_as_an_error(tmp_path: Path) -> None:
     assert outcome.counts["error"] == 1
 
 
-def test_make_lab_installs_what_dock_needs_whatever_was_made_before(tmp_path: Path) -> None:
-    """`make lab` takes an environment that `make docs` or `make test` has made for installed."""
+def test_make_lab_installs_the_dock_extras_after_any_other_target(tmp_path: Path) -> None:
+    """`make lab` treats an environment made by `make docs` or `make test` as installed."""
     for target in (".installed", ".installed-docs", ".installed-dev", ".installed-test"):
         done = subprocess.run(["make", "-n", f"VENV={tmp_path}", f"{tmp_path}/{target}"], cwd=ROOT, capture_output=True,
                               text=True, check=True)  # fmt: skip
@@ -161,7 +161,7 @@ def test_make_lab_installs_what_dock_needs_whatever_was_made_before(tmp_path: Pa
         assert "dock" in extras and extras >= set(target.split("-")[1:])
 
 
-def test_an_environment_is_brought_up_to_date_where_the_makefile_has_changed(tmp_path: Path) -> None:
+def test_an_environment_is_updated_if_the_makefile_has_changed(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name in ("bin/python", ".installed"):
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Parts of the page that can be tried without a browser: run by the node that comes with playwright."""
+"""Tests parts of the page without a browser, with the node that playwright ships."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ console.log(JSON.stringify(said));
 
 
 def page(part: str, code: str) -> Any:
-    """What `code` prints, behind the part of the page in the file of that name."""
+    """Runs `code` after the page's file `part`; returns its output."""
     driver = pytest.importorskip("playwright._impl._driver")
     node = driver.compute_driver_executable()[0]
     script = f"const matchMedia = () => ({{}});\n{(WIDGETS / part).read_text('utf8')}\n{code}"
@@ -66,15 +66,15 @@ def page(part: str, code: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_an_arrow_key_with_no_box_in_sight_hides_the_tip() -> None:
+def test_an_arrow_key_without_a_visible_box_hides_the_tip() -> None:
     assert page("panel.js", WALK) == {"box": None, "hidden": True}
 
 
-def test_a_tap_pins_a_box_and_the_next_one_lets_it_go() -> None:
+def test_a_tap_pins_a_box_and_the_next_one_releases_it() -> None:
     pinned, then = page("panel.js", TAP)
     assert pinned == {"row": 3, "lane": [0]} and then is None
 
 
-def test_a_kernel_that_did_not_answer_is_said_to_be_gone_once_that_is_known() -> None:
+def test_a_silent_kernel_is_reported_as_gone_once_that_is_known() -> None:
     silent, gone = page("pulse.js", PARTED)
     assert "busy or gone" in silent and "is gone" in gone

@@ -1,4 +1,4 @@
-"""A rank that held a part of the model is lost: others have the same, or go back to a checkpoint; on real ranks."""
+"""Loses a rank that held a part of the model: other ranks have the same part, or all go back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ WAYS = [Pipeline(), Pipeline(schedule=GPipe()), Pipeline(schedule=PipeDream2BW()
 
 
 def layers() -> nn.Module:
-    """A Net in a row, which begins with the same values in every thread."""
+    """Returns a sequential net with the same initial values in every thread."""
     return net(lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)))
 
 
 class Put(NamedTuple):
-    """What a rank had once the model was together again."""
+    """A rank's state just after the model is complete again."""
 
     step: int
     params: dict[str, Values]
@@ -54,7 +54,7 @@ class Put(NamedTuple):
 
 
 class Seen(dict[int, Put]):
-    """By member."""
+    """The states by member."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         async def put_together(run: Any, came: Came, *rest: Any) -> None:
@@ -74,7 +74,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def alike(way: Any) -> Any:
-    """A task of which every run begins with the same values and reads the same."""
+    """Returns a task with the same initial values and data in every run."""
     return toy(model=layers) if way.depth > 1 else toy()
 
 
@@ -91,13 +91,13 @@ def saving(strategy: Strategy, way: Any, **more: Any) -> Experiment:
 
 def lost(e: Experiment, *victims: int, at: int = 7, folder: Path | None = None,
          changes: tuple[Change, ...] = ()) -> tuple[list[Session], list[str]]:  # fmt: skip
-    """Runs `e`, and the victims leave without a word about step `at`: (the others, what the record says of it)."""
+    """Runs `e` and aborts the victims at about step `at`; returns (other ranks, texts of the record about it)."""
     sessions = live(e, changes, run_dir=folder)
     until = time.monotonic() + 150
     first = sessions[victims[0]]
     while (first.rank.step < at or (folder and not found(folder / FOLDER))) and not first.join(0.001):
         assert time.monotonic() < until
-    for victim in victims:  # none of them has a word when the first is missed: they are lost together
+    for victim in victims:  # the victims are lost together, before the first loss is noticed
         sessions[victim]._told = True
     for victim in victims:
         sessions[victim].abort()
@@ -107,17 +107,17 @@ def lost(e: Experiment, *victims: int, at: int = 7, folder: Path | None = None,
 
 
 def went_on(left: list[Session], e: Experiment) -> list[Session]:
-    """Those who trained to the end, who all have the same of the same."""
+    """Returns the ranks that trained to the end; checks that they agree."""
     for s in left:
         assert s.error is None, s.error["traceback"]
-    there = [s for s in left if s.phase != "stopped"]  # who is not needed
+    there = [s for s in left if s.phase != "stopped"]  # not needed
     assert {s.phase for s in there} == {"done"} and {s.rank.step for s in there} == {e.steps}
     assert len({s.members for s in there}) == 1
     return there
 
 
 def held(there: list[Session], put: Put) -> Iterator[tuple[dict[str, Values], dict[str, tuple[Slice, ...]]]]:
-    """What each rank of a run has, by name, and where that lies in what was put together."""
+    """Yields each rank's state by name, with its place in the reassembled state."""
     sizes = {name: x.numel() for name, x in {**put.params, **put.slots}.items()}
     kept = {name: x.numel() == 1 < put.params[name.partition("/")[2]].numel() for name, x in put.slots.items()}
     for s in there:
@@ -126,7 +126,7 @@ def held(there: list[Session], put: Put) -> Iterator[tuple[dict[str, Values], di
 
 
 def same(put: Put, there: list[Session], mean: bool = False) -> None:
-    """What was put together is what a run has that ended at that step, to the bit; or the mean of its replicas."""
+    """Checks that the reassembled state equals that of a run that ended at that step, or its replicas' mean."""
     for name, x in {**put.params, **put.slots}.items():
         total, times = torch.zeros_like(x), torch.zeros(x.numel())
         for state, lies in held(there, put):
@@ -142,7 +142,7 @@ def same(put: Put, there: list[Session], mean: bool = False) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_what_is_put_together_is_what_the_replicas_had(way: Any, put: Seen) -> None:
+def test_the_reassembled_model_equals_the_replicas(way: Any, put: Seen) -> None:
     e = setting(DDP(), partition=way, task=alike(way), bucket_mb=0.01)
     left, texts = lost(e, 2)
     went_on(left, e)
@@ -157,7 +157,7 @@ def test_what_is_put_together_is_what_the_replicas_had(way: Any, put: Seen) -> N
 @pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=str)
 @pytest.mark.parametrize("victims", [(0,), (1, 2)], ids="ranks {}".format)
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=lambda s: type(s).__name__)
-def test_whoever_is_lost_of_two_replicas(strategy: Strategy, victims: tuple[int, ...], way: Any) -> None:
+def test_any_loss_among_two_replicas_is_survived(strategy: Strategy, victims: tuple[int, ...], way: Any) -> None:
     """Ranks 0 and 3 together have both parts."""
     e = setting(strategy, partition=way)
     left, texts = lost(e, *victims)
@@ -166,7 +166,7 @@ def test_whoever_is_lost_of_two_replicas(strategy: Strategy, victims: tuple[int,
     assert all(torch.isfinite(w).all() for s in there for w in s.layout.weights)
 
 
-def test_what_compression_owes_of_slices_is_owed_of_the_whole() -> None:
+def test_residuals_of_slices_become_residuals_of_the_whole() -> None:
     e = setting(DDP(), partition=Tensor(), compressor=ErrorFeedback(of=TopK(density=0.02)))
     left, _ = lost(e, 1)
     there = went_on(left, e)
@@ -175,7 +175,7 @@ def test_what_compression_owes_of_slices_is_owed_of_the_whole() -> None:
         assert all(owed[p.name].numel() == p.param.numel() for p in s.layout.order if p.name in owed) and owed
 
 
-def test_the_other_group_has_all_shards(put: Seen) -> None:
+def test_under_hsdp_the_other_group_has_all_shards(put: Seen) -> None:
     e = setting(HSDP(), steps=16)
     left, texts = lost(e, 1)
     there = went_on(left, e)
@@ -188,12 +188,12 @@ PARTS = [name for name, cls in sorted(shipped(Strategy).items()) if in_parts(set
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "HSDP"])
-def test_where_nobody_else_has_it_all_go_back_to_the_checkpoint(name: str, tmp_path: Path, put: Seen) -> None:
+def test_all_ranks_go_back_to_the_checkpoint_if_no_other_rank_has_the_part(name: str, tmp_path: Path, put: Seen) -> None:
     e = setting(shipped(Strategy)[name](), steps=14, save_every=5)
     left, texts = lost(e, 1, at=8, folder=tmp_path)
     for s in left:
         assert s.error is None, s.error["traceback"]
-    there = [s for s in left if s.phase != "stopped"]  # who is not needed
+    there = [s for s in left if s.phase != "stopped"]  # not needed
     assert {s.phase for s in there} == {"done"} and len(there) >= 2
     assert "went back to the checkpoint before step 5, for nobody else had the same parts" in texts[0]
     assert len(put) == len(there) and {p.step for p in put.values()} <= {5, 10}
@@ -213,7 +213,7 @@ def test_where_nobody_else_has_it_all_go_back_to_the_checkpoint(name: str, tmp_p
     ],
     ids=["stages", "slices", "both first stages", "ZeRO1", "ZeRO3"],
 )
-def test_a_checkpoint_gives_back_what_was_there_to_the_bit(
+def test_a_checkpoint_restores_the_state_bit_identically(
     e: Experiment, victims: tuple[int, ...], tmp_path: Path, put: Seen
 ) -> None:
     left, texts = lost(e, *victims, at=8, folder=tmp_path)
@@ -238,10 +238,10 @@ FEEDBACK = ErrorFeedback(of=TopK(density=0.02))
     ],
     ids=["ZeRO1", "slices", "both first stages"],
 )
-def test_what_compression_owed_at_a_checkpoint_is_owed_again(
+def test_a_checkpoint_restores_the_residuals(
     e: Experiment, victims: tuple[int, ...], tmp_path: Path, put: Seen
 ) -> None:
-    """All that ranks owe together is what those of a run do that ends at that step."""
+    """The ranks' total residual equals that of a run that ends at that step."""
     left, _ = lost(e, *victims, at=8, folder=tmp_path)
     went_on(left, e)
     step, owed = next(iter(put.values())).step, dict[str, Values]()
@@ -259,14 +259,14 @@ def test_what_compression_owed_at_a_checkpoint_is_owed_again(
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_where_there_is_no_checkpoint_the_run_ends_and_says_what_would_do(name: str) -> None:
+def test_without_a_checkpoint_the_run_fails_and_suggests_save_every(name: str) -> None:
     e = setting(shipped(Strategy)[name](), steps=0)
     left, texts = lost(e, *((1, 3) if name == "HSDP" else (1,)), at=5)
     assert [s.phase for s in left] == ["failed"] * len(left)
     assert texts and all(f"strategy={name}: nobody else has its" in t and "take save_every=100" in t for t in texts)
 
 
-def test_a_replica_that_is_alone_goes_on_in_fewer_stages(tmp_path: Path) -> None:
+def test_a_single_replica_goes_on_in_fewer_stages(tmp_path: Path) -> None:
     task = ByteGPT(layers=3, width=32, context=16)
     e = setting(DDP(), partition=Pipeline(stages=3), ranks=3, save_every=4, task=task)
     left, texts = lost(e, 1, at=6, folder=tmp_path)
@@ -274,8 +274,8 @@ def test_a_replica_that_is_alone_goes_on_in_fewer_stages(tmp_path: Path) -> None
     assert there[0].experiment.partition == Pipeline(stages=2) and "a replica lies on 2 ranks now" in texts[0]
 
 
-def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 is lost while the model comes to lie in stages: the switch is made by those who are left."""
+def test_a_switch_of_partition_interrupted_by_a_loss_is_undone(put: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 is lost during a switch to stages; the survivors make the switch."""
     from workbench.host.reconfigure import changes
 
     spread, broken = changes.repartition, list[int]()
@@ -295,8 +295,8 @@ def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: 
 
 
 @pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=str)
-def test_who_is_not_needed_stays_until_the_others_have_met(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is lost, so 2 and 3 are to go on, without 0; then 2 is, and nobody but 0 has the same part."""
+def test_a_rank_that_is_not_needed_stays_until_the_new_generation_has_met(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is lost, so ranks 2 and 3 should go on without 0. Then 2 is lost, and only 0 has the same part."""
     gone_before_it_meets(monkeypatch, 2)
     e = setting(DDP(), partition=way)
     left, texts = lost(e, 1)
@@ -307,7 +307,7 @@ def test_who_is_not_needed_stays_until_the_others_have_met(way: Any, monkeypatch
     assert re.search(rf"; the vote: ({stood}) before step \d+$", texts[0])
 
 
-def test_replicas_meet_again_where_one_is_lost_before_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_meet_again_if_one_is_lost_before_they_met(monkeypatch: pytest.MonkeyPatch) -> None:
     gone_before_it_meets(monkeypatch, 0)
     e = setting(DDP())
     left, texts = lost(e, 1)

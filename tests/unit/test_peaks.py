@@ -1,4 +1,4 @@
-"""Memory over steps: there once it has changed, and the record's value at every step, told at once or in pieces."""
+"""Tests the view of memory over steps: shown once memory changes, equal to the record, at once or in pieces."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from workbench.tasks import Digits
 
 
 def at(patches: list[Patch], rank: int, steps: list[int]) -> list[float]:
-    """What the drawn line of this rank says at these steps."""
+    """Returns the values of this rank's line at these steps."""
     x, y = (np.concatenate([p.append[rank][k] for p in patches if rank in p.append]) for k in ("x", "y"))
     assert (np.diff(x) >= 0).all()
     return [float(y[np.searchsorted(x, step, "right") - 1]) for step in steps]
 
 
 def grown() -> list[Sample]:
-    """Of rank 1, what its memory grows to at step 10, and what it is again at step 15."""
+    """Returns samples of rank 1: larger memory at step 10, the old value at step 15."""
     return [Sample(1, 10, "memory peak", 1.0, 8e7), Sample(1, 15, "memory peak", 2.0, 5e7)]
 
 
-def test_of_a_step_of_which_the_record_says_several_it_is_the_most_and_what_was_said_last_holds() -> None:
+def test_a_step_shows_its_largest_sample_and_later_steps_its_last_one() -> None:
     run = Run({"ranks": 1})
     told = [(0, 3e7), (5, 1e7), (5, 3e7), (9, 1e7), (9, 6e7), (9, 4e7), (10, 2e7), (10, 5e7)]
     run.timeline.samples.add([Sample(0, step, "memory peak", float(step), value) for step, value in told])
@@ -53,7 +53,7 @@ def test_a_line_per_rank_has_the_records_value_at_every_step() -> None:
     assert grid is not None and grid.rows[-2:] == [(1, 10, "80 MB"), (1, 15, "50 MB")]
 
 
-def test_it_is_there_once_memory_has_changed_and_says_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_view_appears_once_memory_changes_and_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("widgets.views.peaks.PERIOD", 0.0)
     whole = recorded(steps=20, ranks=2, changes=()).timeline.samples.rows()
     live, view = Run({"ranks": 2}, live=True), Peaks()
@@ -73,7 +73,7 @@ def test_it_is_there_once_memory_has_changed_and_says_the_same_in_pieces(monkeyp
 
 
 @pytest.mark.ranks
-def test_a_larger_batch_is_seen_at_its_step() -> None:
+def test_a_larger_batch_shows_at_its_step() -> None:
     e = Experiment(task=Digits(width=32), ranks=2, steps=12, pace=5.0, batch=16, strategy=LocalSGD(every=2))
     run = simulate(e, changes=[Change(6, "batch", 64)])
     before, after = at([Peaks().update(run)], 0, [5, 7])

@@ -1,4 +1,4 @@
-"""The picture of a run holds what the live charts hold, stays small, and is drawn once for each run that has ended."""
+"""Tests the picture of a run: it shows the live charts' content, stays small, and is drawn once per ended run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_picture_is_small_and_has_the_colours_of_the_live_charts(ranks: int) -
         assert (np.abs(found - to_rgb(colour(shown))).max(axis=2) < 0.02).sum() > 40, shown
 
 
-def test_what_is_painted_is_what_the_views_hold() -> None:
+def test_the_picture_shows_the_content_of_the_views() -> None:
     run = recorded(steps=150, ranks=2)
     axes = [a for part in picture.painted(run).subfigs for a in part.get_axes()]
     timeline, by_step, by_time = axes[:3]
@@ -85,7 +85,7 @@ def test_a_picture_does_not_follow_the_readers_own_style(style: Any) -> None:
         assert picture.png(run) == plain
 
 
-def test_the_picture_of_many_ranks_is_small_soon_drawn_and_says_which_it_shows() -> None:
+def test_the_picture_of_many_ranks_is_small_quick_and_names_the_shown_ranks() -> None:
     run = recorded(steps=6, ranks=512)
     began = time.process_time()
     png = picture.png(run)
@@ -94,7 +94,7 @@ def test_the_picture_of_many_ranks_is_small_soon_drawn_and_says_which_it_shows()
     assert "512 ranks (the charts show ranks 0 to 31)" in picture.about(run)
 
 
-def test_a_rank_that_is_not_drawn_is_still_waited_for_by_those_that_are() -> None:
+def test_drawn_ranks_still_wait_for_a_rank_that_is_not_drawn() -> None:
     run, part = recorded(steps=20, ranks=5), Timeline()
     part.most = 2
     for some, all_ in zip(drawn(part, run).data, drawn(Timeline(), run).data, strict=True):
@@ -103,7 +103,7 @@ def test_a_rank_that_is_not_drawn_is_still_waited_for_by_those_that_are() -> Non
 
 
 class Shell:
-    """A notebook's kernel: it keeps what is shown, by display id."""
+    """A stub of a notebook's kernel that keeps displayed outputs by display id."""
 
     kernel = True
 
@@ -124,7 +124,7 @@ class Shell:
             hook()
 
 
-def test_the_picture_comes_at_the_end_of_the_cell_in_which_the_run_ended_and_once(
+def test_the_picture_appears_once_at_the_end_of_the_cell_in_which_the_run_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shell, run = Shell(monkeypatch), recorded(steps=40)
@@ -144,7 +144,7 @@ def test_the_picture_comes_at_the_end_of_the_cell_in_which_the_run_ended_and_onc
     assert shell.hooks == []
 
 
-def test_a_recorded_run_is_let_go_once_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_run_is_released_once_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     shell, run = Shell(monkeypatch), recorded(steps=20)
     kept = keep.Keep(lambda: run, once=True)
     kept.show()
@@ -156,7 +156,7 @@ def test_a_recorded_run_is_let_go_once_it_is_drawn(monkeypatch: pytest.MonkeyPat
     assert shell.hooks == []
 
 
-def test_the_end_of_a_cell_is_waited_for_only_while_the_dashboard_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cell_hook_is_only_registered_while_the_dashboard_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(monkeypatch)
     kept = keep.Keep(lambda: None)
     kept.show()
@@ -167,7 +167,7 @@ def test_the_end_of_a_cell_is_waited_for_only_while_the_dashboard_is_there(monke
     shell.end_cell()
 
 
-def test_a_picture_that_cannot_be_drawn_says_why_and_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_cannot_be_drawn_shows_the_reason_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(monkeypatch)
     monkeypatch.setattr(picture, "png", lambda run: 1 / 0)
     kept = keep.Keep(lambda: recorded(steps=20))

@@ -1,4 +1,4 @@
-"""PipeDream and PipeDream-2BW: the weights that follow from their definitions, computed by one process."""
+"""Compares PipeDream and PipeDream-2BW with weights that one process computes from their definitions."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ OPTIMIZERS = [SGD(momentum=0.0), SGD(momentum=0.9), AdamW()]
 
 
 def stashed(step: int, stage: int, stages: int) -> int:
-    """PipeDream: which version of a stage's weights the minibatch of this step reads."""
+    """PipeDream: returns the version of a stage's weights that the minibatch of this step reads."""
     return max(0, step - (stages - 1 - stage))
 
 
 def delayed(step: int, stage: int, stages: int) -> int:
-    """PipeDream-2BW: the same of a batch."""
+    """PipeDream-2BW: returns the same for a batch."""
     return max(0, step - 1)
 
 
 def recurred(e: Experiment, reads: Callable[[int, int, int], int], *phases: int) -> Weights:
-    """What comes of the definition: all versions are kept, each batch is computed whole, one after the other.
+    """Computes the weights by the definition: all versions are kept, and each batch is computed whole, in turn.
 
     phases: steps between which the pipeline is drained
     """
@@ -94,16 +94,16 @@ def far(one: Weights, other: Weights) -> float:
     return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
 
 
-def test_the_recurrence_is_not_that_of_a_flush_nor_the_same_without_stashing() -> None:
-    """So the tests above can fail: by versions of other stages, by one delay for all, and where nothing is stale."""
+def test_the_reference_differs_from_a_flush_and_from_other_delays() -> None:
+    """So the tests above can fail: with versions of other stages, one delay for all, or no staleness."""
     e = piped(3, partition=dream(3))
     want = recurred(e, stashed, 10)
     for other in (delayed, lambda step, stage, stages: step, lambda step, stage, stages: max(0, step - stages + 1)):
         assert far(want, recurred(e, other, 10)) > 1e-3
 
 
-def test_without_stashing_it_would_be_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward by the weights that are there by then, of a forward by older ones: what the stash is for."""
+def test_without_stashing_the_weights_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward with newer weights than its forward is the case that the stash prevents."""
     e = piped(2, 10, partition=dream(2))
     with monkeypatch.context() as patch:
         patch.setattr(Version, "keep", lambda version: None)
@@ -120,8 +120,8 @@ DEEPER = [(dream(4), stashed), (twice(4, 4), delayed)]
 
 
 @pytest.mark.parametrize(("way", "reads"), BOTH + DEEPER, ids=said)
-def test_before_a_change_it_drains_and_no_batch_is_lost(way: Pipeline, reads: Any) -> None:
-    """From a flush and back, and drained in between by a change of nothing but how bytes travel."""
+def test_the_pipeline_drains_before_a_change_and_no_batch_is_lost(way: Pipeline, reads: Any) -> None:
+    """Switches to a flush and back, and drains in between for a change of bucket size."""
     e = piped(way.stages, 18, partition=way)
     changes = [Change(5, "bucket_mb", 0.02), Change(10, "schedule", OneFOneB()), Change(14, "schedule", way.schedule)]
     sessions = run(e, *changes)
@@ -131,7 +131,7 @@ def test_before_a_change_it_drains_and_no_batch_is_lost(way: Pipeline, reads: An
 
 @pytest.mark.parametrize(("way", "reads"), BOTH + DEEPER, ids=said)
 def test_no_more_batches_are_drawn_than_there_are_steps(way: Pipeline, reads: Any) -> None:
-    """Data that ends with the run, and is there once: forwards do not run ahead of the last step."""
+    """The data ends with the run and can be read once: forwards do not run ahead of the last step."""
 
     def once(rank: int, ranks: int, seed: int) -> Any:
         every = batches(rank, ranks, seed)
@@ -159,7 +159,7 @@ def test_a_held_out_loss_disturbs_nothing(way: Pipeline, reads: Any) -> None:
 
 
 @pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=said)
-def test_engine_and_simulator_agree_to_the_bit(way: Pipeline) -> None:
+def test_engine_and_simulator_are_bit_identical(way: Pipeline) -> None:
     e = piped(4, 14, eval_every=3, pace=4.0, partition=way)
     changes = [Change(6, "lr", 2e-3), Change(9, "schedule", OneFOneB()), Change(11, "schedule", way.schedule)]
     sessions = run(e, *changes)
@@ -174,8 +174,8 @@ def test_engine_and_simulator_agree_to_the_bit(way: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=said)
-def test_what_is_stashed_is_on_the_ledger(way: Pipeline) -> None:
-    """p-i versions of stage i's weights, or two, on both hosts and with sizes only; fewer at the end."""
+def test_stashed_weights_are_in_the_memory_report(way: Pipeline) -> None:
+    """The ledger has p-i versions of stage i's weights, or two, on both hosts and with sizes only; fewer at the end."""
     task = ByteGPT(layers=6, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=way.stages, steps=8, pace=8.0, bucket_mb=0.05, eval_every=0, batch=8, partition=way)
     sessions = run(e)
@@ -186,7 +186,7 @@ def test_what_is_stashed_is_on_the_ledger(way: Pipeline) -> None:
         assert max(seen(s, "memory parameters")) == versions * s.training.layout.nbytes, stage
         assert seen(plain, "memory parameters")[-1] == s.training.layout.nbytes
         assert not s.training.flow.versions.kept, "the run has ended, and drained"
-    if way.micros == 1:  # minibatches are in flight of which a flush has one
+    if way.micros == 1:  # more minibatches are in flight than the one of a flush
         kept = [[max(seen(s, "memory activations")) for s in each] for each in (sessions, flushed)]
         assert kept[0] == [(way.stages - stage) * one for stage, one in enumerate(kept[1])]
 
@@ -195,14 +195,14 @@ EVERY = [name for name, cls in shipped(Strategy).items()
          if partitioned.refused(replace(piped(4, partition=dream(2)), strategy=fitting(cls, 2))) is None]  # fmt: skip
 
 
-def test_most_strategies_go_on_between_such_pipelines() -> None:
+def test_at_least_15_strategies_support_these_pipelines() -> None:
     assert len(EVERY) >= 15 and {"DDP", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "SlowMo", "Gossip"} <= set(EVERY)
 
 
 @pytest.mark.parametrize("way", [dream(2), twice(2, 2)], ids=["PipeDream", "2BW"])
 @pytest.mark.parametrize("name", EVERY)
-def test_every_strategy_does_the_same_on_both_hosts_and_is_left(name: str, way: Pipeline) -> None:
-    """Between two replicas of two stages, drained into a flush and back; replicas are alike under DDP at last."""
+def test_every_strategy_does_the_same_on_both_hosts_and_can_be_switched_off(name: str, way: Pipeline) -> None:
+    """Between two replicas of two stages, drained into a flush and back. Under DDP the replicas finally agree."""
     e = piped(4, 18, strategy=fitting(shipped(Strategy)[name], 2), partition=way, pace=1.0)
     changes = [Change(7, "schedule", OneFOneB()), Change(10, "schedule", way.schedule), Change(16, "strategy", DDP())]
     sessions = run(e, *changes)
@@ -216,6 +216,6 @@ def test_every_strategy_does_the_same_on_both_hosts_and_is_left(name: str, way: 
 
 
 @pytest.mark.parametrize(("way", "reads"), [(dream(2), stashed), (twice(2, 4), delayed)], ids=["PipeDream", "2BW"])
-def test_layers_that_are_computed_again_are_so_with_the_weights_of_their_forward(way: Pipeline, reads: Any) -> None:
+def test_recomputed_layers_use_the_weights_of_their_forward(way: Pipeline, reads: Any) -> None:
     e = piped(2, 8, partition=replace(way, of=Whole(checkpoint="units")))
     same(run(e), 2, recurred(e, reads, 8))

@@ -1,4 +1,4 @@
-"""PipeDream and PipeDream-2BW while people and payloads come in between, and what does not go with them."""
+"""Tests PipeDream and PipeDream-2BW with live requests and compressed activations, and their refusals."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("codec", [Cast(to="fp16"), TopK(density=0.3)], ids=str)
 @pytest.mark.parametrize("way", [dream(3), twice(3, 4)], ids=["PipeDream", "2BW"])
-def test_activations_cross_in_payloads(way: Pipeline, codec: Any) -> None:
-    """What TopK has chosen of one is known until its gradient comes, steps later; and through a drain."""
+def test_activations_are_sent_compressed(way: Pipeline, codec: Any) -> None:
+    """TopK's choice is kept until the gradient arrives, steps later and through a drain."""
     e = piped(3, 12, partition=replace(way, activations=codec), pace=1.0)
     changes = [Change(6, "lr", 5e-3)]
     sessions = run(e, *changes)
@@ -48,13 +48,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
-def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_raise_knob_error(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):
         replace(Experiment(ranks=4), **given).checked()
 
 
 def at_once(sessions: list[Any]) -> float:
-    """How many stages go forward or back at a time, in the mean, from the sixth step of the first stage to its last."""
+    """Returns how many stages compute at a time on average, from the first stage's sixth step to its last."""
     ends = [row[5] for row in sessions[0].record if row[1] == "step"]
     first, last = ends[5], ends[-2]
     passes = [row for s in sessions for row in s.record if row[1] == "compute" and row[2].startswith(("fo", "ba"))]
@@ -62,15 +62,15 @@ def at_once(sessions: list[Any]) -> float:
 
 
 def test_on_real_ranks_the_stages_compute_at_the_same_time() -> None:
-    """Three stages; where each minibatch is flushed only one of them has anything to do."""
+    """With three stages and a flush per minibatch, only one stage computes at a time."""
     ways = dream(3), Pipeline(stages=3, micros=1)
     full, flushed = (at_once(run(piped(3, 18, partition=way, pace=120.0))) for way in ways)
     assert flushed <= 1.02 and full > 1.5
 
 
 @pytest.mark.parametrize("way", [dream(4), twice(4, 4)], ids=["PipeDream", "2BW"])
-def test_people_turn_it_pause_it_and_stop_it_at_any_time(way: Pipeline) -> None:
-    """Heard a few steps later, on all stages before the same one."""
+def test_it_can_be_changed_paused_and_stopped_at_any_time(way: Pipeline) -> None:
+    """Requests take effect a few steps later, on all stages before the same step."""
     sessions = live(piped(4, 0, partition=way, pace=20.0))
     asked = [("lr", 1e-3), ("schedule", "OneFOneB"), ("schedule", type(way.schedule).__name__), ("partition", "Whole"),
              ("partition", way), ("bucket_mb", 0.02)]  # fmt: skip
@@ -94,8 +94,8 @@ def test_people_turn_it_pause_it_and_stop_it_at_any_time(way: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("way", [dream(2), twice(2, 4)], ids=["PipeDream", "2BW"])
-def test_what_went_ahead_and_is_forgotten_has_left_no_trace_in_buffers(way: Pipeline) -> None:
-    """A norm has seen each micro-batch once, though some went forward twice, on both hosts."""
+def test_discarded_forwards_leave_no_trace_in_buffers(way: Pipeline) -> None:
+    """A norm has seen each micro-batch once, although some went forward twice, on both hosts."""
 
     def normed() -> nn.Module:
         model = deep()
@@ -110,8 +110,8 @@ def test_what_went_ahead_and_is_forgotten_has_left_no_trace_in_buffers(way: Pipe
     assert torch.equal(others[0].model[1].running_mean, norm.running_mean)
 
 
-def test_batches_out_of_their_order_are_refused_in_words() -> None:
-    """One that has gone forward already has to be the next to go back."""
+def test_batches_out_of_order_raise_strategy_error() -> None:
+    """A minibatch that went forward must be the next to go back."""
 
     async def step(self: Any, rank: Any, state: Any) -> None:
         await rank.forward()
@@ -129,7 +129,7 @@ def test_batches_out_of_their_order_are_refused_in_words() -> None:
 
 @pytest.mark.parametrize("way", [dream(2), twice(2, 4)], ids=["PipeDream", "2BW"])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_replica(way: Pipeline) -> None:
-    """All stages meet in each step for it; both hosts say the same."""
+    """All stages meet in each step for it; both hosts record the same norms."""
     e = piped(4, 10, partition=way, clip=0.5, pace=1.0)
     sessions = run(e, Change(6, "clip", 0.2))
     norms = [seen(s, "grad_norm") for s in sessions]
@@ -140,7 +140,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_replica(way: Pipeline) -
 
 
 class Scratch(nn.Module):
-    """Scales by what it writes into a buffer, in place, and reads in its backward."""
+    """A layer that scales by a buffer, which it writes in place and reads in its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ class Scratch(nn.Module):
 
 
 @pytest.mark.parametrize("way", [dream(2), twice(2, 2)], ids=lambda way: type(way.schedule).__name__)
-def test_what_a_later_forward_writes_into_is_not_read_by_an_earlier_backward(way: Pipeline) -> None:
-    """As torch says itself under a schedule that flushes."""
+def test_a_buffer_overwritten_by_a_later_forward_raises_an_error_in_backward(way: Pipeline) -> None:
+    """Torch reports this itself under a schedule with flushes."""
 
     def model() -> nn.Module:
         parts = list(deep())
@@ -168,7 +168,7 @@ def test_what_a_later_forward_writes_into_is_not_read_by_an_earlier_backward(way
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_when_one_stage_fails_the_others_leave(stage: int) -> None:
+def test_when_one_stage_fails_the_other_stages_leave(stage: int) -> None:
     def failing(model: nn.Module, pair: Any) -> torch.Tensor:
         name = threading.current_thread().name
         calls[name] = calls.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""Pipelines on real ranks: each stage computes its part, and the whole learns what one rank alone would."""
+"""Tests pipelines on real ranks: each stage computes its part, and the whole learns as one rank would."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPT = ByteGPT(layers=6, width=32, context=16, heads=2)
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), ZeroBubble()], ids=str)
 @pytest.mark.parametrize(("ranks", "stages", "micros"), [(2, 2, 4), (3, 3, 2), (4, 2, 4), (2, 2, 1), (4, 4, 8)])
-def test_it_is_bit_equal_to_one_process_that_adds_up_the_same_micro_batches(
+def test_a_pipeline_is_bit_identical_to_one_process_with_the_same_micro_batches(
     schedule: Schedule, ranks: int, stages: int, micros: int
 ) -> None:
     e = piped(ranks, partition=Pipeline(stages=stages, micros=micros, schedule=schedule))
@@ -50,7 +50,7 @@ SHAPES = [(2, 2, 4, 2), (2, 2, 4, 3), (4, 2, 8, 3), (2, 2, 8, 2)]
 
 @pytest.mark.parametrize(("ranks", "stages", "micros", "chunks"), SHAPES)
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=1)], ids=["DDP", "LocalSGD"])
-def test_so_it_is_with_several_pieces_on_each_stage(
+def test_several_pieces_per_stage_are_bit_identical_to_one_process(
     strategy: Strategy, ranks: int, stages: int, micros: int, chunks: int
 ) -> None:
     way = Pipeline(stages=stages, micros=micros, schedule=Interleaved(chunks=chunks))
@@ -66,23 +66,23 @@ def test_so_it_is_with_several_pieces_on_each_stage(
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
-def test_it_is_switched_live_and_nothing_is_lost(optimizer: Optimizer) -> None:
-    """Whole, two stages, whole again: parameters and moments go on to the bit."""
+def test_a_live_switch_to_a_pipeline_and_back_loses_nothing(optimizer: Optimizer) -> None:
+    """From whole to two stages and back: parameters and moments stay bit-identical."""
     e = piped(2, 12, eval_every=2, optimizer=optimizer)
     sessions = run(e, Change(4, "partition", Pipeline()), Change(8, "partition", Whole()))
     same(sessions, 1, alone(e, (4, 2, 1), (4, 1, 4), (4, 2, 1)))
     assert not sessions[0].record.noted("refused")
 
 
-def test_what_moves_is_what_lacks() -> None:
-    """Two stages of two, four stages, and all of it on each of four: the fewest bytes that can be, and a Mark's."""
+def test_a_switch_moves_only_missing_parts() -> None:
+    """From two stages to four, then whole on each of four: the move sends the fewest bytes, as in its Mark."""
     e = piped(4, 12)
     ways = [Pipeline(), Pipeline(stages=4), Whole()]
     sessions = run(e, *[Change(3 * (k + 1), "partition", way) for k, way in enumerate(ways)])
     marks = [json.loads(m[3]) for m in sessions[0].record.noted("partition")]
     assert [m["stages"] for m in marks] == [2, 4, 1]
     want = deep().state_dict()
-    whole = 4 * (3 * sum(x.numel() for x in want.values()) + len(want))  # it, AdamW's moments, and its counters
+    whole = 4 * (3 * sum(x.numel() for x in want.values()) + len(want))  # parameters, AdamW's moments, and its counters
     halves, fourths = (cut(e.set("partition", way), deep(), e.task.build()).names for way in ways[:2])
     lacks = [name for r in range(4) for name in fourths[r] - halves[r % 2]]
     some = sum(4 * (3 * want[name].numel() + 1) for name in lacks)
@@ -92,8 +92,8 @@ def test_what_moves_is_what_lacks() -> None:
         torch.testing.assert_close(assembled(sessions, 1)[name], x.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_mark_says_how_long_it_took_to_move() -> None:
-    """On the virtual clock, over a slow Link: what the bytes take on the way out, and next to nothing on the way in."""
+def test_a_partition_mark_has_the_duration_of_the_move() -> None:
+    """On the virtual clock over a slow Link, switching back takes the bytes' time, the first switch nearly none."""
     slow = Fabric(link=Link(bandwidth=1.0))
     changes = Change(3, "partition", Pipeline()), Change(6, "partition", Whole())
     found = simulate(piped(2, 9, pace=2.0, fabric=slow), changes=changes)
@@ -130,16 +130,16 @@ PARTED = [name for name, cls in shipped(Strategy).items()
           if partitioned.refused(replace(PIPED, strategy=fitting(cls, 2))) is None]  # fmt: skip
 
 
-def test_most_strategies_go_on_between_pipelines() -> None:
+def test_at_least_15_strategies_support_pipelines() -> None:
     assert len(PARTED) >= 15 and {"DDP", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "SlowMo", "Gossip"} <= set(PARTED)
 
 
-OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # fragments, and scales of buckets
+OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # their fragments and scales depend on buckets
 
 
 @pytest.mark.parametrize("name", sorted({*PARTED} - OF_WHAT_IT_HOLDS))
-def test_between_pipelines_a_strategy_does_what_it_does_between_whole_replicas(name: str) -> None:
-    """Two replicas of two stages each, one micro-batch: to the bit what two ranks do that hold all of it."""
+def test_a_strategy_does_the_same_between_pipelines_as_between_whole_replicas(name: str) -> None:
+    """Two replicas of two stages with one micro-batch give exactly the result of two whole ranks."""
     strategy = fitting(shipped(Strategy)[name], 2)
     e = piped(4, 10, strategy=strategy, partition=Pipeline(micros=1))
     cut, whole = run(e), run(piped(2, 10, strategy=strategy))
@@ -150,8 +150,8 @@ def test_between_pipelines_a_strategy_does_what_it_does_between_whole_replicas(n
 
 
 @pytest.mark.parametrize("name", PARTED)
-def test_every_strategy_is_left_and_entered_with_the_partition(name: str) -> None:
-    """One change after the other under the strategy; replicas are alike when it has been left."""
+def test_partition_changes_work_under_every_strategy(name: str) -> None:
+    """Makes one change after the other under the strategy. Replicas are equal after the switch to DDP."""
     strategy = fitting(shipped(Strategy)[name], 2)
     e = piped(4, 18, strategy=strategy)
     ways = [Pipeline(), Whole(), Pipeline(schedule=Interleaved(), micros=2)]
@@ -164,19 +164,19 @@ def test_every_strategy_is_left_and_entered_with_the_partition(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["SlowMo", "DiLoCo", "BMUF"])
-def test_an_outer_momentum_goes_with_what_it_is_of(name: str) -> None:
-    """To other pieces and back, at rounds' ends: where they would be without, which a new momentum is far from."""
+def test_an_outer_momentum_moves_with_its_parameters(name: str) -> None:
+    """Pieces change at the ends of rounds. The result is as without the change; a new momentum would be far off."""
     strategy = replace(shipped(Strategy)[name](), every=2)
     e = piped(4, 12, strategy=strategy, partition=Pipeline(micros=2), optimizer=SGD(momentum=0.0))
     turned = run(e, Change(4, "schedule", Interleaved()), Change(8, "schedule", OneFOneB()))
     plain = run(e)
     assert len(turned[0].record.noted("partition")) == 3
-    for name_, x in assembled(plain, 2).items():  # SlowMo's is in other units, which rounds
+    for name_, x in assembled(plain, 2).items():  # SlowMo's momentum has other units, which rounds
         torch.testing.assert_close(assembled(turned, 2)[name_], x, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("compressor", [ErrorFeedback(of=TopK(density=0.1)), QSGD(), PowerSGD()], ids=str)
-def test_what_stages_exchange_is_compressed(compressor: Compressor) -> None:
+def test_gradients_between_replicas_of_stages_are_compressed(compressor: Compressor) -> None:
     e = piped(4, 9, compressor=compressor, partition=Pipeline())
     sessions = run(e, Change(5, "partition", Whole()), Change(7, "partition", Pipeline()))
     dense, less = (sum(n for _, name, n in s.record.comm() if name.startswith(("all_", "reduce")))
@@ -190,8 +190,8 @@ CODECS = [(Cast(to="fp16"), 2), (QSGD(), 7.84), (E3M0(), 8), (TopK(density=0.1),
 
 
 @pytest.mark.parametrize(("codec", "less"), CODECS, ids=[str(codec) for codec, _ in CODECS])
-def test_what_crosses_between_stages_is_compressed(codec: Compressor, less: int) -> None:
-    """Fewer bytes, both ways; engine and simulator agree to the bit; it can be turned live."""
+def test_activations_and_gradients_between_stages_are_compressed(codec: Compressor, less: int) -> None:
+    """Fewer bytes both ways; engine and simulator agree exactly; the codec can change live."""
     e = piped(2, 6, pace=2.0, bucket_mb=1.0, task=toy(model=wide, data=broad, loss=loss, evaluate=None))
     e = e.set("partition", Pipeline(activations=codec, gradients=Dense() if isinstance(codec, TopK) else codec))
     changes = [Change(3, "activations", Dense()), Change(4, "gradients", Dense())]
@@ -210,7 +210,7 @@ def test_what_crosses_between_stages_is_compressed(codec: Compressor, less: int)
 
 
 def wide() -> nn.Module:
-    """Two layers with much between them."""
+    """Returns two layers with large activations between them."""
     rng = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, 200), nn.Sequential(nn.Tanh(), nn.Linear(200, 4)))
     for p in model.parameters():
@@ -224,8 +224,8 @@ def broad(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_the_gradient_of_chosen_activations_is_that_of_the_chosen(masked: bool) -> None:
-    """Against autograd on one process, through the same choice, or past it."""
+def test_the_gradient_of_top_k_activations_equals_autograds(masked: bool) -> None:
+    """Compares with autograd in one process, through the same choice, or past it."""
     way = Pipeline(micros=1, activations=TopK(density=0.1), mask=masked)
     task = toy(model=wide, data=broad, loss=loss, evaluate=None)
     sessions = run(piped(2, 1, task=task, partition=way, optimizer=SGD(momentum=0.0)))
@@ -243,7 +243,7 @@ def test_the_gradient_of_chosen_activations_is_that_of_the_chosen(masked: bool) 
         torch.testing.assert_close(assembled(sessions, 2)[name], p.detach() - 1e-2 * p.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_everything_else_is_turned_while_it_is_a_pipeline() -> None:
+def test_all_other_settings_change_live_under_a_pipeline() -> None:
     e = piped(4, 20, partition=Pipeline(), eval_every=5)
     asked = [("bucket_mb", 0.1), ("micros", 8), ("schedule", "GPipe"), ("optimizer", SGD()), ("lr", 1e-3),
              ("clip", 1.0), ("strategy", LocalSGD(every=2)), ("strategy", "DDP")]  # fmt: skip
@@ -254,7 +254,7 @@ def test_everything_else_is_turned_while_it_is_a_pipeline() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_engine_and_the_simulator_agree_to_the_bit() -> None:
+def test_the_engine_and_the_simulator_are_bit_identical() -> None:
     e = piped(4, 13, eval_every=3, pace=4.0, partition=Pipeline())
     changes = [Change(3, "schedule", GPipe()), Change(5, "stages", 4), Change(7, "partition", Pipeline(micros=8)),
                Change(8, "schedule", ZeroBubble()), Change(9, "schedule", Interleaved(chunks=3)),
@@ -277,7 +277,7 @@ def test_the_engine_and_the_simulator_agree_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("stage", range(3))
-def test_when_a_stage_fails_the_others_leave(stage: int) -> None:
+def test_when_a_stage_fails_the_other_stages_leave(stage: int) -> None:
     def failing(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         name = threading.current_thread().name
         calls[name] = calls.get(name, 0) + 1
@@ -293,7 +293,7 @@ def test_when_a_stage_fails_the_others_leave(stage: int) -> None:
     assert all(s.error is None or s.error["consequence"] for s in sessions if s is not sessions[stage])
 
 
-def test_when_evaluation_fails_on_one_stage_the_others_leave() -> None:
+def test_when_evaluation_fails_on_one_stage_the_other_stages_leave() -> None:
     def failing(model: nn.Module) -> float:
         if threading.current_thread().name == "rank 0 training":
             raise ValueError("on purpose")
@@ -305,7 +305,7 @@ def test_when_evaluation_fails_on_one_stage_the_others_leave() -> None:
     assert "on purpose" in sessions[0].error["text"]
 
 
-def test_it_is_stopped_and_paused_like_any_run() -> None:
+def test_a_pipeline_can_be_paused_and_stopped() -> None:
     sessions = live(piped(4, 0, partition=Pipeline(), pace=20.0))
     until(lambda: sessions[0].rank.step > 3)
     sessions[0].request({"kind": "pause", "id": "a"})
@@ -318,8 +318,8 @@ def test_it_is_stopped_and_paused_like_any_run() -> None:
     assert all(s.phase == "stopped" and s.error is None for s in sessions)
 
 
-def test_a_step_takes_every_stage_as_long_and_who_waits_for_the_first_says_so() -> None:
-    """Later stages hear of a step when the first one begins it; until then they stand still, and it is their step's."""
+def test_a_step_is_equally_long_on_every_stage_including_waits_for_the_first() -> None:
+    """Later stages learn of a step when the first one begins it. Until then they wait within their step."""
     ours = run(piped(3, 8, partition=Pipeline(stages=3, micros=1), pace=150.0))
     took = [[t1 - t0 for step, lane, _, _, t0, t1, _ in s.record if lane == "step" and step > 2] for s in ours]
     assert all(sum(each) == pytest.approx(sum(took[0]), rel=0.15) for each in took)
@@ -328,14 +328,14 @@ def test_a_step_takes_every_stage_as_long_and_who_waits_for_the_first_says_so() 
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (4, 2)])
-def test_what_several_pieces_of_a_stage_keep_is_known_with_sizes_only(stages: int, chunks: int) -> None:
+def test_memory_of_several_pieces_per_stage_is_right_with_sizes_only(stages: int, chunks: int) -> None:
     way = Pipeline(stages=stages, micros=4, schedule=Interleaved(chunks=chunks))
     e = Experiment(task=GPT, ranks=stages, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
     memory_alike(e, run(e), peak=0.001)
 
 
 def test_a_stage_holds_its_part_and_as_many_activations_as_are_in_flight() -> None:
-    """Engine and simulator say the same of every category; with sizes only the peak is within 5 %."""
+    """Engine and simulator report the same in every category; with sizes only the peak is within 5 %."""
     e = Experiment(task=GPT, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0)
     e = e.set("partition", Pipeline(stages=4, micros=8))
     ours = run(e)

@@ -1,4 +1,4 @@
-"""Models, losses and data that are awkward in a pipeline: what goes all the same, and what is refused in words."""
+"""Tests unusual models, losses and data in a pipeline: supported ones, and those refused with a reason."""
 
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
-def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_raise_knob_error(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):
         replace(Experiment(), **given).checked()
 
 
 class Tied(nn.Module):
-    """A model whose last layer is its first."""
+    """A model whose last layer is also its first."""
 
     def __init__(self, calls: int = 1) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ UNCUT = [
 
 
 @pytest.mark.parametrize(("given", "words"), UNCUT, ids=[words[:24] for _, words in UNCUT])
-def test_a_model_that_cannot_be_cut_is_refused_in_words_and_the_run_goes_on(given: dict[str, Any], words: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused_and_the_run_goes_on(given: dict[str, Any], words: str) -> None:
     task = Task(**{"model": deep, "data": batches, "loss": loss, "optimizer": _sgd, **given})
     sessions = run(piped(2, 6, task=task), Change(3, "partition", Pipeline()))
     (refused,) = sessions[0].record.noted("refused")
@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_cut_is_refused_in_words_and_the_run_goes_on(give
     assert begun.join(60) and begun.error is not None and words in begun.error["text"]
 
 
-def test_more_pieces_than_parts_are_refused_with_the_number_there_may_be() -> None:
+def test_more_pieces_than_parts_are_refused_with_the_allowed_number() -> None:
     way = Pipeline(stages=2, micros=2, schedule=Interleaved(chunks=4))
     sessions = run(piped(2, 4), Change(2, "partition", way))
     (refused,) = sessions[0].record.noted("refused")
@@ -106,7 +106,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Chosen(torch.utils.data.Dataset[Any]):
-    """Rows of which targets follow from inputs, for who reads both of the same."""
+    """Rows whose targets follow from the inputs, if a rank reads both from the same row."""
 
     def __len__(self) -> int:
         return 64
@@ -121,8 +121,8 @@ def shuffled(rank: int, ranks: int, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("start", [True, False])
-def test_stages_read_the_same_though_data_is_shuffled_by_torchs_own_numbers(start: bool) -> None:
-    """In the simulator, where ranks' random numbers are apart, as in processes."""
+def test_stages_read_the_same_batches_even_if_torch_shuffles_the_data(start: bool) -> None:
+    """In the simulator ranks have separate random numbers, as in processes."""
     task = toy(model=deep, data=shuffled, loss=loss, evaluate=None)
     e = piped(2, 60, pace=2.0, task=task, partition=Pipeline() if start else Whole())
     rows = simulate(e, changes=() if start else [Change(1, "partition", Pipeline())], real=True).timeline.samples.rows()
@@ -130,7 +130,7 @@ def test_stages_read_the_same_though_data_is_shuffled_by_torchs_own_numbers(star
     assert losses[-5:].mean() < 0.2 * losses[:3].mean()
 
 
-def test_stages_that_read_unlike_batches_are_told_so() -> None:
+def test_stages_that_read_different_batches_raise_an_error() -> None:
     def own(rank: int, ranks: int, seed: int) -> list[Any]:
         drawn = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(threading.get_ident() % 2**31))
         return [(drawn, drawn[:, :4])]
@@ -151,7 +151,7 @@ def frozen() -> nn.Module:
 
 
 class Twins(nn.Module):
-    """Tied between the first and the third layer, which two pieces on one stage are."""
+    """A model with tied first and third layers, which are two pieces on one stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ CUT = [({"model": seeded(inplace)}, OneFOneB()), ({"model": seeded(frozen)}, Int
 
 
 @pytest.mark.parametrize(("given", "schedule"), CUT, ids=["in place", "frozen piece", "tied pieces"])
-def test_awkward_models_learn_what_one_process_does(given: dict[str, Any], schedule: Schedule) -> None:
+def test_unusual_models_train_as_in_one_process(given: dict[str, Any], schedule: Schedule) -> None:
     task = Task(**{"data": batches, "loss": loss, "optimizer": _sgd, **given})
     e = piped(2, 6, task=task, partition=Pipeline(schedule=schedule), lr=0.05, optimizer=SGD(momentum=0.0))
     sessions, model = run(e), given["model"]()
@@ -248,7 +248,7 @@ WORSE = [
 
 
 @pytest.mark.parametrize(("given", "words"), WORSE, ids=[words[:24] for _, words in WORSE])
-def test_what_would_fail_in_a_step_is_refused_before(given: dict[str, Any], words: str) -> None:
+def test_a_model_that_would_fail_in_a_step_is_refused_before(given: dict[str, Any], words: str) -> None:
     task = Task(**{"model": deep, "data": batches, "loss": loss, "optimizer": _sgd, **given})
     sessions = run(piped(2, 6, task=task), Change(3, "partition", Pipeline()))
     (refused,) = sessions[0].record.noted("refused")
@@ -257,13 +257,13 @@ def test_what_would_fail_in_a_step_is_refused_before(given: dict[str, Any], word
         simulate(piped(2, 6, task=task, pace=2.0, partition=Pipeline()), real=True)
 
 
-def test_a_loss_with_noise_is_none_that_parts_compute_otherwise() -> None:
+def test_a_noisy_loss_is_not_mistaken_for_a_wrong_split() -> None:
     task = Task(model=deep, data=batches, loss=noisy, optimizer=_sgd)
     e = piped(4, 6, task=task, pace=2.0)  # in the simulator: threads share torch's random numbers, processes do not
     assert not list(simulate(e, changes=[Change(3, "partition", Pipeline())], real=True).details("refused"))
 
 
-def test_where_one_rank_refuses_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_refuse_if_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     able = refusing.able
 
     def picky(of: Any, wanted: Experiment) -> None:
@@ -277,7 +277,7 @@ def test_where_one_rank_refuses_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sessions[0].record.noted("change") and len(seen(sessions[0], "loss")) == 8
 
 
-def test_a_model_keeps_a_forward_of_its_own() -> None:
+def test_instead_restores_a_models_own_forward() -> None:
     model, own = deep(), lambda x: x
     model.forward = own  # type: ignore[method-assign]
     with instead(model, lambda x: 2 * x):
@@ -285,15 +285,15 @@ def test_a_model_keeps_a_forward_of_its_own() -> None:
     assert model.forward is own and "forward" not in deep().__dict__
 
 
-def test_a_batch_that_cannot_be_cut_is_refused_and_the_run_goes_on() -> None:
-    """The task makes its own batches, so only they say how many examples they have."""
+def test_a_batch_that_cannot_be_split_is_refused_and_the_run_goes_on() -> None:
+    """The task makes its own batches, so only they show how many examples they have."""
     sessions = run(piped(2, 6, partition=Pipeline()), Change(3, "micros", 3))
     (refused,) = sessions[0].record.noted("refused")
     assert "have 8 rows and cannot be cut into so many equal parts" in json.loads(refused[3])["reason"]
     assert len(seen(sessions[0], "loss")) == 6
 
 
-def test_a_parameter_of_another_stage_is_read_by_nobody() -> None:
+def test_reading_a_parameter_of_another_stage_raises_an_error() -> None:
     def nosy(model: nn.Module) -> float:
         return float(model[-1].weight.sum())  # type: ignore[index]
 

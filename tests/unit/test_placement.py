@@ -1,4 +1,4 @@
-"""Which rank holds what, as a value: the ways to spread a model, how they nest, and what cannot be."""
+"""Tests placements: which rank holds which elements, nested placements, and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = {"b": 10, "a": 6, "c": 1}  # in order of use
 
 
 def by_rank(placement: Placement, name: str) -> dict[int, list[int]]:
-    """The elements of one tensor that each rank holds, in the order in which it keeps them."""
+    """Returns the elements of one tensor by rank, in the order of each rank's memory."""
     return {r: order(placement, r, name) for r in placement.ranks if name in placement.at(r)}
 
 
@@ -29,7 +29,7 @@ def test_replicas_hold_everything() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 20])
-def test_shards_are_those_of_a_bucket_that_holds_the_tensors_in_order_of_use(ranks: int) -> None:
+def test_shards_are_those_of_one_bucket_with_the_tensors_in_order_of_use(ranks: int) -> None:
     placement = Placement.sharded(SIZES, range(ranks))
     parts = (Part("b", (10,), 0, 10), Part("a", (6,), 10, 16), Part("c", (1,), 16, 17))
     bucket = Bucket(0, torch.zeros(17), parts, 0)
@@ -38,7 +38,7 @@ def test_shards_are_those_of_a_bucket_that_holds_the_tensors_in_order_of_use(ran
         assert {n: placement.numel(r, n) for n in placement.at(r)} == {p.name: p.stop - p.start for p in shard.parts}
 
 
-def test_shares_cut_to_the_element_without_padding() -> None:
+def test_shares_are_split_by_element_without_padding() -> None:
     even = Placement.sharded({"w": 10}, range(4), shares=(1, 1, 1, 1))
     assert [even.numel(r) for r in range(4)] == [2, 3, 2, 3]
     uneven = Placement.sharded(SIZES, range(3), shares=(3, 0, 1))
@@ -46,12 +46,12 @@ def test_shares_cut_to_the_element_without_padding() -> None:
     assert uneven.at(0) == {"b": (Slice(0, 10),), "a": (Slice(0, 2),)}
 
 
-def test_a_pipeline_has_its_layers_in_stages_and_several_parts_on_a_rank_where_there_are_more() -> None:
+def test_a_pipeline_places_layers_in_stages_and_may_put_several_on_a_rank() -> None:
     tied = Placement.layers({"in": 4, "x": 5, "y": 6}, [0, 1], [["in"], ["x"], ["y"], ["in"]])
     assert {r: set(tied.at(r)) for r in tied.ranks} == {0: {"in", "y"}, 1: {"x", "in"}}
 
 
-def test_matrices_are_cut_along_any_dimension_and_the_pieces_are_what_torch_cuts() -> None:
+def test_a_split_along_any_dimension_equals_torchs_tensor_split() -> None:
     x = torch.arange(3 * 4 * 10)
     for shape, dim in [((12, 10), 0), ((12, 10), 1), ((12, 10), -1), ((3, 4, 10), 1), ((2, 3, 20), 2), ((120,), 0)]:
         placement = Placement.split({"w": shape}, [7, 5, 6], dim)
@@ -62,12 +62,12 @@ def test_matrices_are_cut_along_any_dimension_and_the_pieces_are_what_torch_cuts
         assert sum(placement.numel(r) for r in placement.ranks) == 120
 
 
-def test_a_cut_that_does_not_divide_is_as_even_as_it_can_be() -> None:
+def test_an_uneven_split_is_as_even_as_possible() -> None:
     assert [Placement.split({"w": (7, 2)}, range(3), 0).numel(r) for r in range(3)] == [4, 4, 6]
     assert Placement.split({"w": (1, 2)}, range(3), 0).ranks == [2]
 
 
-def test_they_nest() -> None:
+def test_placements_nest() -> None:
     stages = Placement.layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]])
     replicas = stages.copied({0: [0, 2], 1: [1, 3]})
     assert by_rank(replicas, "a") == {0: [*range(6)], 2: [*range(6)]}
@@ -82,17 +82,17 @@ def test_they_nest() -> None:
     assert by_rank(stages.copied({1: [1, 5]}), "a") == {0: [*range(6)]}, "who is in no group keeps what it holds"
 
 
-def test_moments_may_lie_elsewhere_than_parameters() -> None:
+def test_moments_may_be_placed_unlike_parameters() -> None:
     zero_one = Placement.whole({"w": 8}, range(2)) | Placement.sharded({"exp_avg/w": 8}, range(2))
     assert [zero_one.numel(r, "w") for r in range(2)] == [8, 8]
     assert by_rank(zero_one, "exp_avg/w") == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
 
 
-def test_replicas_joined_from_two_halves_hold_what_they_share_once() -> None:
+def test_joined_replicas_hold_common_elements_once() -> None:
     assert Placement.whole(SIZES, [0, 1]) | Placement.whole(SIZES, [1, 2]) == Placement.whole(SIZES, range(3))
 
 
-def test_it_is_a_value() -> None:
+def test_placements_are_values() -> None:
     one, other = Placement.whole(SIZES, [0, 1]), Placement.whole(dict(reversed(SIZES.items())), [1, 0])
     assert one == other and hash(one) == hash(other) and one != Placement.sharded(SIZES, [0, 1])
     assert Placement.sharded({"w": 6}, [3]) == Placement.whole({"w": 6}, [3]), "slices have one form"
@@ -112,12 +112,12 @@ def test_it_is_a_value() -> None:
         ({"w": 9}, {1: {"w": (Slice(0, 3, 2, 3),)}}, "a stretch is longer than the stride; take a stride of 3"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_words(sizes: dict, held: dict, said: str) -> None:
+def test_an_invalid_placement_raises_value_error(sizes: dict, held: dict, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         Placement(sizes, held)
 
 
-def test_two_tensors_of_one_name_and_shares_for_others_are_refused_in_words() -> None:
+def test_conflicting_sizes_and_wrong_numbers_of_shares_raise_value_error() -> None:
     with pytest.raises(ValueError, match="a has 6 elements in one and 7 in the other; a name stands for one tensor"):
         Placement.whole({"a": 6}, [0]) | Placement.whole({"a": 7}, [1])
     with pytest.raises(ValueError, match="2 shares for 3 ranks; give one number for each"):

@@ -1,4 +1,4 @@
-"""Who sends what to whom: the fewest bytes, evenly from those who have them, the same plan everywhere."""
+"""Tests the plan of a move: the fewest bytes, evenly from their owners, and the same plan on every rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STEPS = [step for seed in range(2) for step in walk(seed, 40) if not step.lost]
 
 
 def moved(was: Placement, to: Placement, width: int = 1, alive: range = range(6)) -> float:
-    """Elements that a move sends, in units of all elements of the model."""
+    """Returns the sent elements of a move, relative to the model."""
     return sum(plan(was, to, alive, dict.fromkeys(to.sizes, width)).nbytes.values()) / sum(to.sizes.values()) / width
 
 
-def test_every_missing_element_is_sent_once_by_one_who_has_it_and_nothing_else_is_sent() -> None:
+def test_only_missing_elements_are_sent_once_each_by_an_owner() -> None:
     for step in STEPS:
         todo = plan(step.was, step.to, step.alive, WIDTHS)
         got = {(r, n): np.zeros(size, dtype=int) for r in range(RANKS) for n, size in SIZES.items()}
@@ -38,14 +38,14 @@ def test_every_missing_element_is_sent_once_by_one_who_has_it_and_nothing_else_i
 
 
 def optimum(step: Step) -> float:
-    """What the fullest sender sends at least, whoever sends what: the most that any few owners have to send alone."""
+    """Returns the smallest possible maximum of a sender: the largest load that some set of owners must send alone."""
     wanted = {owners: sum(widths) for owners, widths in demands(step).items()}
     groups = (set(g) for n in range(1, RANKS + 1) for g in combinations(range(RANKS), n))
     return max(sum(n for owners, n in wanted.items() if group >= {*owners}) / len(group) for group in groups)
 
 
 def greedy(step: Step) -> int:
-    """What the fullest sends where each element comes from the owner who has sent least, fewest owners first."""
+    """Returns the largest sender's load if each element comes from the least loaded owner, fewest owners first."""
     sent = dict.fromkeys(range(RANKS), 0)
     wanted = demands(step)
     for owners in sorted(wanted, key=lambda group: (len(group), group)):
@@ -54,7 +54,7 @@ def greedy(step: Step) -> int:
     return max(sent.values())
 
 
-def test_no_choice_of_senders_is_more_even_but_for_an_element() -> None:
+def test_the_choice_of_senders_is_optimal_up_to_one_element() -> None:
     nested, slack = 0, max(WIDTHS.values()) + 1
     for step in STEPS:
         todo, wanted = plan(step.was, step.to, step.alive, WIDTHS), demands(step)
@@ -66,7 +66,7 @@ def test_no_choice_of_senders_is_more_even_but_for_an_element() -> None:
     assert nested > len(STEPS) / 2
 
 
-def test_one_who_joins_takes_as_much_from_each_replica() -> None:
+def test_a_joining_rank_takes_equally_from_each_replica() -> None:
     sizes = {"large": 1000, "small": 7}
     todo = plan(Placement.whole(sizes, range(3)), Placement.whole(sizes, range(4)), range(4), {"large": 4, "small": 8})
     sent = [todo.sent(r) for r in range(4)]
@@ -85,8 +85,8 @@ def test_loads_are_levelled() -> None:
         assert sorted(after) == sorted(given)
 
 
-def test_all_ranks_make_the_same_plan_whatever_the_order_of_their_mappings() -> None:
-    firsts = [plan(step.was, step.to, step.alive, WIDTHS) for step in STEPS[:20]]  # more than are remembered
+def test_the_plan_does_not_depend_on_the_order_of_mappings() -> None:
+    firsts = [plan(step.was, step.to, step.alive, WIDTHS) for step in STEPS[:20]]  # more than the cache holds
     for step, first in zip(STEPS[:20], firsts, strict=True):
         turned = [Placement(dict(reversed(p.sizes.items())), {r: dict(reversed(h.items())) for r, h in p.held.items()})
                   for p in (step.was, step.to)]  # fmt: skip
@@ -95,7 +95,7 @@ def test_all_ranks_make_the_same_plan_whatever_the_order_of_their_mappings() -> 
         assert other.lengths(tuple(range(RANKS))) == first.lengths(tuple(range(RANKS)))
 
 
-def test_well_known_moves_cost_what_was_measured_before() -> None:
+def test_well_known_moves_have_their_known_cost() -> None:
     shapes = {f"{i}.{name}": shape for i in range(4) for name, shape in {"qkv": (3, 8, 64), "out": (8, 8)}.items()}
     sizes = {"w": 1200}
     whole, zero, three = (Placement.whole(sizes, range(4)), Placement.sharded(sizes, range(4)),
@@ -121,7 +121,7 @@ def test_elements_without_an_owner_are_named() -> None:
         plan(Placement.whole(many, [5]), Placement.whole(many, [1]), [1], dict.fromkeys(many, 4))
 
 
-def test_a_tensor_that_is_nowhere_yet_or_of_another_size_is_named() -> None:
+def test_a_tensor_without_a_place_or_with_another_size_is_named() -> None:
     one, other = Placement.whole({"w": 4}, [0]), Placement.whole({"w": 5}, [0])
     with pytest.raises(ValueError, match="w has 4 elements where it lies and 5 where it is to lie"):
         plan(one, other, [0], {"w": 4})
@@ -129,7 +129,7 @@ def test_a_tensor_that_is_nowhere_yet_or_of_another_size_is_named() -> None:
         plan(one, Placement.whole({"v": 2}, [0]), [0], {"v": 4})
 
 
-def test_what_is_lost_is_counted_as_element_by_element() -> None:
+def test_lost_elements_are_counted_exactly() -> None:
     refused = [step for step in walk(3, 30) if step.lost]
     assert len(refused) > 5
     for step in refused:
@@ -154,7 +154,7 @@ def test_planning_a_matrix_takes_well_under_a_millisecond_and_no_memory_per_elem
         quickest = 1.0
         for width in range(3, 53):  # processor time, the least of many: a busy machine does not count
             began = time.process_time()
-            plan(was, to, range(4), {"w": width})  # each is another, so none is remembered
+            plan(was, to, range(4), {"w": width})  # each width is new, so no plan comes from the cache
             quickest = min(quickest, time.process_time() - began)
         tracemalloc.start()
         plan(was, to, range(4), {"w": 2})
@@ -163,7 +163,7 @@ def test_planning_a_matrix_takes_well_under_a_millisecond_and_no_memory_per_elem
         assert quickest < 0.9e-3 and peak < 100_000
 
 
-def test_random_placements_cover_what_people_do() -> None:
+def test_random_placements_cover_the_usual_kinds() -> None:
     rng = random.Random(5)
     made = [placement(rng) for _ in range(100)]
     assert {len(p.ranks) for p in made} == set(range(1, RANKS + 1))
