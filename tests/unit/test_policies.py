@@ -1,4 +1,4 @@
-"""Policies: their rules against numpy, the same decisions on both clocks, and who has the last word."""
+"""Tests policies: their rules against numpy, equal decisions on both clocks, and conflicts with a user's changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Clumsy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Stubborn(Policy):
-    """Wants what cannot be, together with what can."""
+    """Requests an invalid change together with a valid one."""
 
     path: ClassVar[str] = "bucket_mb"
 
@@ -66,7 +66,7 @@ class Stubborn(Policy):
 
 
 def made(done: Run, by: str | None = None) -> list[tuple[int, str, Any]]:
-    """(step, path, value) of every change; of one policy's, or of all."""
+    """Returns (step, path, value) of every change, of one policy or of all."""
     return [(step, d["path"], d["value"]) for step, _, d in done.details("change") if by is None or d.get("by") == by]
 
 
@@ -75,12 +75,12 @@ def said(done: Run) -> list[str]:
 
 
 def noted(rows: Rows, name: str) -> list[dict[str, Any]]:
-    """The details of a rank's marks of this name."""
+    """Returns the details of a rank's marks with this name."""
     return [json.loads(detail) | {"step": step} for step, _, _, detail in rows.noted(name)]
 
 
 def decided(e: Experiment, *changes: Change) -> list[list[tuple[int, str, Any]]]:
-    """What was changed, in a simulation with real tensors and on real ranks."""
+    """Returns the changes in a simulation with real tensors and on real ranks."""
     virtual = made(simulate(e, changes=changes, costs=PACED, real=True))
     real = [(d["step"], d["path"], d["value"]) for d in noted(run(e, *changes)[0].record, "change")]
     return [virtual, real]
@@ -91,7 +91,7 @@ PACED = Costs(forward=0.01, backward=0.02, update=0.005)
 
 @dataclass(frozen=True, kw_only=True)
 class Onlooker(Policy):
-    """Decides nothing, and keeps what it was shown."""
+    """Decides nothing, and keeps everything it sees."""
 
     reads: ClassVar[tuple[str, ...]] = ("compute",)
     saw: ClassVar[list[Seen]] = []
@@ -101,7 +101,7 @@ class Onlooker(Policy):
         return []
 
 
-def test_a_rank_computes_so_many_seconds_per_step_whatever_passes_it_makes() -> None:
+def test_compute_seconds_per_step_include_all_passes() -> None:
     Onlooker.saw.clear()
     simulate(experiment(steps=20, policy=Onlooker(look_every=5), strategy=DDP(accumulate=2)), costs=PACED)
     assert [seen.step for seen in Onlooker.saw] == [5, 10, 15]
@@ -113,7 +113,7 @@ def test_a_rank_computes_so_many_seconds_per_step_whatever_passes_it_makes() -> 
 
 
 def periods(losses: Sequence[float], first: int, decay: float = 0.5) -> list[int]:
-    """tau after each look, as the paper has it; nothing changes at the first."""
+    """Returns tau after each look by the paper's rule; the first look changes nothing."""
     f, tau = np.asarray(losses), [first]
     for x in f[1:]:
         rule = int(np.ceil(np.sqrt(x / f[0]) * first))
@@ -135,7 +135,7 @@ def test_the_period_follows_the_root_of_the_loss(seed: int) -> None:
     assert got[-1] < got[0]
 
 
-def test_where_the_loss_stands_still_the_period_follows_by_half() -> None:
+def test_at_a_constant_loss_the_period_halves() -> None:
     e, policy, got = Experiment(strategy=LocalSGD(every=64)), AdaComm(decay=0.5), []
     state = policy.init()
     for look in range(6):
@@ -157,7 +157,7 @@ def test_the_same_losses_give_the_same_periods_on_both_clocks_and_in_numpy() -> 
     assert virtual == [(step, "strategy.every", tau[step // 8 - 1]) for step in steps] != []
 
 
-def test_losses_of_which_there_is_no_root_put_the_policy_off() -> None:
+def test_a_negative_loss_makes_adacomm_fail() -> None:
     seen = Seen(experiment=Experiment(strategy=LocalSGD()), step=1, seconds=0.0, numbers={"loss": (-1.0,)})
     with pytest.raises(ValueError, match="has to be above 0"):
         list(AdaComm().decide(seen, AdaComm().init()))
@@ -166,7 +166,7 @@ def test_losses_of_which_there_is_no_root_put_the_policy_off() -> None:
 # -- GraVAC
 
 
-def test_the_gain_is_that_of_what_is_sent_with_what_was_owed() -> None:
+def test_the_gain_is_computed_from_the_sent_gradient_and_the_residual() -> None:
     rng, n, k = np.random.default_rng(0), 64, 8
     memory, parts, owed = Memory(), placed((8, 8)), np.zeros(n)
     of = ErrorFeedback(of=TopK(density=k / n))
@@ -182,7 +182,7 @@ def test_the_gain_is_that_of_what_is_sent_with_what_was_owed() -> None:
 
 
 def densities(gains: Sequence[float], start: float, p: GraVAC) -> list[float]:
-    """The density after each look, from the gains that were measured."""
+    """Returns the density after each look, from the measured gains."""
     out, bar, came = [start], 0.0, 0.0
     for gain in gains:
         now = out[-1]
@@ -213,7 +213,7 @@ def test_the_density_falls_while_enough_is_sent_on_both_clocks_and_in_numpy() ->
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_density_is_that_of_numpy_whatever_the_gains_are(seed: int) -> None:
+def test_the_density_equals_numpys_for_any_gains(seed: int) -> None:
     gains = np.random.default_rng(seed).uniform(0.4, 1.0, 30)
     policy = GraVAC(threshold=0.6, least=0.02, most=0.4)
     e, state, got = Experiment(compressor=TopK(density=0.2), policy=policy), policy.init(), []
@@ -226,7 +226,7 @@ def test_the_density_is_that_of_numpy_whatever_the_gains_are(seed: int) -> None:
     assert got == pytest.approx(densities(gains.tolist(), 0.2, policy)) and len(set(got)) > 1
 
 
-def test_it_waits_where_what_is_sent_is_scaled_up_for_its_squares_say_nothing_of_the_rest() -> None:
+def test_gravac_waits_if_the_compressor_scales_entries_up() -> None:
     done = simulate(experiment(steps=12, compressor=Wangni(), policy=GraVAC(look_every=3)), costs=PACED, real=True)
     assert made(done) == []
     assert said(done)[0].startswith("GraVAC: compressor=Wangni sends entries larger than they are")
@@ -236,14 +236,14 @@ def test_it_waits_where_what_is_sent_is_scaled_up_for_its_squares_say_nothing_of
     ({"compressor": DGC(density=0.1)}, "compressor=DGC sends sums of gradients that it keeps in a way of its own"),
     ({"strategy": ByteScheduler()}, "strategy=ByteScheduler does not exchange a step's gradients within that step"),
 ])  # fmt: skip
-def test_it_says_where_there_will_never_be_a_gain(change: dict[str, Any], words: str) -> None:
+def test_gravac_reports_settings_without_any_gain(change: dict[str, Any], words: str) -> None:
     top = ErrorFeedback(of=TopK(density=0.1))
     e = experiment(steps=8, **{"compressor": top, **change}, policy=GraVAC(look_every=3))
     done = simulate(e, costs=PACED, real=True)
     assert made(done) == [] and said(done)[0].startswith(f"GraVAC: {words}") and len(said(done)) == 1
 
 
-def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
+def test_measuring_the_gain_keeps_training_bit_identical() -> None:
     e = experiment(compressor=ErrorFeedback(of=TopK(density=0.1)))
     never = GraVAC(look_every=4, threshold=1.0, most=0.1)
     weighed = run(e.set("policy", never))[0]
@@ -255,7 +255,7 @@ def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_is_slow_is_told_as_numpy_tells_it(seed: int) -> None:
+def test_slow_ranks_are_found_as_in_numpy(seed: int) -> None:
     rng = np.random.default_rng(seed)
     seconds = rng.uniform(0.9, 1.1, 8) * np.where(rng.random(8) < 0.25, 3.0, 1.0)
     rates = 1 / seconds
@@ -270,14 +270,14 @@ def test_the_slower_of_two_needs_the_margin_only() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "steps", "first"), [(0.07, 100, 7), (0.29, 100, 29), (0.0625, 40, 3)])
-def test_the_first_asynchronous_step_is_a_look_and_no_later_than_it_must(
+def test_the_first_asynchronous_step_is_a_look_at_the_exact_fraction(
     fraction: float, steps: int, first: int
 ) -> None:
     policy = SyncSwitch(fraction=fraction)
     assert policy.next_look(Experiment(steps=steps), first - 1) == first, "0.07 * 100 is a little more than 7"
 
 
-def test_as_many_looks_in_a_row_make_a_straggler_as_make_it_none() -> None:
+def test_a_straggler_begins_and_ends_after_equally_many_looks() -> None:
     policy = SyncSwitch(fraction=1.0, windows=3)
     e, state, found = Experiment(steps=1000, ranks=4, lr=0.1, policy=policy), policy.init(), []
     for look, slow in enumerate([False] * 9 + [True] * 5 + [False] * 5 + [True] * 5):
@@ -289,7 +289,7 @@ def test_as_many_looks_in_a_row_make_a_straggler_as_make_it_none() -> None:
     assert found == [(11, AsyncServer), (16, DDP), (21, AsyncServer)]
 
 
-def test_a_quarter_of_the_steps_is_synchronous_on_both_clocks() -> None:
+def test_25_percent_of_the_steps_are_synchronous_on_both_clocks() -> None:
     e = experiment(steps=20, lr=0.02, policy=SyncSwitch(fraction=0.25, straggler="nothing"))
     virtual, real = decided(e)
     server = Experiment(strategy=AsyncServer(weight="sum")).plain()["strategy"]
@@ -297,7 +297,7 @@ def test_a_quarter_of_the_steps_is_synchronous_on_both_clocks() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
-def test_it_is_what_a_person_would_do_by_hand_to_the_bit(fraction: float) -> None:
+def test_sync_switch_is_bit_identical_to_the_same_changes_by_hand(fraction: float) -> None:
     e = experiment(steps=20, ranks=3, lr=0.02)
     at = round(20 * fraction)
     by_hand = [Change(at, "strategy", AsyncServer(weight="sum")), Change(at, "lr", 0.02 / 3)] if fraction < 1 else []
@@ -310,7 +310,7 @@ def test_it_is_what_a_person_would_do_by_hand_to_the_bit(fraction: float) -> Non
     assert (fraction == 1) == (made(steered) == [])
 
 
-def test_momentum_goes_over_as_it_is_and_the_first_asynchronous_step_adds_to_it() -> None:
+def test_momentum_is_kept_and_the_first_asynchronous_step_adds_to_it() -> None:
     e = experiment(steps=7, lr=0.02, policy=SyncSwitch(fraction=6 / 7, straggler="nothing"))
     before = run(e.set("steps", 6).set("policy", None))
     for rank, (stood, went) in enumerate(zip(before, run(e), strict=True)):
@@ -325,7 +325,7 @@ def test_momentum_goes_over_as_it_is_and_the_first_asynchronous_step_adds_to_it(
 
 
 def slowed(steps: int = 200, **knobs: Any) -> tuple[Experiment, list[Change]]:
-    """Four ranks of which one is slow for a while, twice."""
+    """Four ranks, one of which is slow for a while, twice."""
     policy = SyncSwitch(fraction=1.0, look_every=5, windows=2, **knobs)
     slow = [Slow(rank=2, factor=4.0)]
     changes = [Change(at, "fabric.faults", slow if on else []) for at, on in
@@ -338,7 +338,7 @@ def lasted(done: Run) -> float:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "elastic"])
-def test_a_straggler_is_not_waited_for_and_each_episode_is_one_way_and_back(kind: str) -> None:
+def test_no_rank_waits_for_a_straggler_and_each_episode_is_one_switch_and_back(kind: str) -> None:
     e, changes = slowed(straggler="nothing")
     waiting = simulate(e, changes=changes)
     done = simulate(e.set("policy.straggler", kind), changes=changes)
@@ -351,7 +351,7 @@ def test_a_straggler_is_not_waited_for_and_each_episode_is_one_way_and_back(kind
     assert lasted(done) < 0.75 * lasted(waiting)
 
 
-def test_only_the_stragglers_gradients_do_not_count_while_it_is_left_out() -> None:
+def test_only_the_stragglers_gradients_are_dropped_while_it_is_excluded() -> None:
     e, changes = slowed(straggler="elastic")
     done = simulate(e, changes=changes)
     late = done.samples[(done.samples.name == "late") & (done.samples.value > 0)]
@@ -360,7 +360,7 @@ def test_only_the_stragglers_gradients_do_not_count_while_it_is_left_out() -> No
     assert set(late[(late.step > began) & (late.step < ended)]["rank"]) == {2}
 
 
-def test_noise_that_alternates_does_not_make_it_go_to_and_fro() -> None:
+def test_alternating_noise_does_not_cause_switches() -> None:
     policy = SyncSwitch(fraction=1.0, windows=3)
     e, state = Experiment(steps=1000, ranks=4, lr=0.1), policy.init()
     for look in range(40):
@@ -369,10 +369,10 @@ def test_noise_that_alternates_does_not_make_it_go_to_and_fro() -> None:
         assert list(policy.decide(seen, state)) == []
 
 
-# -- who has the last word
+# -- conflicts with a user's changes
 
 
-def test_what_a_person_has_set_it_leaves_alone_until_it_is_set_again() -> None:
+def test_a_policy_leaves_a_users_change_alone_until_the_policy_is_set_again() -> None:
     e = experiment(steps=30, lr=0.08, policy=Halver(look_every=5))
     changes = [Change(12, "lr", 0.5), Change(22, "policy", Halver(look_every=5))]
     done = simulate(e, changes=changes, costs=PACED, real=True)
@@ -385,27 +385,27 @@ def test_what_a_person_has_set_it_leaves_alone_until_it_is_set_again() -> None:
     assert all(not s.record.noted("policy") for s in sessions[1:])
 
 
-def test_a_person_who_sets_something_before_the_same_step_comes_first() -> None:
+def test_a_users_change_before_the_same_step_wins() -> None:
     e = experiment(steps=12, lr=0.08, policy=Halver(look_every=5))
     done = simulate(e, changes=[Change(5, "lr", 0.5)], costs=PACED, real=True)
     assert made(done, "Halver") == [] and made(done) == [(5, "lr", 0.5)]
 
 
-def test_who_has_set_a_knob_of_the_strategy_keeps_the_strategy() -> None:
+def test_a_user_who_set_a_knob_of_the_strategy_keeps_the_strategy() -> None:
     e = experiment(steps=20, lr=0.02, strategy=LocalSGD(), policy=SyncSwitch(fraction=0.5, straggler="nothing"))
     done = simulate(e, changes=[Change(3, "strategy.every", 2)], costs=PACED, real=True)
     assert made(done, "SyncSwitch") == []
     assert "leaves strategy.every alone, which a person set at step 3" in said(done)[0]
 
 
-def test_a_part_of_what_belongs_together_is_not_made_alone() -> None:
+def test_a_decision_with_a_pinned_part_is_not_made_at_all() -> None:
     e = experiment(steps=20, lr=0.02, policy=SyncSwitch(fraction=0.5, straggler="nothing"))
     done = simulate(e, changes=[Change(3, "lr", 0.01)], costs=PACED, real=True)
     assert made(done, "SyncSwitch") == []
     assert "leaves lr alone" in said(done)[0]
 
 
-def test_one_that_is_paused_looks_no_more_and_goes_on_when_it_is_let() -> None:
+def test_a_paused_policy_decides_nothing_until_it_is_resumed() -> None:
     e = experiment(steps=30, lr=0.08, policy=Halver(look_every=5))
     changes = [Change(7, "policy.paused", True), Change(18, "policy.paused", False)]
     for steps in [[s for s, _, _ in made(simulate(e, changes=changes, costs=PACED, real=True), "Halver")],
@@ -413,7 +413,7 @@ def test_one_that_is_paused_looks_no_more_and_goes_on_when_it_is_let() -> None:
         assert steps == [5, 23, 28]
 
 
-def test_policy_none_is_nobody_and_can_be_set_live() -> None:
+def test_policy_none_means_by_hand_and_can_be_set_live() -> None:
     e = experiment(steps=20, lr=0.08, policy=Halver(look_every=5))
     assert e.set("policy", None).policy == Experiment(policy=None).policy == ByHand()
     done = simulate(e, changes=[Change(6, "policy", None)], costs=PACED, real=True)
@@ -421,7 +421,7 @@ def test_policy_none_is_nobody_and_can_be_set_live() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_one_that_fails_names_itself_in_a_sentence_and_training_goes_on(
+def test_a_failing_policy_is_paused_with_a_note_and_training_goes_on(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Clumsy, "error", error)
@@ -437,7 +437,7 @@ def test_one_that_fails_names_itself_in_a_sentence_and_training_goes_on(
     assert torch.equal(weights(sessions[0]), weights(run(e.set("policy", None))[0]))
 
 
-def test_what_cannot_be_is_refused_once_and_takes_what_belongs_to_it_along() -> None:
+def test_an_invalid_decision_is_refused_once_with_all_its_parts() -> None:
     done = simulate(experiment(steps=30, lr=0.1, policy=Stubborn(look_every=5)), costs=PACED, real=True)
     [(step, _, detail)] = done.details("refused")
     assert (step, detail["by"], detail["why"]) == (5, "Stubborn", "why not")
@@ -447,7 +447,7 @@ def test_what_cannot_be_is_refused_once_and_takes_what_belongs_to_it_along() -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Half(Policy):
-    """Wants what can be, together with what this model cannot bear."""
+    """Requests a valid change together with one that this model refuses."""
 
     def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
         yield Decision("both or none", {"lr": 0.5, "strategy": "Positive"})
@@ -455,13 +455,13 @@ class Half(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Positive(DDP):
-    """Refuses the model that there is, but no settings."""
+    """Refuses this model's values, but no settings."""
 
     def refuses_values(self, params: Any) -> str | None:
         return "parameters must be above 0; take DDP"
 
 
-def test_nothing_of_a_decision_is_made_of_which_a_later_part_is_refused() -> None:
+def test_a_decision_with_a_refused_part_changes_nothing() -> None:
     e = experiment(steps=12, lr=0.1, policy=Half(look_every=5))
     done, sessions = simulate(e, costs=PACED, real=True), run(e)
     assert made(done) == [] == sessions[0].record.noted("change")
@@ -472,13 +472,13 @@ def test_nothing_of_a_decision_is_made_of_which_a_later_part_is_refused() -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Grower(Policy):
-    """Wants more ranks."""
+    """Requests more ranks."""
 
     def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
         yield Decision("the more the better", {"lr": 0.5, "ranks": 7})
 
 
-def test_a_policy_sets_no_more_than_a_person_may_while_ranks_train() -> None:
+def test_a_policy_may_only_set_live_settings() -> None:
     e = experiment(steps=12, lr=0.1, policy=Grower(look_every=5))
     done = simulate(e, costs=PACED, real=True)
     assert made(done) == []
@@ -487,7 +487,7 @@ def test_a_policy_sets_no_more_than_a_person_may_while_ranks_train() -> None:
 
 
 @pytest.mark.parametrize("value", [Halver(look_every=4, paused=True), None, Halver(look_every=6)])
-def test_a_change_of_the_policy_before_the_very_step_of_a_look_comes_first(value: Any) -> None:
+def test_a_change_of_the_policy_before_the_step_of_a_look_comes_first(value: Any) -> None:
     e = experiment(steps=14, lr=0.08, policy=Halver(look_every=4))
     changes = [Change(8, "policy.paused", True) if value and value.paused else Change(8, "policy", value)]
     for found in ([s for s, _, _ in made(simulate(e, changes=changes, costs=PACED, real=True), "Halver")],
@@ -503,7 +503,7 @@ class Odd(Policy):
         yield Decision({1, 2}, {"lr": 0.5})  # type: ignore[arg-type]
 
 
-def test_a_reason_that_cannot_be_told_puts_the_policy_off() -> None:
+def test_a_reason_that_is_no_text_makes_the_policy_fail() -> None:
     e = experiment(steps=12, policy=Odd(look_every=5))
     for texts in (said(simulate(e, costs=PACED, real=True)), [d["text"] for d in noted(run(e)[0].record, "policy")]):
         assert texts[0].startswith("Odd failed at step 5 with TypeError") and len(texts) == 1
@@ -511,14 +511,14 @@ def test_a_reason_that_cannot_be_told_puts_the_policy_off() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Unbounded(DDP):
-    """Writes down what has no mean."""
+    """Records samples without a mean."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await super().step(rank, state)
         await rank.sample("loss", math.inf if rank.step % 2 else -math.inf)
 
 
-def test_what_was_noted_and_has_no_mean_is_unknown_and_training_goes_on() -> None:
+def test_samples_without_a_mean_count_as_unknown_and_training_goes_on() -> None:
     e = experiment(steps=20, strategy=Unbounded(), lr=0.08, policy=Halver(look_every=5))
     assert len(made(simulate(e, costs=PACED, real=True), "Halver")) == 3
 
@@ -528,12 +528,12 @@ def test_what_was_noted_and_has_no_mean_is_unknown_and_training_goes_on() -> Non
     (AdaComm(look_every=5), {}, "strategy=DDP has no period to set"),
     (SyncSwitch(look_every=5, fraction=1.0), {}, "lr=0: the task's own rate is not known"),
 ])  # fmt: skip
-def test_what_a_policy_waits_for_is_said_once(policy: Policy, rest: dict[str, Any], words: str) -> None:
+def test_a_policy_reports_once_what_it_waits_for(policy: Policy, rest: dict[str, Any], words: str) -> None:
     [text] = said(simulate(experiment(steps=30, policy=policy, **rest), costs=PACED, real=True))
     assert words in text
 
 
-def test_with_sizes_only_no_loss_is_known_and_that_is_said() -> None:
+def test_with_sizes_only_the_missing_loss_is_reported() -> None:
     e = Experiment(steps=20, pace=10.0, strategy=LocalSGD(every=8), policy=AdaComm(look_every=5))
     done = simulate(e)
     assert said(done) == ["AdaComm: no rank has told of loss yet; it waits until one does"]
@@ -541,7 +541,7 @@ def test_with_sizes_only_no_loss_is_known_and_that_is_said() -> None:
 
 @pytest.mark.parametrize("strategy", ["LocalSGD", "AsyncServer", "BackupWorkers", "BoundedStaleness", "Gossip",
                                       "StochasticGradientPush", "EASGD", "Hogwild", "ZeRO3"])  # fmt: skip
-def test_ranks_that_keep_no_common_step_come_together_for_a_look_as_well(strategy: str) -> None:
+def test_ranks_without_a_common_step_also_meet_for_a_look(strategy: str) -> None:
     e = experiment(ranks=4, steps=24, lr=0.08, policy=Halver(look_every=6)).set("strategy", strategy)
     virtual, real = decided(e)
     rates = [value for _, _, value in virtual]
@@ -550,7 +550,7 @@ def test_ranks_that_keep_no_common_step_come_together_for_a_look_as_well(strateg
 
 
 @pytest.mark.parametrize("schedule", [OneFOneB(), PipeDream2BW()], ids=["flushed", "never flushed"])
-def test_stages_of_a_pipeline_do_too(schedule: Any) -> None:
+def test_stages_of_a_pipeline_also_meet_for_a_look(schedule: Any) -> None:
     e = piped(4, steps=20, lr=0.08, partition=Pipeline(stages=2, micros=2, schedule=schedule))
     virtual, real = decided(e.set("policy", Halver(look_every=6)))
     assert virtual == real == [(6, "lr", 0.04), (12, "lr", 0.02), (18, "lr", 0.01)]
@@ -558,7 +558,7 @@ def test_stages_of_a_pipeline_do_too(schedule: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost(Halver):
-    """Does not know when to look, or wants to look again at once."""
+    """Fails to choose the next look, or requests it at once."""
 
     backwards: bool = False
 
@@ -567,14 +567,14 @@ class Lost(Halver):
 
 
 @pytest.mark.parametrize(("backwards", "looks"), [(False, [5, 10]), (True, [0, 1])])
-def test_one_that_does_not_know_when_to_look_neither_hangs_nor_ends_the_run(backwards: bool, looks: list[int]) -> None:
+def test_a_broken_next_look_neither_hangs_nor_ends_the_run(backwards: bool, looks: list[int]) -> None:
     e = experiment(steps=12, lr=0.08, policy=Lost(look_every=5, backwards=backwards))
     done = simulate(e, costs=PACED, real=True)
     assert [step for step, _, _ in made(done, "Lost")][:2] == looks
     assert [text.startswith("Lost: its next_look failed with KeyError") for text in said(done)] == [True][backwards:]
 
 
-def test_what_is_predicted_from_a_few_steps_asks_no_policy() -> None:
+def test_a_plan_ignores_the_policy() -> None:
     e = Experiment(steps=100, pace=20.0, lr=0.1, policy=SyncSwitch(fraction=0.5))
     one, other = (plan(each, strategies=[DDP()], partitions=[Whole()]) for each in (e, e.set("policy", None)))
     assert one[0].step_s == other[0].step_s > 0
@@ -583,7 +583,7 @@ def test_what_is_predicted_from_a_few_steps_asks_no_policy() -> None:
 # -- the record
 
 
-def test_a_replay_is_given_the_decisions_and_makes_no_others() -> None:
+def test_a_replay_repeats_the_recorded_decisions_and_makes_no_new_ones() -> None:
     e, changes = slowed(straggler="greedy")
     first = simulate(e, changes=changes)
     again = simulate(first.experiment, changes=first.changes)
@@ -606,12 +606,12 @@ def test_a_recorded_run_with_a_policy_opens_without_torch(tmp_path: Path) -> Non
     assert out.stdout.strip() == "True dict_keys(['SyncSwitch']) False"
 
 
-def test_ranks_that_stand_for_all_cannot_be_asked() -> None:
+def test_alike_simulations_refuse_a_policy() -> None:
     with pytest.raises(KnobError, match="it asks every rank"):
         simulate(Experiment(steps=10, pace=10.0, policy=Halver()), alike=True)
 
 
-def test_a_policy_that_is_slow_to_come_still_sees_what_faults_do_on_real_ranks() -> None:
+def test_a_policy_sees_the_effect_of_faults_on_real_ranks() -> None:
     e = experiment(steps=60, lr=0.02, pace=4.0, fabric=Fabric(faults=(Slow(rank=1, factor=4.0),)),
                    policy=SyncSwitch(fraction=1.0, look_every=5, windows=2))  # fmt: skip
     [first, *_] = noted(run(e)[0].record, "change")

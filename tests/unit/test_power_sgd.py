@@ -1,4 +1,4 @@
-"""PowerSGD against the paper's algorithm box, linear algebra, and what the record must say."""
+"""Compares PowerSGD with the paper's algorithm, with linear algebra, and with the record."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def low_rank(seed: int, r: int) -> torch.Tensor:
-    """(1200,): a 40 x 30 matrix of rank r, flat."""
+    """Returns a 40 x 30 matrix of rank r, flat: (1200,)."""
     return (noise(seed, 40, r) @ noise(seed + 1, r, 30)).reshape(-1)
 
 
 def plain_power_sgd(gradients: list[np.ndarray], q: np.ndarray) -> list[np.ndarray]:
-    """The paper's box for one process, with error feedback and Gram-Schmidt: the update of each step."""
+    """Runs the paper's algorithm in one process, with error feedback and Gram-Schmidt; returns each step's update."""
     error, out = np.zeros_like(gradients[0]), []
     for gradient in gradients:
         m = gradient + error
@@ -57,7 +57,7 @@ def plain_power_sgd(gradients: list[np.ndarray], q: np.ndarray) -> list[np.ndarr
 
 
 @pytest.mark.parametrize(("ranks", "r"), [(1, 1), (3, 2), (4, 5)])
-def test_it_is_the_algorithm_of_the_paper_applied_to_the_summed_gradient(ranks: int, r: int) -> None:
+def test_power_sgd_equals_the_papers_algorithm_on_the_summed_gradient(ranks: int, r: int) -> None:
     steps = [noise(9, ranks, 1200) + k * noise(k, ranks, 1200) for k in range(8)]
     first = noise(77, 30, r)
     memories = [Memory() for _ in range(ranks)]
@@ -85,7 +85,7 @@ def test_a_gradient_of_low_rank_is_recovered_in_its_first_step() -> None:
 
 
 @pytest.mark.parametrize("r", [1, 2, 5])
-def test_alone_what_it_misses_is_orthogonal_to_what_it_finds_and_no_less_than_the_best_misses(r: int) -> None:
+def test_the_error_of_one_rank_is_orthogonal_to_the_result_and_at_least_the_optimum(r: int) -> None:
     m = noise(4, 1, 1200)
     out = exchange(PowerSGD(rank=r), m, MATRIX, [Memory()])
     missed = (m[0] - out).square().sum()
@@ -106,7 +106,7 @@ def test_repeated_steps_converge_to_the_best_approximation_at_the_rate_of_power_
     assert all(b < 0.1 * a for a, b in pairwise(excess[3:])) and excess[-1] < 1e-5 * tail
 
 
-def test_what_the_ranks_contribute_adds_up_to_the_result() -> None:
+def test_the_ranks_contributions_sum_to_the_result() -> None:
     parts, ranks = placed((40, 30), (7,), (30, 40), (40, 30), (3, 2), (), (10, 4, 3)), 3
     memories = [Memory() for _ in range(ranks)]
     g = noise(5, ranks, parts[-1].stop)
@@ -133,7 +133,7 @@ def test_nothing_is_lost_while_the_rank_changes() -> None:
     torch.testing.assert_close(sent + left, owed)
 
 
-def test_another_rank_keeps_the_columns_that_are_known() -> None:
+def test_a_change_of_rank_keeps_the_known_columns() -> None:
     memory, g = [Memory()], torch.stack([low_rank(3, 2)])
     exchange(PowerSGD(rank=2), g, MATRIX, memory)
     for r in (5, 8, 2):
@@ -145,7 +145,7 @@ def test_another_rank_keeps_the_columns_that_are_known() -> None:
     assert warm_error < 0.9 * (exchange(PowerSGD(rank=2), tilted, MATRIX, cold) - tilted[0]).norm()
 
 
-def test_several_iterations_in_one_step_are_as_many_steps_with_the_same_gradient() -> None:
+def test_several_iterations_equal_as_many_steps_with_the_same_gradient() -> None:
     g, once, thrice = noise(6, 2, 1200), [Memory(), Memory()], [Memory(), Memory()]
     for _ in range(3):
         want = exchange(PowerSGD(rank=2), g, MATRIX, once)
@@ -156,7 +156,7 @@ def test_several_iterations_in_one_step_are_as_many_steps_with_the_same_gradient
     assert sum(step == 3 for step, _, _ in sent) > 2 * buckets
 
 
-def test_what_several_iterations_contribute_adds_up_to_the_result_too() -> None:
+def test_contributions_of_several_iterations_sum_to_the_result() -> None:
     parts, memories = placed((40, 30), (7,)), [Memory(), Memory()]
     g = noise(5, 2, parts[-1].stop)
     out = exchange(ErrorFeedback(of=PowerSGD(rank=2, iterations=2)), g, parts, memories)
@@ -164,20 +164,20 @@ def test_what_several_iterations_contribute_adds_up_to_the_result_too() -> None:
     torch.testing.assert_close(out + left, g.sum(0))
 
 
-def test_without_warm_start_every_step_draws_other_directions_the_same_on_all_ranks() -> None:
+def test_without_warm_start_every_step_draws_new_directions_equal_on_all_ranks() -> None:
     g, cold, warm = noise(6, 2, 1200), [Memory(), Memory()], [Memory(), Memory()]
     outs = [exchange(PowerSGD(rank=2, warm_start=False), g, MATRIX, cold) for _ in range(6)]
     assert all(float((a - b).norm()) > 0.05 * float(a.norm()) for a, b in pairwise(outs))
     for _ in range(6):
         known = exchange(PowerSGD(rank=2), g, MATRIX, warm)
     assert (known - g.sum(0)).norm() < min((out - g.sum(0)).norm() for out in outs)
-    # turned on again it goes on from the step before
+    # switched on again, the warm start goes on from the step before
     after = exchange(PowerSGD(rank=2), g, MATRIX, cold)
     assert (after - g.sum(0)).norm() < (outs[-1] - g.sum(0)).norm()
 
 
 @pytest.mark.parametrize("rate", [1.0, 2.0, 7.5])
-def test_a_matrix_is_worth_it_where_torch_says_so(rate: float) -> None:
+def test_a_matrix_is_compressed_under_the_same_condition_as_in_torch(rate: float) -> None:
     rng = np.random.default_rng(0)
     for n, m, r in rng.integers(1, 300, (3000, 3)).tolist():
         theirs = torch_own._should_compress(n, m, min(n, m, r // 8 + 1), rate)[0]
@@ -185,7 +185,7 @@ def test_a_matrix_is_worth_it_where_torch_says_so(rate: float) -> None:
 
 
 def resnet18() -> list[tuple[int, ...]]:
-    """The shapes of the ResNet-18 for CIFAR-10 that the paper trains: 11 173 962 parameters."""
+    """Returns the shapes of the paper's ResNet-18 for CIFAR-10: 11 173 962 parameters."""
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
     before = 64
     for width in (64, 128, 256, 512):
@@ -198,8 +198,8 @@ def resnet18() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("r", "mebibytes"), [(1, 4.2), (2, 7.5), (4, 14.2)])
-def test_an_epoch_of_the_papers_resnet_sends_what_the_paper_says(r: int, mebibytes: float) -> None:
-    """Its table has 4, 8 and 14 MB of 1023 for 24 steps, every matrix compressed."""
+def test_an_epoch_of_the_papers_resnet_sends_the_papers_bytes(r: int, mebibytes: float) -> None:
+    """The paper's table has 4, 8 and 14 MB of 1023 for 24 steps, with every matrix compressed."""
     parts = placed(*resnet18())
     assert parts[-1].stop == 11_173_962 and round(parts[-1].stop * 4 * 24 / 2**20) == 1023
     child = PowerSGD(rank=r, min_compression_rate=1.0).reduce(
@@ -215,7 +215,7 @@ def test_an_epoch_of_the_papers_resnet_sends_what_the_paper_says(r: int, mebibyt
 
 
 class OneBucket:
-    """What torch's hook asks of its bucket."""
+    """The interface of a bucket that torch's hook uses."""
 
     def __init__(self, data: torch.Tensor, parts: list[Part]) -> None:
         self.data, self.parts = data, parts
@@ -234,7 +234,7 @@ class OneBucket:
 
 
 class Two:
-    """Two ranks as threads, in the place of `torch.distributed` in torch's hook: only the wire is ours."""
+    """Two ranks as threads in place of `torch.distributed` in torch's hook; only the transport is ours."""
 
     def __init__(self) -> None:
         self.here = threading.Barrier(2, timeout=60)
@@ -250,7 +250,7 @@ class Two:
 
 @dataclass
 class OneOfTwo:
-    """A process group as torch's hook sees it, and the work that an all-reduce gives back."""
+    """A process group as torch's hook sees it, and the work object of an all-reduce."""
 
     index: int
     done: list[torch.Tensor] = field(default_factory=list)
@@ -267,7 +267,7 @@ class OneOfTwo:
 def by_torchs_hook(
     steps: list[torch.Tensor], parts: list[Part], r: int, first: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The mean that torch's own hook gives two ranks, step by step, starting from these Q."""
+    """Returns the mean that torch's own hook gives two ranks, step by step, starting from these Q."""
     outs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
 
     def rank(index: int) -> None:
@@ -292,14 +292,14 @@ def by_torchs_hook(
 
 
 @pytest.mark.parametrize("r", [1, 2, 4])
-def test_it_gives_what_torchs_own_hook_gives_with_error_feedback(r: int) -> None:
-    """Two ranks, one bucket with matrices of several shapes, a vector and what is not worth it."""
+def test_power_sgd_with_error_feedback_equals_torchs_own_hook(r: int) -> None:
+    """Two ranks, one bucket with matrices of several shapes, a vector and a matrix too small to compress."""
     parts = placed((40, 30), (7,), (24, 3, 3, 3), (3, 2), (40, 30))
     n = parts[-1].stop
     steps = [(noise(9, 2, n) + 0.3 * k * noise(k, 2, n)).float() for k in range(6)]
     tall = [p for p in parts if len(p.shape) > 1 and p.shape != (3, 2)]
     first = [noise(70 + i, (p.stop - p.start) // p.shape[0], r).float() for i, p in enumerate(tall)]
-    # torch walks its matrices shape by shape
+    # torch groups its matrices by shape
     walked = [first[0], first[2], first[1]]
     theirs = by_torchs_hook(steps, parts, r, walked)
     memories = [Memory(), Memory()]
@@ -311,11 +311,11 @@ def test_it_gives_what_torchs_own_hook_gives_with_error_feedback(r: int) -> None
 
 
 @pytest.mark.parametrize("r", [1, 3])
-def test_zero_gradients_give_zero_and_leave_it_able_to_learn(r: int) -> None:
+def test_after_zero_gradients_power_sgd_still_learns(r: int) -> None:
     memory, zero = [Memory(), Memory()], torch.zeros(2, 1200)
     for _ in range(3):
         assert torch.equal(exchange(PowerSGD(rank=r), zero, MATRIX, memory), torch.zeros(1200).double())
-    # then only a corner that the first unit vectors do not see
+    # then only a corner that the first unit vectors miss
     corner = torch.zeros(2, 40, 30)
     corner[:, 20:, 15:] = noise(1, 20, 1).float() @ noise(2, 1, 15).float()
     for _ in range(2):
@@ -324,14 +324,14 @@ def test_zero_gradients_give_zero_and_leave_it_able_to_learn(r: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12])
-def test_it_does_not_depend_on_the_scale_of_gradients(scale: float) -> None:
+def test_the_result_scales_with_the_gradients(scale: float) -> None:
     memory, g = [Memory(), Memory()], torch.stack([low_rank(3, 3).float()] * 2) * scale
     for _ in range(3):
         out = exchange(PowerSGD(rank=3), g, MATRIX, memory)
     torch.testing.assert_close(out.float() / scale, g.sum(0) / scale, rtol=1e-3, atol=1e-3)
 
 
-def test_a_non_finite_gradient_is_passed_on_and_not_remembered() -> None:
+def test_a_non_finite_gradient_passes_on_and_leaves_no_state() -> None:
     memory, g = [Memory(), Memory()], torch.stack([low_rank(3, 2).float()] * 2)
     bad = g.clone()
     bad[1, 5] = float("inf")
@@ -342,9 +342,9 @@ def test_a_non_finite_gradient_is_passed_on_and_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("cls", [PowerSGD, ACPSGD])
-@pytest.mark.parametrize("where", [0, 130, 239, 240, 249], ids=str)  # in the matrix, and in what crosses whole
+@pytest.mark.parametrize("where", [0, 130, 239, 240, 249], ids=str)  # in the matrix, and in the part sent whole
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e35])
-def test_what_is_not_finite_on_any_rank_is_seen_in_the_factors(cls: type, where: int, bad: float) -> None:
+def test_non_finite_values_on_any_rank_show_in_the_factors(cls: type, where: int, bad: float) -> None:
     parts = placed((16, 15), (10,))
 
     def seen(g: torch.Tensor) -> list[bool]:
@@ -359,7 +359,7 @@ def test_what_is_not_finite_on_any_rank_is_seen_in_the_factors(cls: type, where:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype) -> None:
+def test_16_bit_gradients_are_sent_in_16_bits(dtype: torch.dtype) -> None:
     g = (0.1 * noise(1, 1, 1200)).to(dtype)
     bucket = Bucket(0, g[0].clone(), tuple(MATRIX), 0)
     child = PowerSGD(rank=2).reduce(Rank(0, 1), bucket, Memory())
@@ -393,7 +393,7 @@ def test_sizes_are_known_without_the_numbers() -> None:
 
 
 def deep() -> nn.Module:
-    """Twenty-four square layers: as many buckets at 0.01 MB."""
+    """Returns 24 square layers: as many buckets at 0.01 MB."""
     return nn.Sequential(nn.Linear(8, 50), *[nn.Linear(50, 50) for _ in range(24)], nn.Linear(50, 4))
 
 
@@ -407,7 +407,7 @@ def test_many_buckets_on_several_ranks_end_and_agree(strategy: object, ranks: in
 
 
 def formula(session: object, r: int) -> int:
-    """Bytes that one of four ranks sends per step, from the shapes alone."""
+    """Returns the bytes that one of four ranks sends per step, from the shapes alone."""
     total = 0
     for bucket in session.layout.buckets:
         first = second = 0
@@ -422,7 +422,7 @@ def formula(session: object, r: int) -> int:
     return total
 
 
-def test_bytes_on_the_record_are_the_formula_before_and_after_a_change_of_rank() -> None:
+def test_recorded_bytes_equal_the_formula_before_and_after_a_change_of_rank() -> None:
     e = experiment(4, 9, compressor=PowerSGD(rank=1), task=toy(model=partial(net, deep)), bucket_mb=0.02)
     session = run(e, Change(5, "rank", 7))[0]
     for step, r in ((3, 1), (4, 1), (5, 7), (8, 7)):
@@ -430,7 +430,7 @@ def test_bytes_on_the_record_are_the_formula_before_and_after_a_change_of_rank()
     assert formula(session, 1) < formula(session, 7) < formula(session, 1024)
 
 
-def test_a_rank_above_every_matrix_is_refused_in_words_before_anything_is_sent() -> None:
+def test_a_rank_above_every_matrix_is_refused_before_any_exchange() -> None:
     words = r"rank=65: the largest matrix of this model is 64 x 64, .* take a rank below 64, or Dense"
     session = run(experiment(2, 6, compressor=PowerSGD.usual()), Change(3, "compressor.of.rank", 65))[0]
     (mark,) = session.record.noted("refused")
@@ -443,7 +443,7 @@ def test_a_rank_above_every_matrix_is_refused_in_words_before_anything_is_sent()
     assert PowerSGD(rank=9).refuses_model(placed((20,), ())) is None, "vectors cross whole at any rank"
 
 
-def test_a_rank_as_large_as_the_matrices_is_plain_averaging() -> None:
+def test_a_rank_as_large_as_the_matrices_equals_plain_averaging() -> None:
     dense, full = (run(experiment(3, 10, compressor=c)) for c in (Dense(), PowerSGD(rank=64)))
     torch.testing.assert_close(weights(full[0]), weights(dense[0]), rtol=1e-6, atol=1e-7)
 
@@ -460,7 +460,7 @@ def test_under_error_feedback_it_trains_as_far_as_plain_averaging() -> None:
 
 
 def test_one_rank_takes_the_approximation_of_its_own_gradient() -> None:
-    """The reference: torch's optimizer on gradients put through the paper's box, one process, no engine."""
+    """The reference puts gradients through the paper's algorithm and torch's optimizer in one process."""
     session = run(experiment(1, 6, compressor=PowerSGD.usual()))[0]
     model, memory = net(), [Memory()]
     parts = {p.name: p for b in session.layout.buckets for p in b.parts}
@@ -476,8 +476,8 @@ def test_one_rank_takes_the_approximation_of_its_own_gradient() -> None:
     torch.testing.assert_close(weights(session), want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_direction_in_which_nothing_was_found_gives_way_to_another() -> None:
-    """Of rank 1 for ten steps, then of rank 3: directions that stayed empty would find nothing ever again."""
+def test_an_empty_direction_is_replaced_by_a_new_one() -> None:
+    """Ten steps have rank 1, the next rank 3. Directions that stayed empty would find nothing again."""
     memory, of = Memory(), PowerSGD(rank=3, min_compression_rate=1.0)
     one, three = low_rank(1, 1)[None].float(), low_rank(5, 3)[None].float()
     for _ in range(10):
@@ -490,7 +490,7 @@ def test_a_direction_in_which_nothing_was_found_gives_way_to_another() -> None:
 
 
 @pytest.mark.parametrize("of", [PowerSGD(rank=2), ACPSGD(rank=2)], ids=str)
-def test_an_empty_column_is_replaced_and_one_that_is_not_finite_is_not_remembered(of: PowerSGD | ACPSGD) -> None:
+def test_an_empty_column_is_replaced_and_a_non_finite_one_is_not_kept(of: PowerSGD | ACPSGD) -> None:
     memory, bucket = Memory(), Bucket(0, torch.zeros(1200), tuple(MATRIX), 0)
     (stack,), _ = of.sorted(bucket)
     old = of.directions(memory, stack, bucket.data)

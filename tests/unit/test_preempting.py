@@ -1,4 +1,4 @@
-"""Ranks that are told to leave because their machine is about to be ended, on real ranks: what the others keep."""
+"""Tests preempted ranks on real ranks: they leave before their machine ends, and the other ranks keep all state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 
 def left(crowd: Crowd, *members: int) -> None:
-    """Waits until these, and nobody else, train; each has made three steps more."""
+    """Waits until exactly these members train and have made three more steps."""
     crowd.until(lambda: [s.member for s in crowd.there] == list(members)
                 and all(set(s.members) == set(members) for s in crowd.there))  # fmt: skip
     crowd.reach(crowd.first.rank.step + 3)
@@ -29,7 +29,7 @@ def left(crowd: Crowd, *members: int) -> None:
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4), Gossip(), AsyncServer(), ZeRO3()],
                          ids=lambda s: type(s).__name__)  # fmt: skip
-def test_the_others_go_on_and_no_step_is_lost(strategy: Strategy, victim: int) -> None:
+def test_after_a_preemption_the_other_ranks_go_on_and_no_step_is_lost(strategy: Strategy, victim: int) -> None:
     with Crowd(setting(strategy, ranks=3)) as crowd:
         crowd.reach(4)
         crowd.every[victim].preempt()
@@ -45,8 +45,8 @@ def test_the_others_go_on_and_no_step_is_lost(strategy: Strategy, victim: int) -
         crowd.stopped()
 
 
-def test_nothing_that_the_rank_had_is_lost() -> None:
-    """What it held at the boundary, the others have: parameters to the bit, and what it owed."""
+def test_no_state_of_a_preempted_rank_is_lost() -> None:
+    """The other ranks get the state that it held at the boundary: bit-identical parameters, and its residual."""
     e = setting(DDP(), ranks=3, compressor=ErrorFeedback(of=TopK(density=0.01)), eval_every=0)
     with Crowd(e) as crowd:
         crowd.reach(5)
@@ -64,7 +64,7 @@ def test_nothing_that_the_rank_had_is_lost() -> None:
 
 
 @pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=lambda p: type(p).__name__)
-def test_a_replica_that_lacks_a_rank_then_lies_on_fewer(way: Any) -> None:
+def test_a_replica_without_a_rank_is_spread_over_fewer_ranks(way: Any) -> None:
     with Crowd(setting(DDP(), partition=way, task=ByteGPT())) as crowd:
         crowd.reach(2)
         crowd.every[1].preempt()
@@ -75,7 +75,7 @@ def test_a_replica_that_lacks_a_rank_then_lies_on_fewer(way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=lambda p: type(p).__name__)
-def test_who_is_not_needed_without_it_leaves_with_it(way: Any) -> None:
+def test_a_rank_that_is_not_needed_afterwards_leaves_too(way: Any) -> None:
     with Crowd(setting(DDP(), partition=way, task=ByteGPT(), ranks=4)) as crowd:
         crowd.reach(2)
         crowd.every[1].preempt()
@@ -85,7 +85,7 @@ def test_who_is_not_needed_without_it_leaves_with_it(way: Any) -> None:
         crowd.stopped()
 
 
-def test_two_at_once_and_the_first_place_among_them() -> None:
+def test_two_ranks_including_rank_0_are_preempted_at_once() -> None:
     with Crowd(setting(HSDP(group=2), ranks=4)) as crowd:
         crowd.reach(3)
         for s in crowd.every[:2]:
@@ -101,7 +101,7 @@ def ends(crowd: Crowd) -> set[str]:
     return {s.error["text"] for s in crowd.every if s.error and s.error["type"] == "Preempted"}
 
 
-def test_where_nobody_is_left_a_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_preempting_the_last_ranks_keeps_a_checkpoint(tmp_path: Path) -> None:
     with Crowd(setting(DDP()), run_dir=tmp_path) as crowd:
         crowd.reach(3)
         crowd.first.request({"kind": "pause", "id": "p"})
@@ -115,7 +115,7 @@ def test_where_nobody_is_left_a_checkpoint_is_kept(tmp_path: Path) -> None:
         assert any("nobody is left to go on" in text for text in said)
 
 
-def test_where_so_few_cannot_train_the_run_ends_in_words_and_has_a_checkpoint(tmp_path: Path) -> None:
+def test_if_too_few_ranks_are_left_the_run_ends_with_a_reason_and_a_checkpoint(tmp_path: Path) -> None:
     with Crowd(setting(HierarchicalLocalSGD(group=2)), run_dir=tmp_path) as crowd:
         crowd.reach(3)
         crowd.every[1].preempt()
@@ -125,7 +125,7 @@ def test_where_so_few_cannot_train_the_run_ends_in_words_and_has_a_checkpoint(tm
         assert all(s.error for s in crowd.every)
 
 
-def test_without_a_place_for_one_it_says_so() -> None:
+def test_without_a_run_directory_the_error_reports_no_checkpoint() -> None:
     with Crowd(setting(DDP(), ranks=1, task=Digits())) as crowd:
         crowd.reach(3)
         crowd.every[0].preempt()
@@ -134,7 +134,7 @@ def test_without_a_place_for_one_it_says_so() -> None:
                         "directory to keep a checkpoint in")  # fmt: skip
 
 
-def test_one_that_only_waits_to_come_in_leaves_at_once() -> None:
+def test_a_preempted_rank_that_waits_to_join_leaves_at_once() -> None:
     with Crowd(setting(DDP())) as crowd:
         crowd.reach(2)
         crowd.call(2)

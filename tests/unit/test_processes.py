@@ -1,4 +1,4 @@
-"""What a lab starts: nothing any more once it was closed, and nothing that is not noted."""
+"""Checks that a closed lab starts no more processes, and that every started process is noted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.cluster.processes.processes import Processes
 
 
 class Child:
-    """Stands in for a process that takes a while to start."""
+    """A stub of a process that takes a while to start."""
 
     pid = 4_000_000
     code = 0
@@ -39,7 +39,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
     return Processes(Place.new("slow"))
 
 
-def test_closing_while_it_starts_forgets_no_process_and_starts_no_more(slow: Processes) -> None:
+def test_closing_during_a_start_ends_every_process_and_starts_no_more(slow: Processes) -> None:
     said: list[str] = []
 
     def start() -> None:

@@ -1,4 +1,4 @@
-"""Projection: what it keeps against the best that so few directions can, and gradients along the same ones."""
+"""Compares Projection with the best approximation in as few directions, and tests its gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RNG = torch.Generator().manual_seed(3)
 
 
 def features(spectrum: torch.Tensor, n: int = 200) -> torch.Tensor:
-    """(4, n / 4, m) with these singular values."""
+    """Returns (4, n / 4, m) with these singular values."""
     m = len(spectrum)
     left, right = (torch.linalg.qr(torch.randn(k, m, generator=RNG, dtype=torch.float64)).Q for k in (n, m))
     return ((left * spectrum) @ right.T).view(4, n // 4, m).float()
@@ -29,8 +29,8 @@ def passed(x: torch.Tensor, **knobs: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.7])
-def test_it_keeps_nearly_what_the_best_directions_keep(decay: float) -> None:
-    """Eckart and Young's best, from the singular values alone; more iterations come nearer."""
+def test_projection_keeps_nearly_as_much_as_the_best_directions(decay: float) -> None:
+    """The optimum of Eckart and Young follows from the singular values alone; more iterations come nearer."""
     spectrum = decay ** torch.arange(40, dtype=torch.float64)
     x = features(spectrum)
     best = float(spectrum[6:].norm() / spectrum.norm())
@@ -39,7 +39,7 @@ def test_it_keeps_nearly_what_the_best_directions_keep(decay: float) -> None:
     assert off[0] < 3 * best + 1e-6 and off[2] < 1.05 * best + 1e-6
 
 
-def test_what_lies_in_so_many_directions_crosses_whole() -> None:
+def test_a_tensor_of_low_rank_passes_whole() -> None:
     spectrum = torch.zeros(40, dtype=torch.float64)
     spectrum[:5] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
     x = features(spectrum)
@@ -48,19 +48,19 @@ def test_what_lies_in_so_many_directions_crosses_whole() -> None:
     assert torch.equal(passed(torch.zeros(4, 50, 40)), torch.zeros(4, 50, 40))
 
 
-def test_what_would_not_shrink_crosses_as_it_is() -> None:
+def test_a_tensor_that_would_not_shrink_is_sent_unchanged() -> None:
     x = torch.randn(3, 4, 10, generator=RNG)
     assert torch.equal(passed(x, rank=8), x) and Projection(rank=8).chosen(Projection(rank=8).encode(x)) is None
 
 
-def test_what_is_not_finite_comes_back_as_none() -> None:
+def test_a_non_finite_tensor_decodes_to_nan() -> None:
     x = torch.randn(50, 40, generator=RNG)
     x[3, 3] = torch.inf
     assert passed(x).isnan().all()
 
 
 def test_a_gradient_goes_back_along_the_same_directions() -> None:
-    """It is that of the projected tensor, whose directions are held fast: against autograd."""
+    """The reference is autograd through the projected tensor with fixed directions."""
     x = features(0.8 ** torch.arange(40, dtype=torch.float64)).requires_grad_()
     by = Projection(rank=4)
     payload = by.encode(x.detach())
@@ -73,8 +73,8 @@ def test_a_gradient_goes_back_along_the_same_directions() -> None:
     torch.testing.assert_close(way.decode(way.encode(grad), grad), x.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_of_a_tensor_that_is_zero_all_has_a_gradient() -> None:
-    """Against finite differences: near zero whatever lies in so many directions crosses, whichever they are."""
+def test_a_zero_tensor_passes_its_whole_gradient() -> None:
+    """The reference is finite differences: near zero, a tensor in few directions passes whole, whichever they are."""
     nothing, by = torch.zeros(4, 50, 40, dtype=torch.float64), Projection(rank=4)
     spectrum = torch.zeros(40, dtype=torch.float64)
     spectrum[:4] = 1.0
@@ -89,8 +89,8 @@ def test_of_a_tensor_that_is_zero_all_has_a_gradient() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("masked", [True, False])
-def test_between_stages_a_gradient_crosses_as_coordinates(masked: bool) -> None:
-    """Against autograd on one process, along the same directions or past them."""
+def test_between_stages_a_gradient_is_sent_as_coordinates(masked: bool) -> None:
+    """Compares with autograd in one process, along the same directions or past them."""
     way = Pipeline(micros=1, activations=Projection(rank=3), mask=masked)
     task = toy(model=wide, data=broad, loss=loss, evaluate=None)
     sessions = run(piped(2, 1, task=task, partition=way, optimizer=SGD(momentum=0.0)))

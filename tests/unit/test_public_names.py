@@ -1,4 +1,4 @@
-"""What users see first: the public names are there, lazy and documented; the README and CONTRIBUTING say what is so."""
+"""Tests the public names, which are lazy and documented, and the code in README and CONTRIBUTING."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ print("steps")
 """
 
 
-def test_every_public_name_is_there_and_says_what_it_is() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     for name in workbench.__all__:
         assert (getattr(workbench, name).__doc__ or "").strip(), name
     assert set(workbench.__all__) <= set(dir(workbench))
 
 
-def test_every_member_that_lies_in_a_familys_folder_is_public_without_a_list() -> None:
+def test_every_member_in_a_familys_folder_is_public_without_a_list() -> None:
     for base in (Strategy, Compressor, Optimizer, Fault, TaskBase):
         found = {name for name, cls in members(base).items() if cls.__module__.startswith("workbench.")}
         assert found and found <= set(workbench.__all__) and found <= set(dir(sys.modules[base.home]))
@@ -103,7 +103,7 @@ def test_the_readmes_python_runs(tmp_path: Path) -> None:
 
 def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.S)  # the first
+    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.S)  # the first example
     assert example
     (tmp_path / "coin_sgd.py").write_text(example[1])
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
@@ -111,7 +111,7 @@ def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) ->
     assert ran.stdout.strip() == "steps", ran.stderr
 
 
-def test_a_name_of_before_still_imports_what_it_was() -> None:
+def test_an_old_name_still_imports_its_class() -> None:
     found = {old: cls for cls in members(Fault).values() for old in getattr(cls, "formerly_called", ())}
     assert found and all(getattr(workbench, old) is cls for old, cls in found.items())
     code = "from workbench import Stumble, TransientStraggler\nassert Stumble is TransientStraggler"

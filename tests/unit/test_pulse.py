@@ -1,4 +1,4 @@
-"""A rank's pulse: a process that stood still says so afterwards, and a machine that slept is told from it."""
+"""Tests a rank's pulse, which reports standstills of its process and distinguishes a machine that slept."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def after(running: float = BEAT, asleep: float = 0.0, cpu: float = 0.1) -> dict[
     return stood_still(BEFORE, now)
 
 
-def test_a_beat_that_is_a_little_late_is_not_worth_a_word() -> None:
+def test_a_slightly_late_beat_is_not_reported() -> None:
     assert after() is None and after(LEAST) is None
 
 
-def test_a_stopped_process_a_busy_interpreter_and_a_sleeping_machine_are_told_apart() -> None:
+def test_a_stopped_process_a_busy_interpreter_and_a_sleeping_machine_are_distinguished() -> None:
     stopped, busy, slept = after(5.5 + BEAT), after(5.5 + BEAT, cpu=5.0), after(asleep=40.0)
     assert stopped and stopped["text"] == "stood still for 5.5 s: its process was stopped, or got no processor"
     assert busy and "its own code held Python's interpreter" in busy["text"] and busy["seconds"] == 5.5
     assert slept == {"seconds": 40.0, "machine": True, "text": "this machine slept for 40 s"}
 
 
-def test_a_beat_that_takes_its_time_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_beat_is_not_reported_as_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     running, beats, said = [0.0], [0], list[dict[str, Any]]()
     monkeypatch.setattr(Clocks, "read", lambda: Clocks(running[0], 0.0, 0.0))
 
@@ -53,7 +53,7 @@ def test_a_beat_that_takes_its_time_is_no_standstill(monkeypatch: pytest.MonkeyP
     assert said == []
 
 
-def test_a_process_that_was_stopped_says_for_how_long() -> None:
+def test_a_stopped_process_reports_the_duration() -> None:
     child = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout and child.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""QAdam against torch's Adam, and after its warm-up against momentum SGD with a fixed scale for each element."""
+"""Compares QAdam with torch's Adam, and after its warm-up with momentum SGD with a fixed scale per element."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SGD = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
 def joined(ranks: int, steps: int, warm: int, lr: float = 0.02, decay: float = 0.0) -> torch.Tensor:
-    """The reference: one process on the joined batch, torch's AdamW for `warm` steps, then its v frozen."""
+    """The reference in one process on the joined batch: torch's AdamW for `warm` steps, then with its v frozen."""
     model = net()
     named = sorted(model.named_parameters())
     adam = torch.optim.AdamW([p for _, p in named], lr=lr, weight_decay=decay)
@@ -49,14 +49,14 @@ def joined(ranks: int, steps: int, warm: int, lr: float = 0.02, decay: float = 0
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_before_the_freeze_it_is_adam_on_the_joined_batch(ranks: int, decay: float) -> None:
+def test_before_the_freeze_it_equals_adam_on_the_joined_batch(ranks: int, decay: float) -> None:
     for s in run(experiment(ranks, 10, strategy=QAdam(weight_decay=decay))):
         torch.testing.assert_close(weights(s), joined(ranks, 10, 10, decay=decay), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("ranks", "warm"), [(1, 4), (3, 3), (4, 9)])
-def test_after_it_under_dense_it_is_momentum_sgd_with_a_fixed_scale(ranks: int, warm: int, scaled: bool) -> None:
+def test_after_the_freeze_with_dense_it_equals_momentum_sgd_with_a_fixed_scale(ranks: int, warm: int, scaled: bool) -> None:
     sessions = run(experiment(ranks, 10, strategy=QAdam(warmup=warm, scaled=scaled)))
     for s in sessions:
         torch.testing.assert_close(weights(s), joined(ranks, 10, warm), rtol=1e-4, atol=1e-5)
@@ -65,7 +65,7 @@ def test_after_it_under_dense_it_is_momentum_sgd_with_a_fixed_scale(ranks: int, 
 
 
 def test_the_gradient_of_the_last_warm_up_step_is_in_both_moments() -> None:
-    """Where Bagua's optimizer leaves it out: after a warm-up of one step nothing would be known at all."""
+    """Bagua's optimizer leaves it out, so after a warm-up of one step both moments would be empty."""
     (session,) = run(experiment(1, 1, strategy=QAdam(warmup=1)))
     model = net()
     mse(model, batch(0, 0, 0)).backward()
@@ -81,7 +81,7 @@ COARSE: list[Compressor] = [
 
 
 @pytest.mark.parametrize("compressor", COARSE, ids=str)
-def test_momenta_cross_through_any_compressor_and_ranks_stay_equal_to_the_bit(compressor: Compressor) -> None:
+def test_with_any_compressor_of_momenta_ranks_stay_bit_identical(compressor: Compressor) -> None:
     e = experiment(3, 10, strategy=QAdam(warmup=4, scaled=True), compressor=compressor)
     sessions = run(e)
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -96,7 +96,7 @@ def test_momenta_cross_through_any_compressor_and_ranks_stay_equal_to_the_bit(co
     np.testing.assert_allclose(samples(simulated, "loss", 1)[:5], sessions[1].record.losses()[:5], rtol=1e-4)
 
 
-def test_bytes_are_dense_in_the_warm_up_and_the_compressors_after_it() -> None:
+def test_bytes_are_dense_in_the_warm_up_and_compressed_after_it() -> None:
     session = run(experiment(4, 8, strategy=QAdam(warmup=5), compressor=ByteGrad()))[0]
     sizes = [b.nbytes for b in session.layout.buckets]
     sent = [sum(n for k, _, n in session.record.comm() if k == step) for step in range(8)]
@@ -104,7 +104,7 @@ def test_bytes_are_dense_in_the_warm_up_and_the_compressors_after_it() -> None:
     assert sent[5:] == [sum(2 * 3 * (math.ceil(n / 4 / 4) + 8) for n in sizes)] * 3
 
 
-def test_with_bytes_it_learns_as_far_as_without() -> None:
+def test_with_8_bits_it_learns_as_well_as_with_dense() -> None:
     held = {}
     for c in (Dense(), ByteGrad()):
         e = experiment(2, 81, strategy=QAdam(warmup=20), compressor=c, eval_every=80, lr=0.005)
@@ -114,7 +114,7 @@ def test_with_bytes_it_learns_as_far_as_without() -> None:
     assert held[str(ByteGrad())][-1] == pytest.approx(held["Dense()"][-1], rel=0.1)
 
 
-def test_the_warm_up_turned_live_freezes_and_thaws() -> None:
+def test_live_changes_of_the_warm_up_freeze_and_unfreeze_v() -> None:
     def v(*changes: Change, steps: int) -> torch.Tensor:
         (session,) = run(experiment(1, steps, strategy=QAdam(warmup=5)), *changes)
         return torch.cat([x for _, x in sorted(session.state.memory.buffers["v"].items())])
@@ -125,8 +125,8 @@ def test_the_warm_up_turned_live_freezes_and_thaws() -> None:
     assert not torch.equal(thawed, v(steps=5))
 
 
-def test_betas_turned_live_keep_the_bias_correction_exact() -> None:
-    """With the same gradient in every step, m_hat is that gradient whatever the betas were on the way."""
+def test_live_changes_of_betas_keep_the_bias_correction_exact() -> None:
+    """With the same gradient in every step, m_hat is that gradient for any betas in earlier steps."""
     same = toy(data=lambda rank, ranks, seed: [batch(0, 0, 0)] * 64)
     changes = [Change(2, "beta1", 0.5), Change(3, "beta2", 0.9), Change(5, "beta1", 0.99)]
     e = experiment(1, 7, task=same, strategy=QAdam(), lr=1e-30)
@@ -145,8 +145,8 @@ def test_another_bucket_size_keeps_both_moments() -> None:
 
 
 @pytest.mark.parametrize("compressor", [ByteGrad(), OneBit.usual()], ids=str)
-def test_what_never_had_a_gradient_does_not_move(compressor: Compressor) -> None:
-    """A code cannot say zero, and divided by the root of its v, zero, the smallest number would be a leap."""
+def test_a_parameter_without_gradients_does_not_move(compressor: Compressor) -> None:
+    """A code has no zero. Divided by the root of v, which is 0, even the smallest number would be a large step."""
     task = toy(model=lambda: net(Idle))
     for s in run(experiment(3, 8, task=task, strategy=QAdam(warmup=3), compressor=compressor)):
         first = dict(net(Idle).named_parameters())
@@ -154,7 +154,7 @@ def test_what_never_had_a_gradient_does_not_move(compressor: Compressor) -> None
             assert torch.equal(p, first[name]) == name.startswith("idle")
 
 
-def test_the_tasks_optimizer_rests_and_nothing_moves_at_the_hand_over() -> None:
+def test_the_tasks_optimizer_is_idle_and_a_switch_keeps_the_parameters() -> None:
     still = [Change(4, "lr", 1e-30), Change(5, "strategy", {"QAdam": {"warmup": 2}}), Change(10, "strategy", "DDP")]
     stay = run(experiment(3, 5, strategy=DDP()), *still[:1])
     went = run(experiment(3, 10, strategy=DDP()), *still)
@@ -168,7 +168,7 @@ def test_the_tasks_optimizer_rests_and_nothing_moves_at_the_hand_over() -> None:
 
 
 @pytest.mark.parametrize("after", ["DDP", "OneBitAdam"])
-def test_the_residual_of_momenta_is_dropped_on_leaving_and_the_record_says_so(after: str) -> None:
+def test_the_residual_of_momenta_is_dropped_at_a_switch_and_recorded(after: str) -> None:
     e = experiment(2, 10, strategy=QAdam(warmup=2), compressor=TopK.usual())
     for s in run(e, Change(7, "strategy", after)):
         (mark,) = s.record.noted("residual")
@@ -178,7 +178,7 @@ def test_the_residual_of_momenta_is_dropped_on_leaving_and_the_record_says_so(af
         assert (left is None) == (after == "OneBitAdam"), "DDP has made one of gradients; a new warm-up none yet"
 
 
-def test_the_exchange_hides_behind_backward_as_that_of_ddp() -> None:
+def test_the_exchange_overlaps_with_backward_as_under_ddp() -> None:
     def step(strategy: Any) -> float:
         return float(np.median(seconds(simulate(paced(4, 8, strategy=strategy, task=stack(8, 100), mbit=1000.0)))))
 
@@ -191,12 +191,12 @@ def test_the_exchange_hides_behind_backward_as_that_of_ddp() -> None:
     ("warmup", 0, r"\[1, 1e\+06\]"), ("beta1", 1.0, r"\[0, 0.9999\]"), ("beta2", 1.0, r"\[0, 0.999999\]"),
     ("eps", 0.0, r"\[1e-12, 1\]"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_range(knob: str, value: float, allowed: str) -> None:
+def test_a_value_out_of_range_raises_knob_error_with_the_range(knob: str, value: float, allowed: str) -> None:
     with pytest.raises(KnobError, match=rf"strategy.{knob}={value}.*{allowed}"):
         experiment(strategy=QAdam()).set(f"strategy.{knob}", value)
 
 
-def test_any_compressor_fits_it_but_1_bit_adam_wants_error_feedback() -> None:
+def test_it_takes_any_compressor_but_1_bit_adam_needs_error_feedback() -> None:
     for c in COARSE:
         experiment(strategy=QAdam(), compressor=c)
     e = experiment(strategy=QAdam(), compressor=ByteGrad())

@@ -1,4 +1,4 @@
-"""QSGD, and the exchange and rounding that it shares with other levels, against the rules written out with numpy."""
+"""Compares QSGD, and the exchange and rounding that it shares with other level codecs, with rules in numpy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 BOTH = pytest.mark.parametrize("hops", ["gather", "two_hop"])
 
 
-def test_each_element_goes_to_one_of_the_two_levels_beside_it() -> None:
+def test_each_element_is_rounded_to_one_of_its_two_neighbouring_levels() -> None:
     for norm, bits in (("max", 4), ("l2", 3), ("l2", 8), ("max", 2)):
         x, s = heavy(1, 4096), 2 ** (bits - 1) - 1
         size = {"max": np.abs(x.numpy()).max(), "l2": np.linalg.norm(x.double().numpy())}[norm]
@@ -42,7 +42,7 @@ EVERY = [QSGD(bits=2), QSGD(), QSGD(norm="l2"), QSGD(bits=8), NUQSGD(), NUQSGD(g
 @BOTH
 @pytest.mark.parametrize("of", EVERY, ids=str)
 def test_the_mean_is_kept_through_the_exchange(of: Any, hops: str) -> None:
-    """The statistic of the law on unbiased compressors, for three ranks and both ways to exchange."""
+    """Uses the statistic of the law on unbiased compressors, for three ranks and both ways to exchange."""
     x = torch.stack([heavy(seed, 256) for seed in (1, 3, 5)])
     for seed in (1, 20):
         got = drawn(type(of)(**{**vars(of), "block": 256, "exchange": hops}), x, 1500, seed)
@@ -50,7 +50,7 @@ def test_the_mean_is_kept_through_the_exchange(of: Any, hops: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
-def test_the_variance_is_that_of_the_rule_and_within_the_papers_bound(bits: int) -> None:
+def test_the_variance_matches_the_rule_and_the_papers_bound(bits: int) -> None:
     n, draws, s = 4096, 200, 2 ** (bits - 1) - 1
     x = heavy(7, n).double()
     got = drawn(QSGD(bits=bits, block=n, norm="l2"), x.float()[None], draws)
@@ -63,7 +63,7 @@ def test_the_variance_is_that_of_the_rule_and_within_the_papers_bound(bits: int)
 
 
 def test_codes_of_two_gathered_sums_are_added_without_a_second_rounding() -> None:
-    """Where all elements lie on levels, the gathered sum is exact to the bit; the two hops round the sum again."""
+    """If all elements are on levels, the gathered sum is exact; two hops round the sum again."""
     s = 2**3 - 1
     rng = torch.Generator().manual_seed(1)
     g = torch.randint(-s, s + 1, (3, 512), generator=rng).float()
@@ -74,7 +74,7 @@ def test_codes_of_two_gathered_sums_are_added_without_a_second_rounding() -> Non
 
 @BOTH
 @pytest.mark.parametrize("of", [QSGD(), NUQSGD()], ids=str)
-def test_what_ranks_contribute_adds_up_to_the_result(of: Any, hops: str) -> None:
+def test_the_ranks_contributions_sum_to_the_result(of: Any, hops: str) -> None:
     memories, g = [Memory(r) for r in range(3)], noise(6, 3, 1500)
     out = exchange(ErrorFeedback(of=type(of)(exchange=hops)), g, placed((1500,)), memories)
     left = sum(m.buffers["residual"]["p0"] for m in memories)
@@ -82,7 +82,7 @@ def test_what_ranks_contribute_adds_up_to_the_result(of: Any, hops: str) -> None
 
 
 @BOTH
-def test_a_block_of_zeros_stays_zero_and_a_zero_among_others_too(hops: str) -> None:
+def test_zeros_stay_zero_alone_and_among_other_values(hops: str) -> None:
     g = noise(1, 2, 2048)
     g[:, 512:1024] = 0.0
     g[:, ::5] = 0.0
@@ -94,7 +94,7 @@ def test_a_block_of_zeros_stays_zero_and_a_zero_among_others_too(hops: str) -> N
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @BOTH
-def test_what_is_not_finite_spoils_its_block_and_no_other(hops: str, bad: float) -> None:
+def test_a_non_finite_value_affects_only_its_block(hops: str, bad: float) -> None:
     for of in (QSGD(exchange=hops, bits=3), NUQSGD(exchange=hops), QSGD(exchange=hops, norm="l2")):
         g = noise(2, 2, 2048)
         g[1, 600] = bad
@@ -108,27 +108,27 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(hops: str, bad: float)
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-12, 1e12, 1e30, 1e36])
 @pytest.mark.parametrize("norm", ["max", "l2"])
-def test_it_does_not_depend_on_the_scale_of_gradients(scale: float, norm: str) -> None:
+def test_the_result_scales_with_the_gradients(scale: float, norm: str) -> None:
     g = noise(3, 2, 300)
     for of in (QSGD(norm=norm), NUQSGD(norm=norm)):
         out = reduced(of, (g.double() * scale).float()) / scale
         torch.testing.assert_close(out, reduced(of, g), rtol=1e-4, atol=1e-6)
 
 
-def test_the_smallest_numbers_are_defined() -> None:
+def test_the_smallest_numbers_give_finite_results() -> None:
     tiny = torch.tensor([[1e-45, 5e-43, -3e-43, 0.0]])
     for of in (QSGD(), QSGD(norm="l2"), NUQSGD()):
         out = reduced(of, tiny)
         assert bool(out.isfinite().all()) and float(out.abs().max()) < 2e-42
 
 
-def test_norms_are_numpys() -> None:
+def test_norms_equal_numpys() -> None:
     x = noise(4, 3, 5, 77) ** 3
     np.testing.assert_allclose(norms(x, "l2")[..., 0].numpy(), np.linalg.norm(x.numpy(), axis=-1), rtol=1e-6)
     np.testing.assert_allclose(norms(x, "max")[..., 0].numpy(), np.abs(x.numpy()).max(-1), rtol=0)
 
 
-def test_whole_numbers_are_never_moved_by_the_generator() -> None:
+def test_random_rounding_keeps_whole_numbers() -> None:
     rng = torch.Generator().manual_seed(0)
     y = torch.arange(256.0).repeat(4000)
     assert torch.equal(dithered(y, rng), y.to(torch.uint8))
@@ -137,7 +137,7 @@ def test_whole_numbers_are_never_moved_by_the_generator() -> None:
     assert abs(float((half == 255).float().mean()) - 0.25) < 5 * (0.25 * 0.75 / 100_000) ** 0.5
 
 
-def test_the_place_between_levels_is_that_of_interpolation() -> None:
+def test_the_position_between_levels_is_interpolated_linearly() -> None:
     levels = torch.tensor([-1.0, -0.3, 0.0, 0.01, 1.0])
     r = torch.cat([torch.linspace(-1, 1, 1001), levels])
     want = np.interp(r.double().numpy(), levels.double().numpy(), np.arange(5.0))
@@ -161,13 +161,13 @@ def test_other_dtypes_and_strides_keep_shape_and_dtype(dtype: torch.dtype, hops:
 
 
 @BOTH
-def test_an_empty_bucket_is_exchanged_with_nobody(hops: str) -> None:
+def test_an_empty_bucket_is_not_exchanged(hops: str) -> None:
     with pytest.raises(StopIteration) as end:
         QSGD(exchange=hops).reduce(Rank(0, 4), Bucket(0, torch.zeros(0), (), 0), Memory()).send(None)
     assert end.value.value is None
 
 
-def test_ranks_throw_their_own_dice_and_nobody_elses() -> None:
+def test_each_rank_draws_its_own_random_numbers() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     same = noise(1, 1, 4096).repeat(2, 1)
@@ -180,7 +180,7 @@ def test_ranks_throw_their_own_dice_and_nobody_elses() -> None:
 
 
 def formula(session: object, of: QSGD) -> int:
-    """Bytes that one of four ranks sends per step."""
+    """Returns the bytes that one of four ranks sends per step."""
     total = 0
     for bucket in session.layout.buckets:
         n = bucket.nbytes // 4
@@ -191,7 +191,7 @@ def formula(session: object, of: QSGD) -> int:
     return total
 
 
-def test_bytes_on_the_record_are_the_formula_while_everything_is_turned() -> None:
+def test_recorded_bytes_equal_the_formula_through_live_changes() -> None:
     turned = {2: ("bits", 3), 4: ("block", 64), 6: ("exchange", "two_hop"), 8: ("bits", 7)}
     session = run(experiment(4, 10, compressor=QSGD()), *[Change(at, name, to) for at, (name, to) in turned.items()])[0]
     now: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def test_a_simulation_of_sizes_sends_the_same_bytes(hops: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_eight_bits_train_like_dense_and_all_ranks_hold_the_same(ranks: int, hops: str) -> None:
+def test_8_bits_train_like_dense_and_all_ranks_agree(ranks: int, hops: str) -> None:
     coarse = run(experiment(ranks, 10, compressor=QSGD(bits=8, exchange=hops)))
     dense = run(experiment(ranks, 10))
     torch.testing.assert_close(weights(coarse[0]), weights(dense[0]), rtol=0.05, atol=0.01)
@@ -226,6 +226,6 @@ def test_eight_bits_train_like_dense_and_all_ranks_hold_the_same(ranks: int, hop
     ("block", 4, r"an integer in \[8, 1.04858e\+06\]"),
     ("norm", "l1", "one of max, l2"), ("exchange", "ring", "one of gather, two_hop"),
 ])
-def test_a_setting_that_cannot_be_is_refused_with_what_can(knob: str, value: object, allowed: str) -> None:
+def test_an_invalid_setting_raises_knob_error_with_the_allowed_values(knob: str, value: object, allowed: str) -> None:
     with pytest.raises(KnobError, match=f"compressor.{knob}=.*: must be {allowed}"):
         experiment(compressor=QSGD()).set(f"compressor.{knob}", value)

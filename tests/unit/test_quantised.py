@@ -1,4 +1,4 @@
-"""Quantised: Q(S(x)) beside its formula, its bound with and without scaling, and who may be composed with whom."""
+"""Tests Quantised: Q(S(x)) against its formula, its bound with and without scaling, and valid compositions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def through(compressor: Quantised | QSGD | TopK, x: torch.Tensor, seed: int = 1)
     return coder.decode(coder.encode(x), x)
 
 
-def test_what_top_k_keeps_is_what_qsgd_makes_of_it() -> None:
+def test_quantised_top_k_equals_qsgd_of_the_kept_values() -> None:
     x = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     values, index = TopK(density=0.1).encode(x)
     want = torch.zeros(3000).index_copy(0, index.long(), through(QSGD(block=64), values))
@@ -29,7 +29,7 @@ def test_what_top_k_keeps_is_what_qsgd_makes_of_it() -> None:
 
 
 @pytest.mark.parametrize(("of", "by"), [(Dense(), QSGD()), (TopK(), Dense())], ids=["only rounds", "only chooses"])
-def test_with_dense_on_one_side_it_is_the_other_alone(of: Dense | TopK, by: Dense | QSGD) -> None:
+def test_with_dense_on_one_side_it_equals_the_other_compressor(of: Dense | TopK, by: Dense | QSGD) -> None:
     x = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     alone = by if isinstance(of, Dense) else of
     assert torch.equal(through(Quantised(of=of, by=by), x), through(alone, x))
@@ -52,7 +52,7 @@ def test_it_contracts_by_the_bound_of_the_paper_on_average(by: QSGD, scaled: boo
     assert sum(left) / len(left) <= bound * float(x.square().sum())
 
 
-def test_the_scale_is_one_over_one_and_b() -> None:
+def test_the_scale_is_one_over_one_plus_b() -> None:
     x = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     plain, scaled = (Quantised(by=COARSE, scaled=s) for s in (False, True))
     torch.testing.assert_close(through(scaled, x) * (1 + scaled.adds), through(plain, x))
@@ -63,7 +63,7 @@ def test_the_scale_is_one_over_one_and_b() -> None:
     (lambda: Quantised(of=QSGD()), "whole numbers only"), (lambda: Quantised(by=OneBit(), scaled=True), "scaled=False"),
     (lambda: ErrorFeedback(of=Quantised(by=COARSE)), "scaled=True"),
 ], ids=["no codec", "rounds by no codec", "nothing to round", "not known", "grows"])  # fmt: skip
-def test_what_cannot_be_composed_is_refused_with_what_would_do(chosen: object, says: str) -> None:
+def test_an_invalid_composition_is_refused_with_an_alternative(chosen: object, says: str) -> None:
     with pytest.raises(KnobError, match=says):
         experiment(2, 3, compressor=chosen())
 
@@ -72,13 +72,13 @@ def test_what_cannot_be_composed_is_refused_with_what_would_do(chosen: object, s
     ErrorFeedback(of=Quantised(by=COARSE, scaled=True)), ErrorFeedback(of=Quantised(of=TopK(density=0.1), by=Float8())),
     Quantised(of=Cast(), by=QSGD(bits=8)),
 ], ids=["coarse", "bytes", "sixteen bits"])  # fmt: skip
-def test_others_run_and_ranks_agree(chosen: ErrorFeedback | Quantised) -> None:
+def test_valid_compositions_run_and_ranks_agree(chosen: ErrorFeedback | Quantised) -> None:
     sessions = run(experiment(3, 6, compressor=chosen))
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_it_is_turned_on_and_off_live_and_what_is_owed_is_sent() -> None:
-    """In at step 4, out at step 9: Qsparse-local-SGD, after which nothing is remembered and ranks agree."""
+def test_it_is_switched_on_and_off_live_and_the_residual_is_sent() -> None:
+    """In at step 4, out at step 9: Qsparse-local-SGD, after which no state is left and ranks agree."""
     e = experiment(3, 14, strategy=LocalSGD(every=2))
     changes = [Change(4, "compressor", "Quantised"), Change(9, "compressor", "Dense")]
     sessions = run(e, *changes)

@@ -1,4 +1,4 @@
-"""RandomK against what chance must give: all sets alike, no bias, the stated variance, the same on all ranks."""
+"""Tests RandomK's statistics: equally likely sets, no bias, the stated variance, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def once(compressor: RandomK, x: torch.Tensor, memory: Memory) -> torch.Tensor:
-    """C(x) of one rank: (n,) float64."""
+    """Returns C(x) of one rank: (n,) float64."""
     return exchange(compressor, x[None], placed((x.numel(),)), [memory])
 
 
@@ -47,7 +47,7 @@ def test_every_set_of_places_is_equally_likely(n: int, k: int) -> None:
     assert abs(pearson - freedom) < 5 * (2 * freedom) ** 0.5
 
 
-def test_ranks_draw_the_same_places_whatever_their_own_chance_and_others_in_each_step_and_bucket() -> None:
+def test_all_ranks_draw_the_same_places_which_differ_by_step_and_bucket() -> None:
     parts, memories, seen = placed((300,), (300,)), [Memory(1), Memory(2)], []
     for _ in range(3):
         for group in ([parts[0]], [parts[1]]):
@@ -57,7 +57,7 @@ def test_ranks_draw_the_same_places_whatever_their_own_chance_and_others_in_each
     assert len(set(seen)) == 6
 
 
-def test_torchs_own_random_numbers_are_left_alone() -> None:
+def test_torchs_own_random_numbers_stay_unchanged() -> None:
     before = torch.get_rng_state()
     once(RandomK(), noise(1, 5000), Memory())
     assert torch.equal(torch.get_rng_state(), before)
@@ -65,7 +65,7 @@ def test_torchs_own_random_numbers_are_left_alone() -> None:
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_scaled_it_is_unbiased(density: float, seed: int) -> None:
+def test_with_scaling_it_is_unbiased(density: float, seed: int) -> None:
     """U = T ||mean - x||^2 / mean ||C(x) - x||^2 is 1 on average, with a spread of sqrt(2 / degrees of freedom)."""
     x, draws, memory = noise(seed, 300) ** 3, 1000, Memory()
     off = torch.stack([once(RandomK(density=density, scaled=True), x, memory) - x for _ in range(draws)])
@@ -76,7 +76,7 @@ def test_scaled_it_is_unbiased(density: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
-def test_scaled_its_variance_is_n_over_k_less_one_times_the_squared_norm(density: float) -> None:
+def test_with_scaling_its_variance_is_n_over_k_minus_1_times_the_squared_norm(density: float) -> None:
     """The mean over the draws is within five of its own standard errors."""
     x, draws, memory = noise(3, 1000), 600, Memory()
     codec = RandomK(density=density, scaled=True)
@@ -86,7 +86,7 @@ def test_scaled_its_variance_is_n_over_k_less_one_times_the_squared_norm(density
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
-def test_as_it_is_it_leaves_all_but_k_of_n_parts_of_the_squared_norm_on_average(density: float) -> None:
+def test_without_scaling_its_mean_error_is_1_minus_k_over_n_of_the_squared_norm(density: float) -> None:
     x, draws, memory = noise(4, 1000), 600, Memory()
     left = torch.stack([(once(RandomK(density=density), x, memory) - x).square().sum() for _ in range(draws)])
     want = (1 - density) * float(x.double().square().sum())
@@ -94,7 +94,7 @@ def test_as_it_is_it_leaves_all_but_k_of_n_parts_of_the_squared_norm_on_average(
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_it_is_the_plain_rule_applied_to_the_sum(scaled: bool) -> None:
+def test_it_equals_the_plain_rule_on_the_sum(scaled: bool) -> None:
     g, parts = noise(5, 3, 500), placed((500,))
     memories = [Memory() for _ in range(3)]
     for count in range(4):
@@ -104,7 +104,7 @@ def test_it_is_the_plain_rule_applied_to_the_sum(scaled: bool) -> None:
         torch.testing.assert_close(out.float(), want)
 
 
-def test_values_only_cross_the_wire_and_are_as_many_for_any_number_of_ranks() -> None:
+def test_only_values_are_sent_as_many_for_any_number_of_ranks() -> None:
     for ranks in (2, 4):
         session = run(experiment(ranks, 8, compressor=RandomK()), Change(5, "density", 0.2))[0]
         for step, density in ((3, 0.01), (4, 0.01), (5, 0.2), (7, 0.2)):
@@ -122,7 +122,7 @@ def test_ranks_agree_through_changes_of_buckets_ratio_and_compressor() -> None:
     assert counts[0] == counts[1] == counts[2] and set(counts[0].values()) != {0}
 
 
-def test_all_of_it_is_plain_averaging() -> None:
+def test_density_1_equals_plain_averaging() -> None:
     whole, dense = (run(experiment(2, 6, compressor=c))[0] for c in (RandomK(density=1.0), Dense()))
     assert state_hash(whole.layout) == state_hash(dense.layout)
 
@@ -138,7 +138,7 @@ def test_under_error_feedback_every_entry_is_sent_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype) -> None:
+def test_16_bit_gradients_are_sent_in_16_bits(dtype: torch.dtype) -> None:
     bucket = Bucket(0, noise(7, 400).to(dtype), tuple(placed((400,))), 0)
     child = RandomK(density=0.1).reduce(Rank(0, 2), bucket, Memory())
     op: Op = child.send(None)
@@ -146,12 +146,12 @@ def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("value", [0, 1.5, "many"])
-def test_a_ratio_that_cannot_be_is_refused_with_the_range(value: object) -> None:
+def test_an_impossible_density_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(KnobError, match=r"compressor.of.density=.*\[0.0001, 1\]"):
         experiment(compressor=RandomK.usual()).set("density", value)
 
 
-def test_scaled_under_error_feedback_is_refused_with_what_could_be() -> None:
+def test_scaling_under_error_feedback_is_refused_with_an_alternative() -> None:
     with pytest.raises(KnobError, match=r"scaled=True: under error feedback .* use scaled=False with it, or .*out"):
         experiment(compressor=RandomK.usual()).set("scaled", True)
     assert experiment(compressor=RandomK()).set("scaled", True).compressor == RandomK(scaled=True)

@@ -1,4 +1,4 @@
-"""Each batch of a record carries a checksum: damage ends what is read of a file, with a warning."""
+"""Tests the checksums of a record's batches: a reader stops at damage and warns."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def good(subject: DamagedRecord, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def messages(data: bytes) -> list[tuple[int, int]]:
-    """Where each message of a stream begins and ends."""
+    """Returns the start and the end of each message of a stream."""
     ends = [after for _, _, after in frames._messages(data)]
     return list(zip([0, *ends], ends, strict=False))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_ends_what_is_read_and_is_warned_of(kind: str, good: Path, subject: Any, tmp_path: Path) -> None:
-    """A bit of the values of the fifth batch; other bits are `make damage`'s."""
+def test_reading_stops_at_a_flipped_bit_with_a_warning(kind: str, good: Path, subject: Any, tmp_path: Path) -> None:
+    """Flips a bit in the values of the fifth batch; `make damage` flips other bits."""
     path = shutil.copytree(good, tmp_path / "run")
     file = path / f"{kind}-0.arrow"
     data = bytearray(file.read_bytes())
@@ -61,7 +61,7 @@ def _is_batch(data: bytes, begin: int) -> bool:
     return frames._number(data, frames._field(data, frames._root(data, meta), 1), "<B") == frames.BATCH
 
 
-def test_a_batch_that_is_left_out_or_comes_twice_is_noticed(good: Path, tmp_path: Path) -> None:
+def test_a_missing_or_repeated_batch_is_noticed(good: Path, tmp_path: Path) -> None:
     file = tmp_path / "samples-0.arrow"
     data = (good / "samples-0.arrow").read_bytes()
     begin, end = [(b, e) for b, e in messages(data) if _is_batch(data, b)][3]
@@ -72,8 +72,8 @@ def test_a_batch_that_is_left_out_or_comes_twice_is_noticed(good: Path, tmp_path
         assert wrong.startswith("is damaged: a checksum does not match behind row "), wrong
 
 
-def test_another_number_of_the_first_row_is_noticed(tmp_path: Path) -> None:
-    """Else a reader would put the rows elsewhere, or count some as lost."""
+def test_a_changed_number_of_the_first_row_is_noticed(tmp_path: Path) -> None:
+    """Otherwise a reader would place the rows elsewhere, or count some as lost."""
     data = []
     for first in (0, 7):
         (tmp_path / f"{first}").mkdir()
@@ -101,7 +101,7 @@ def test_a_file_without_checksums_is_read_and_one_that_lost_them_is_not(tmp_path
         assert (found is None) == lost and bool(wrong) == lost
 
 
-def test_every_stretch_that_a_killed_rank_has_written_is_read_without_a_warning(good: Path, tmp_path: Path) -> None:
+def test_every_complete_prefix_of_a_file_is_read_without_a_warning(good: Path, tmp_path: Path) -> None:
     data = (good / "spans-1.arrow").read_bytes()
     counts = []
     for end in [end for begin, end in messages(data) if _is_batch(data, begin)]:
@@ -121,7 +121,7 @@ def test_a_writer_that_appends_one_row_at_a_time_agrees_with_the_reader(tmp_path
     assert columns is not None and (first, len(columns["rank"]), wrong) == (9, 30, "")
 
 
-def test_random_changes_give_no_other_rows_without_a_warning(subject: Any, good: Path, tmp_path: Path) -> None:
+def test_random_damage_never_changes_rows_without_a_warning(subject: Any, good: Path, tmp_path: Path) -> None:
     """A part of `make damage`, whose other seeds are in docs/reliability.md."""
     found = [damage.play(subject, good, tmp_path / "case", seed) for seed in range(1, 30)]
     assert not [one for one in found if one["outcome"] not in damage.GOOD]

@@ -1,4 +1,4 @@
-"""The recorder: takes rows from any thread, spools and pushes them, survives a disk that does not."""
+"""Tests the recorder: it takes rows from any thread, spools and pushes them, and survives a failing disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.record.store import Writer
 
 
 class Page:
-    """Takes what is pushed."""
+    """Collects the pushed rows."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, int, dict[str, Any]]] = []
@@ -51,7 +51,7 @@ def until(true: Any, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_recorded_is_on_disk_and_pushed(tmp_path: Path) -> None:
+def test_recorded_rows_are_written_to_disk_and_pushed(tmp_path: Path) -> None:
     page = Page()
     r = Recorder(3, tmp_path, page)
     fill(r, 50)
@@ -79,10 +79,10 @@ def test_rows_are_numbered_without_holes(tmp_path: Path) -> None:
     assert expected == 100 and r.dropped == r.lost == 0
 
 
-def test_pushed_within_a_fraction_of_a_second_and_spooled_within_one(
+def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the first flush after it, and the first turn after that: how late a busy machine makes them is its own."""
+    """Checks the time limits, and the first flush and turn after a row. A busy machine's delay does not count."""
     assert module.PUSH_EVERY < 0.5 and module.PUSH_EVERY + spool.EVERY <= 1.0
     monkeypatch.setattr(module, "PUSH_EVERY", 600.0)
     monkeypatch.setattr(spool, "EVERY", 600.0)
@@ -96,8 +96,8 @@ def test_pushed_within_a_fraction_of_a_second_and_spooled_within_one(
     r.close()
 
 
-def test_a_disk_that_fails_or_hangs_is_told_to_the_kernel_within_two_seconds() -> None:
-    """Of looks at the clock; how late a busy machine makes them is its own."""
+def test_the_kernel_learns_of_a_failing_or_hanging_disk_within_two_seconds() -> None:
+    """Checks the sum of polling intervals; a busy machine's delay does not count."""
     there = module.PUSH_EVERY + relay.PAUSE
     assert spool.EVERY + there < 2.0 and spool.HUNG + there < 2.0
 
@@ -113,7 +113,7 @@ def test_many_threads_may_record_at_once(tmp_path: Path) -> None:
     assert len(store.read(tmp_path).timeline.spans) == 8000
 
 
-def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_limit_are_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PUSH_EVERY", 30.0)
     page = Page()
     r = Recorder(0, tmp_path, page, limit=100)
@@ -153,7 +153,7 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     until(lambda: page.details("spool"))
     assert page.details("spool")[0]["error"] == "No space left on device"
     assert page.details("spool")[0]["lost"] > 0
-    until(lambda: r.lost == 21)  # all of them have come to the disk while it was full
+    until(lambda: r.lost == 21)  # all these rows reached the disk while it was full
     time.sleep(2 * spool.RETRY_EVERY)
     full.clear()
     fill(r, 5, 30)
@@ -167,7 +167,7 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "spans-0.1.arrow").exists()
 
 
-def test_a_turn_of_several_slow_writes_is_no_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_slow_writes_are_not_reported_as_a_hanging_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, said, append = [0.0], list[str](), Writer.append
     monkeypatch.setattr(spool, "EVERY", 600.0)
     monkeypatch.setattr(spool, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))
@@ -188,7 +188,7 @@ def test_a_turn_of_several_slow_writes_is_no_disk_that_hangs(tmp_path: Path, mon
     assert now[0] > 2 * spool.HUNG and said == [] and r.lost == 0
 
 
-def test_a_batch_that_fits_only_in_part_is_cut_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_written_batch_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path, "samples", 0)
     row = {"rank": [0], "step": [1], "name": ["loss"], "t": [0.1], "value": [5.0]}
     writer.append(row)
@@ -208,7 +208,7 @@ def test_a_batch_that_fits_only_in_part_is_cut_off_again(tmp_path: Path, monkeyp
     assert loaded.timeline.samples.rows().value.tolist() == [5.0] and not loaded.warnings
 
 
-def test_a_directory_that_cannot_be_made_is_a_loss_not_an_error(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_loses_rows_but_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     page = Page()
     r = Recorder(0, tmp_path / "file" / "run", page)
@@ -229,7 +229,7 @@ def test_a_page_that_fails_does_not_stop_the_spool(tmp_path: Path, caplog: pytes
 
 
 def test_recording_costs_next_to_nothing(tmp_path: Path) -> None:
-    for path in (tmp_path / "first", tmp_path):  # the first one of a process imports what writes
+    for path in (tmp_path / "first", tmp_path):  # the first recorder of a process imports the writer
         path.mkdir(exist_ok=True)
         r = Recorder(0, path, Page())
         seconds = min(_timed(r) for _ in range(5))
@@ -239,7 +239,7 @@ def test_recording_costs_next_to_nothing(tmp_path: Path) -> None:
 
 
 def _timed(r: Recorder, n: int = 5000) -> float:
-    began = time.thread_time()  # of this thread: other work on the machine does not count
+    began = time.thread_time()  # of this thread: other load does not count
     for _ in range(n):
         r.span(1, "comm", "bucket 0", 0.1, 0.2, 0.3, 100)
     return (time.thread_time() - began) / n
@@ -266,8 +266,8 @@ def child(tmp_path: Path, script: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.engine
-def test_after_a_kill_all_but_the_last_second_is_there(tmp_path: Path) -> None:
-    """What was there once is not lost with what is being written; the test above says how soon it is there."""
+def test_after_a_kill_all_rows_but_the_last_seconds_are_on_disk(tmp_path: Path) -> None:
+    """Earlier rows survive the loss of the batch in writing; the test above has the time limits."""
     with child(tmp_path, "fill(3000)\nwhile True: fill(20, 3000); time.sleep(.01)") as process:
         until(lambda: len(store.read(tmp_path).timeline.spans) >= 3000)
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Rows that no file can hold: they are lost and counted, and all others, the last before all, are not."""
+"""Tests rows that no file can hold: they are lost and counted, and all other rows are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.engine.record import spool
 from workbench.engine.record.recorder import Recorder
 from workbench.record import store
 
-BAD = "a\ud800"  # half of a pair: a str, but no text that a file can hold
+BAD = "a\ud800"  # half a surrogate pair: a str, but no text for a file
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ended(r: Recorder, path: Path, page: Page) -> None:
-    """The last mark is on disk and was pushed."""
+    """Checks that the last mark is on disk and was pushed."""
     r.mark(9, "end", 0.9, '{"state": "done"}')
     r.close()
     names = store.read(path).timeline.marks.rows().name.tolist()

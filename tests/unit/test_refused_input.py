@@ -1,4 +1,4 @@
-"""A batch without rows and an optimizer that asks for a closure: both hosts name them."""
+"""Checks that both hosts name a batch without rows and an optimizer that needs a closure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from workbench.settings import KnobError
 
 
 def no_rows(rank: int, ranks: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Rank 1's first batch is empty."""
+    """Returns data in which rank 1's first batch is empty."""
     drawn = [batch(rank, step, seed) for step in range(64)]
     if rank == 1:
         drawn[0] = (drawn[0][0][:0], drawn[0][1][:0])
     return drawn
 
 
-def test_both_hosts_say_that_a_batch_has_no_rows() -> None:
+def test_both_hosts_report_a_batch_without_rows() -> None:
     e = experiment(2, 3, task=toy(data=no_rows), pace=2.0)
     (simulated_, *_) = [detail for _, _, detail in simulate(e, real=True).details("nan")]
     assert (simulated_["rank"], simulated_["why"]) == (1, NO_ROWS)
@@ -34,7 +34,7 @@ def test_both_hosts_say_that_a_batch_has_no_rows() -> None:
     assert NO_ROWS in [one["why"] for one in said]
 
 
-def test_a_run_that_an_empty_batch_ended_says_to_fill_the_batch() -> None:
+def test_the_error_of_an_empty_batch_suggests_at_least_one_row() -> None:
     it = following("stop", False)
     came(it, 1, 0, 1.0, "nan", loss="nan", layer="", why=NO_ROWS)
     text = it.ending.unwatched["text"]
@@ -47,7 +47,7 @@ def test_a_batch_without_rows_is_found_however_it_is_nested() -> None:
     assert not has_no_rows([torch.zeros(1, 0), torch.tensor(1.0), "text"])
 
 
-def test_both_hosts_refuse_an_optimizer_that_asks_for_a_closure() -> None:
+def test_both_hosts_refuse_an_optimizer_that_needs_a_closure() -> None:
     e = experiment(2, 3, task=toy(optimizer=torch.optim.LBFGS), pace=2.0)
     with pytest.raises(KnobError, match=r"optimizer=LBFGS: its step computes the loss several times") as refusal:
         simulate(e, real=True)

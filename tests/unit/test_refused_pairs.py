@@ -1,4 +1,4 @@
-"""What cannot be wrapped in what: refused before anything starts, with what would do."""
+"""Tests invalid wrappings of compressors: refused before a start, with an alternative."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from workbench.settings import KnobError
     (LGreCo(of=DGC()), "no trial shows", "TopK or PowerSGD"),
     (ErrorFeedback(of=LGreCo(of=ScaleCom())), "no trial shows", "TopK or PowerSGD"),
 ], ids=str)  # fmt: skip
-def test_it_is_refused_with_what_would_do(compressor: Compressor, why: str, instead: str) -> None:
+def test_an_invalid_wrapping_is_refused_with_an_alternative(compressor: Compressor, why: str, instead: str) -> None:
     with pytest.raises(KnobError, match=f"(?s){why}.*{instead}"):
         experiment(compressor=compressor)
 
 
-def test_its_neighbours_are_taken() -> None:
+def test_similar_valid_wrappings_are_accepted() -> None:
     for good in (Layers(of=DGC(momentum=0.0)), Accordion(gentle=DGC(density=0.1), harsh=DGC()), LGreCo(of=TopK())):
         assert experiment(compressor=good).compressor == good
 
 
 @pytest.mark.ranks
 def test_dgc_keeps_the_momentum_while_it_warms_up() -> None:
-    """Whole but by DGC: what the first steps do is what SGD with momentum does."""
+    """Its first steps are sent whole but by DGC, so they equal those of SGD with momentum."""
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.02, momentum=0.9)
 

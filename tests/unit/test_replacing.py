@@ -1,4 +1,4 @@
-"""Ranks that come in for lost ones are asked for again if a fault kept them from joining."""
+"""Tests replacements for lost ranks: the lab requests them again if a fault kept them from joining."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LOST = "ranks=3: a rank or a connection was lost in the join; ask again"
 
 
 class Lab:
-    """A live run of two ranks, as far as `Evicting` asks for it.
+    """A live run of two ranks, with the interface that `Evicting` uses.
 
-    refusals: of the ranks asked for, one after the other
+    refusals: of the requested ranks, in turn
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, refusals: list[str], dead: tuple[int, ...] = ()) -> None:
@@ -42,7 +42,7 @@ class Lab:
         return change
 
 
-def test_ranks_are_asked_for_again_until_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_requested_again_until_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(monkeypatch, [LOST, LOST])
     lab.evicting._begin_replacing(1)
     assert until(lambda: lab.asked == [3, 3, 3] and not lab.evicting._refusals)
@@ -53,7 +53,7 @@ def test_ranks_are_asked_for_again_until_they_join(monkeypatch: pytest.MonkeyPat
     [([LOST] * 9, (), 4), (["group=2 does not divide 3 ranks"], (), 1), ([LOST], (2,), 1)],
     ids=["three times", "never possible", "the new rank died, so that its death is counted"],
 )
-def test_ranks_are_not_asked_for_without_end(
+def test_requests_for_ranks_end_after_a_limit(
     refusals: list[str], dead: tuple[int, ...], asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(monkeypatch, refusals, dead)
@@ -62,7 +62,7 @@ def test_ranks_are_not_asked_for_without_end(
     assert len(lab.asked) == asked
 
 
-def test_ranks_are_asked_for_again_if_one_dies_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_requested_again_if_one_dies_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     lab, notes = Lab(monkeypatch, []), []
     lab.evicting.live.note = notes.append  # type: ignore[method-assign]
     begin = lab._resize

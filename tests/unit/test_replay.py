@@ -1,4 +1,4 @@
-"""The collectives of a step played again: each rank's clock stands still while it waits for one of them."""
+"""Replays the collectives of a step: each rank's clock stands still while it waits for one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from workbench.analysis.stragglers.blame import blame, relief
 from workbench.analysis.stragglers.replay import replay
 from workbench.record.timeline import Span, Timeline
 
-GATHERED = 3.0  # seconds of own time between the end of the gradients' exchange and what is asked for then
+GATHERED = 3.0  # seconds of own time between the end of the gradients' exchange and the next request
 
 
 def step(late: float, *, other: float = 0.0) -> Window:
-    """Two collectives of a second each on three ranks, the second asked for after the first has come.
+    """Returns two collectives of a second each on three ranks, the second requested after the first has ended.
 
-    late: seconds by which rank 2 comes later to the first; other: a wait before, which no collective ends
+    late: seconds by which rank 2 is later for the first; other: a wait before it that no collective ended
     """
     tl, over = Timeline(), 5.0 + late
     for rank in range(3):
@@ -31,20 +31,20 @@ def step(late: float, *, other: float = 0.0) -> Window:
 
 
 @pytest.mark.parametrize("other", [0.0, 1.5])
-def test_played_as_it_was_it_ends_when_it_ended(other: float) -> None:
+def test_an_unchanged_replay_ends_at_the_recorded_time(other: float) -> None:
     w = step(late=2.0, other=other)
     _, played = replay(w, lined_up(w), np.zeros((2, 3)))
     assert played is not None and played.end().tolist() == pytest.approx([11.0])
 
 
 @pytest.mark.parametrize("late", [0.0, 0.5, 2.0])
-def test_who_comes_late_to_the_first_puts_off_what_is_asked_once_it_has_come(late: float) -> None:
+def test_a_rank_late_for_the_first_collective_also_delays_the_second(late: float) -> None:
     w = step(late)
     met, cost = blame(w, lined_up(w))
     assert met.tolist() == [0] and cost[0, 0] == pytest.approx([0, 0, late])
     assert relief(w, lined_up(w), [2]) == pytest.approx([late])
 
 
-def test_a_wait_that_no_collective_ended_stays_as_long() -> None:
+def test_a_wait_that_no_collective_ended_keeps_its_duration() -> None:
     w = step(late=2.0, other=1.5)
     assert blame(w, lined_up(w))[1][0, 0, 2] == pytest.approx(2.0)

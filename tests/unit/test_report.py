@@ -1,4 +1,4 @@
-"""A report is one file that needs no network and holds the run."""
+"""Checks that a report is one file with the run's data that needs no network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_report_stands_alone_and_holds_run_tables_and_windows(tmp_path: Path) 
     assert firsts[0] == 0 and {98, 99, 100} <= set(firsts)
 
 
-def test_a_report_of_a_run_without_rows_says_so_little_and_does_not_fail(tmp_path: Path) -> None:
+def test_a_report_of_a_run_without_rows_does_not_fail(tmp_path: Path) -> None:
     page = write_report(Run({"ranks": 2, "note": "<script>"}, name="a<b"), tmp_path / "run.html").read_text()
     assert "Run a&lt;b" in page and "&lt;script&gt;" in page
     assert kept(page)["windows"] == []

@@ -1,4 +1,4 @@
-"""A resize that is interrupted at any line: nobody who was to come waits for an invitation that nobody gives."""
+"""Interrupts a resize at every line: no new rank may wait for an invitation that never comes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from workbench.cluster.run.orders import Orders
 from workbench.experiment import Experiment
 
 TRACED = {module.__file__ for module in (meeting, orders, resizing, whole)}
-MOST = 1000  # lines, of which there are fewer
+MOST = 1000  # lines, more than there are
 
 
 def interrupted(call: Callable[[], Any], line: int) -> bool:
-    """Calls, and interrupts before the line of that number of the traced modules; was the call longer than that?"""
+    """Calls `call` and interrupts it before the numbered line of the traced modules; returns whether it got that
+    far.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -51,12 +53,12 @@ def interrupted(call: Callable[[], Any], line: int) -> bool:
 
 
 class Engines:
-    """Engines that answer as worker's do, without a process: what each is about, and who was started or ended."""
+    """Engines without processes that answer like a worker, and record sessions, starts and ends."""
 
     def __init__(self, count: int) -> None:
         self.engines = [SimpleNamespace(rank=r, id=r, process=100 + r) for r in range(count)]
         self.jobs: dict[int, tuple[str, int]] = {}  # by process: (generation, rank) of its last session
-        self.waits: dict[int, bool] = {}  # by process: does that session wait for an invitation?
+        self.waits: dict[int, bool] = {}  # by process: whether that session waits for an invitation
         self.line, self.starting, self.devices = self, nullcontext(), ["cpu"] * count
         self.health, self.owned, self.guest = SimpleNamespace(controller=lambda: ""), None, False
 
@@ -80,7 +82,7 @@ class Engines:
 
 
 class Training:
-    """Two ranks of a run that train, on four engines: what the kernel knows of it."""
+    """The kernel's view of a run with two training ranks on four engines."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.cluster, self.generation, self.state, self.step = Engines(4), "g", "running", 7
@@ -113,7 +115,7 @@ class Training:
         raise failure
 
     def carried(self) -> list[list[int]]:
-        """Carries all orders; the members of each resize among them."""
+        """Carries all orders; returns the members of each resize among them."""
         asked = []
         while not self.orders._queue.empty():
             what, everyone, to, rest = self.orders._queue.get()
@@ -125,7 +127,7 @@ class Training:
 
     @property
     def waiting(self) -> set[int]:
-        """Ranks that wait to be invited."""
+        """Returns the ranks that wait for an invitation."""
         return {self.cluster.jobs[p][1] for p, waits in self.cluster.waits.items() if waits} - set(self.members)
 
 
@@ -136,7 +138,7 @@ def _heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_who_was_to_come_is_asked_for_or_told_to_leave_wherever_the_kernel_is_interrupted(
+def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     came = {True: 0, False: 0}
@@ -149,7 +151,7 @@ def test_who_was_to_come_is_asked_for_or_told_to_leave_wherever_the_kernel_is_in
         assert live.waiting == ({2, 3} if asked else set()), line
         pending = [one for one in live.changes.listed if one.refused is None]
         assert len(pending) == len(asked) and live.ending.ranks - {0, 1} == live.waiting, line
-        if not asked:  # and all is as before: as many engines can be had as there are
+        if not asked:  # all is as before: all engines are still available
             resizing.resize(live, 4)  # type: ignore[arg-type]
             (members,) = live.carried()
             assert live.waiting == set(members) - {0, 1} and len(members) == 4, line
@@ -158,7 +160,7 @@ def test_who_was_to_come_is_asked_for_or_told_to_leave_wherever_the_kernel_is_in
     assert not broken and min(came.values()) > 3, came
 
 
-def test_engines_that_were_to_come_up_are_ranks_of_the_lab_or_ended_wherever_the_kernel_is_interrupted(
+def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(meeting, "timed", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
@@ -182,7 +184,7 @@ def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyP
     invite, threads = resizing._invite, []
 
     def invites(run: Any, new: list[int]) -> None:
-        if not threads:  # a second request comes while the first one has chosen its engine
+        if not threads:  # a second request comes after the first one has chosen its engine
             threads.append(threading.Thread(target=resizing.resize, args=(live, 3)))
             threads[0].start()
             threads[0].join(0.2)
