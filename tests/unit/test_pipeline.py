@@ -88,7 +88,7 @@ def test_a_switch_moves_only_missing_parts() -> None:
     some = sum(4 * (3 * want[name].numel() + 1) for name in lacks)
     assert lacks and [m["nbytes"] for m in marks] == [0, some, 3 * whole]
     assert all(m["seconds"] > 0 for m in marks)
-    for name, x in alone(e, (3, 4, 1), (3, 2, 4), (3, 1, 4), (3, 4, 1)).items():  # gloo adds four in another order
+    for name, x in alone(e, (3, 4, 1), (3, 2, 4), (3, 1, 4), (3, 4, 1)).items():  # gloo sums in another order
         torch.testing.assert_close(assembled(sessions, 1)[name], x.detach(), rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that come and go because somebody asked for it: 2, 4, 3 on real ranks, under every strategy."""
+"""Adds and removes ranks on request: 2, 4, 3 real ranks, under every strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 120.0  # seconds for a step of a test
 
 
 class Crowd:
-    """All ranks that ever were in one run."""
+    """All sessions that ever took part in one run."""
 
     def __init__(self, e: Experiment, **more: Any) -> None:
         self.every = live(e, **more)
@@ -58,7 +58,7 @@ class Crowd:
             time.sleep(0.002)
 
     def paused(self) -> None:
-        """Waits until all who train have come to the boundary at which the run is paused."""
+        """Waits until all training ranks are at the boundary at which the run is paused."""
         self.until(lambda: all(s.phase == "paused" for s in self.there) and len({s.rank.step for s in self.there}) == 1)
 
     def reach(self, step: int) -> None:
@@ -76,7 +76,7 @@ class Crowd:
             len(self.there) == len(members) and all(set(s.members) == set(members) for s in self.there)))  # fmt: skip
 
     def call(self, ranks: int) -> None:
-        """One more session, which waits to be one of so many ranks."""
+        """Adds a session that waits to be one of `ranks` ranks."""
         first = self.every[0]
         made = Session(first.began_with, rank=len(self.every), size=ranks, store=first.where, generation=first.base,
                        secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
@@ -89,7 +89,7 @@ class Crowd:
         return [json.loads(m[3]) for s in self.every for m in s.record.noted(name)]
 
     def stopped(self) -> list[Session]:
-        """Those who trained at the end."""
+        """Stops the run; returns the sessions that trained at the end."""
         there = self.there
         self.first.request({"kind": "stop", "id": "stop"})
         self.until(lambda: all(s.join(0) for s in self.every))
@@ -106,7 +106,7 @@ NAMES = [name for name, cls in sorted(shipped(Strategy).items()) if not cls().ta
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_then_four_then_three(name: str) -> None:
+def test_a_run_is_resized_from_two_to_four_to_three_ranks(name: str) -> None:
     strategy = shipped(Strategy)[name]()
     with Crowd(setting(strategy)) as crowd:
         crowd.reach(4)
@@ -126,7 +126,7 @@ def test_two_then_four_then_three(name: str) -> None:
 
 @pytest.mark.parametrize("partition", [Pipeline(), Tensor()], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2)], ids=lambda s: type(s).__name__)
-def test_a_second_replica_comes_and_goes(strategy: Strategy, partition: Any) -> None:
+def test_a_second_replica_joins_and_leaves(strategy: Strategy, partition: Any) -> None:
     with Crowd(setting(strategy, partition=partition, task=ByteGPT())) as crowd:
         crowd.reach(2)
         crowd.resize(0, 1, 2, 3)
@@ -138,8 +138,8 @@ def test_a_second_replica_comes_and_goes(strategy: Strategy, partition: Any) -> 
         assert [s.member for s in crowd.stopped()] == [2, 3]
 
 
-def test_who_comes_has_to_the_bit_what_the_others_have() -> None:
-    """At the boundary itself: the run is paused, so nobody has stepped since."""
+def test_a_new_rank_is_bit_identical_to_the_others() -> None:
+    """The run is paused at the boundary itself, so no rank has made a step since."""
     with Crowd(setting(DDP())) as crowd:
         crowd.reach(6)
         crowd.first.request({"kind": "pause", "id": "p"})
@@ -154,7 +154,7 @@ def test_who_comes_has_to_the_bit_what_the_others_have() -> None:
         assert len({s.rank.step for s in there}) == 1 and len({s.rank.lr for s in there}) == 1
 
 
-def test_what_one_who_goes_owes_becomes_an_heirs() -> None:
+def test_the_residual_of_a_leaving_rank_goes_to_another_rank() -> None:
     with Crowd(setting(DDP(), ranks=3, compressor=ErrorFeedback(of=TopK(density=0.01)), eval_every=0)) as crowd:
         crowd.reach(5)
         crowd.first.request({"kind": "pause", "id": "p"})
@@ -169,7 +169,7 @@ def test_what_one_who_goes_owes_becomes_an_heirs() -> None:
 
 
 def total(sessions: list[Session]) -> dict[str, torch.Tensor]:
-    """What all together owe."""
+    """Returns the ranks' total residual."""
     found: dict[str, torch.Tensor] = {}
     for s in sessions:
         for name, x in s.rank.memory.buffers[ErrorFeedback.residual].items():
@@ -177,7 +177,7 @@ def total(sessions: list[Session]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_so_many_that_cannot_train_are_refused_and_nothing_happens() -> None:
+def test_an_impossible_number_of_ranks_is_refused_without_effect() -> None:
     with Crowd(setting(HierarchicalLocalSGD(group=2), ranks=4)) as crowd:
         crowd.reach(3)
         crowd.resize(0, 1, 2)
@@ -186,7 +186,7 @@ def test_so_many_that_cannot_train_are_refused_and_nothing_happens() -> None:
         assert len(crowd.stopped()) == 4 and not crowd.said("members")
 
 
-def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_rank_leaves_if_another_is_lost_before_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     gone_before_it_meets(monkeypatch, 1)
     with Crowd(setting(DDP(), ranks=3, on_death="go on")) as crowd:
         crowd.reach(4)
@@ -203,7 +203,7 @@ def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypat
 
 
 @pytest.mark.parametrize("more", [{"ranks": 1}, {"ranks": 2, "on_death": "end"}], ids=["alone", "on death end"])
-def test_one_lost_who_was_only_to_come_ends_nothing(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_new_rank_does_not_end_the_run(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = more["ranks"]
     gone_before_it_meets(monkeypatch, ranks)
     with Crowd(setting(DDP(), **more)) as crowd:
@@ -227,10 +227,10 @@ def test_one_lost_who_was_only_to_come_ends_nothing(more: dict[str, Any], monkey
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=lambda s: type(s).__name__)
-def test_one_lost_while_the_others_come_together_is_gone_on_without(
+def test_a_run_goes_on_without_a_rank_lost_while_replicas_come_together(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is gone before it has said that it has come; they vote, and are told that they have to ask again."""
+    """The rank is lost before it has reported its arrival. The others vote, and learn that they must ask again."""
     gone_before_it_meets(monkeypatch, 1, "together")
     with Crowd(setting(strategy, ranks=3, on_death="go on")) as crowd:
         crowd.reach(4)
@@ -249,10 +249,10 @@ def test_one_lost_while_the_others_come_together_is_gone_on_without(
      {"strategy": DDP(), "partition": Pipeline()}, {"strategy": DDP(), "partition": Tensor()}],
     ids=["ZeRO1", "ZeRO3", "stages", "slices"],
 )  # fmt: skip
-def test_one_lost_whose_part_the_others_have_by_then_is_gone_on_without(
+def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no checkpoint, and nobody else had its part before they came together, to the bit."""
+    """No checkpoint exists, and no other rank had its part before they came together, bit-identically."""
     gone_before_it_meets(monkeypatch, 1, "together")
     had, hashes = {}, {}
     come, put = resizing.come_together, outliving.put_together
@@ -286,21 +286,23 @@ def test_one_lost_whose_part_the_others_have_by_then_is_gone_on_without(
 
 
 @pytest.mark.parametrize("partition", [Whole(), Pipeline()], ids=lambda p: type(p).__name__)
-def test_who_has_come_together_does_not_go_without_one_whose_wire_broke(
+def test_a_resize_is_repeated_with_a_rank_whose_connection_broke(
     partition: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It votes while the others wait for it; so they vote with it, and all make the request anew."""
+    """A rank whose connection broke votes while the others wait for it. They vote with it, and all repeat the
+    request.
+    """
     used_up, broken = resizing.used_up, [1]
 
     async def breaks(run: Any) -> int:
         used = await used_up(run)
         if run.session.member in broken:
             broken.remove(run.session.member)
-            membership.require(SimpleNamespace(check=lambda names: True), [0])  # as where a peer is gone
+            membership.require(SimpleNamespace(check=lambda names: True), [0])  # as if a peer is gone
         return used
 
     monkeypatch.setattr(resizing, "used_up", breaks)
-    monkeypatch.setattr("workbench.engine.rank.outliving.PATIENCE", 10 * LIMIT)  # a vain wait shows
+    monkeypatch.setattr("workbench.engine.rank.outliving.PATIENCE", 10 * LIMIT)  # a wait in vain shows
     with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
         crowd.reach(4)
         crowd.resize(0, 1)
@@ -310,7 +312,7 @@ def test_who_has_come_together_does_not_go_without_one_whose_wire_broke(
         assert [said["members"] for said in crowd.said("members")] == [[0, 1, 2, 3], [0, 1]]
 
 
-def test_one_told_to_leave_while_the_generation_forms_that_it_comes_into_leaves_in_good_order(
+def test_a_new_rank_preempted_while_its_generation_forms_leaves_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gather, told = membership.gather, []
@@ -333,7 +335,7 @@ def test_one_told_to_leave_while_the_generation_forms_that_it_comes_into_leaves_
         assert told[0].phase == "stopped" and [s.member for s in crowd.stopped()] == [0, 1]
 
 
-def test_a_loss_that_is_below_the_runs_first_has_not_run_away_for_those_who_came_or_stayed() -> None:
+def test_a_loss_below_the_runs_first_is_not_diverged_for_new_or_old_ranks() -> None:
     now = [2.0]
     task = toy(loss=lambda model, batch: mse(model, batch) * 0 + now[0])
     with Crowd(Experiment(task=task, strategy=DDP(), ranks=2, steps=0, diverged=10.0).checked()) as crowd:

@@ -1,6 +1,4 @@
-"""What a rank goes back to when a step cannot be ended: to the bit, under strategies that need a copy and those that
-do not.
-"""
+"""Tests the state a rank returns to when a step cannot end: exactly the old one, with or without a copy."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from workbench.tasks import Digits
 
 
 class Held:
-    """As much of a rank under way as a Rollback reads."""
+    """A rank under way with the attributes that a Rollback reads."""
 
     def __init__(self, strategy: Strategy, on_death: str = "go on") -> None:
         from workbench.host.placement.layout import Layout
@@ -50,7 +48,7 @@ class Held:
 
 
 def spoil(run: Held) -> None:
-    """What an exchange that broke off may leave behind."""
+    """Leaves the values that an interrupted exchange may leave behind."""
     run.train()
     for x in [*run.model.parameters(), *run.model.buffers(), *run.rank.memory.buffers["residual"].values()]:
         x.data.fill_(7)
@@ -62,7 +60,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "later"])
-def test_a_step_that_broke_off_leaves_nothing(steps: int) -> None:
+def test_an_interrupted_step_leaves_no_trace(steps: int) -> None:
     torch.manual_seed(3)
     run = Held(LocalSGD())
     rollback = Rollback(run)  # type: ignore[arg-type]
@@ -80,7 +78,7 @@ def test_a_step_that_broke_off_leaves_nothing(steps: int) -> None:
     assert rollback.back() == 0 and same(run.values(), before), "at a boundary there is nothing to take back"
 
 
-def test_a_step_that_ended_stays() -> None:
+def test_a_completed_step_is_kept() -> None:
     run = Held(LocalSGD())
     rollback = Rollback(run)  # type: ignore[arg-type]
     with rollback.within():
@@ -89,7 +87,7 @@ def test_a_step_that_ended_stays() -> None:
     assert rollback.back() == 0 and same(run.values(), after)
 
 
-def test_where_a_step_ends_in_its_update_that_counts_and_parameters_are_not_copied() -> None:
+def test_a_strategy_that_updates_last_keeps_its_update_without_a_copy() -> None:
     run = Held(DDP())
     rollback = Rollback(run)  # type: ignore[arg-type]
     model = sum(p.nbytes for p in run.model.parameters())
@@ -102,7 +100,7 @@ def test_where_a_step_ends_in_its_update_that_counts_and_parameters_are_not_copi
     assert rollback.nbytes == model, "the residual, and nothing else"
 
 
-def test_before_that_update_only_the_residual_goes_back() -> None:
+def test_before_the_last_update_only_the_residual_is_restored() -> None:
     run = Held(DDP())
     rollback = Rollback(run)  # type: ignore[arg-type]
     before = run.values()
@@ -113,7 +111,7 @@ def test_before_that_update_only_the_residual_goes_back() -> None:
     assert rollback.back() == 0 and same(run.values(), before)
 
 
-def test_a_change_that_broke_off_is_taken_back_under_every_strategy() -> None:
+def test_an_interrupted_change_is_undone_under_every_strategy() -> None:
     run = Held(DDP())
     rollback = Rollback(run)  # type: ignore[arg-type]
     run.train()
@@ -129,7 +127,7 @@ def test_a_change_that_broke_off_is_taken_back_under_every_strategy() -> None:
     assert same(run.values(), before)
 
 
-def test_nothing_is_copied_where_nobody_goes_on() -> None:
+def test_nothing_is_copied_if_the_run_ends_with_a_lost_rank() -> None:
     run = Held(LocalSGD(), on_death="end")
     rollback = Rollback(run)  # type: ignore[arg-type]
     with rollback.within():
@@ -142,8 +140,8 @@ LAST = [name for name, cls in sorted(shipped(Strategy).items()) if updates_last(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAST)
-def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No parameter changes before the update of everything, and nothing is exchanged after it."""
+def test_strategies_that_claim_to_update_last_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parameter changes before the update of all parameters, and no exchange follows it."""
     from workbench.engine.compute.host import Host
 
     strategy = shipped(Strategy)[name]()
@@ -175,7 +173,7 @@ def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPa
     assert not broken
 
 
-def test_where_no_copy_is_needed_there_is_a_way_back_in_any_case_but_not_from_a_change() -> None:
+def test_without_a_copy_a_step_can_be_undone_but_not_a_change() -> None:
     run = Held(DDP(), on_death="end")
     run.rank.memory.clear()
     rollback = Rollback(run)  # type: ignore[arg-type]
@@ -192,7 +190,7 @@ def test_where_no_copy_is_needed_there_is_a_way_back_in_any_case_but_not_from_a_
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(), DDP()], ids=["writes between exchanges", "with a residual"])
-def test_where_a_copy_is_needed_only_a_run_that_is_to_outlive_something_makes_it(strategy: Strategy) -> None:
+def test_only_a_run_that_survives_losses_makes_the_needed_copy(strategy: Strategy) -> None:
     run = Held(strategy, on_death="end")
     rollback = Rollback(run)  # type: ignore[arg-type]
     assert not rollback.free and not rollback.wanted

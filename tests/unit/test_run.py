@@ -1,4 +1,4 @@
-"""Run: the same class live, recorded and made up; opens without torch; shows itself in one line."""
+"""Tests Run: one class for live, recorded and synthetic runs, which opens without torch and has a short repr."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recorded(tmp_path: Path, end: str = "done") -> Path:
     return path
 
 
-def test_a_recorded_run_is_what_was_recorded(tmp_path: Path) -> None:
+def test_a_recorded_run_has_the_recorded_values(tmp_path: Path) -> None:
     run = Run.open(recorded(tmp_path))
     assert (run.name, run.epoch, run.live, run.state) == ("two steps", 7.0, False, "done")
     assert run.settings == SETTINGS and run.changes == (Change(1, "lr", 0.1),)
@@ -53,14 +53,14 @@ def test_a_recorded_run_is_what_was_recorded(tmp_path: Path) -> None:
     assert run.wait() is None and run.missing == 0 and run.warnings == ()
 
 
-def test_a_run_without_an_end_was_cut_off(tmp_path: Path) -> None:
+def test_a_run_without_an_end_has_the_state_cut_off(tmp_path: Path) -> None:
     run = Run.open(recorded(tmp_path, end="running"))
     assert run.state == "cut off"
     run.live = True
     assert run.state == "running"
 
 
-def test_rows_that_come_twice_count_once() -> None:
+def test_repeated_rows_count_once() -> None:
     run = Run(SETTINGS)
     assert run.append("samples", 0, 0, loss(range(5))) == 5
     assert run.append("samples", 0, 0, loss(range(5))) == 0
@@ -69,7 +69,7 @@ def test_rows_that_come_twice_count_once() -> None:
     assert run.duplicates == 7 and run.missing == 0
 
 
-def test_rows_that_never_come_are_counted_per_rank_and_kind() -> None:
+def test_missing_rows_are_counted_per_rank_and_kind() -> None:
     run = Run(SETTINGS)
     run.append("samples", 0, 0, loss(range(5)))
     run.append("samples", 1, 0, loss(range(5), rank=1))
@@ -78,13 +78,13 @@ def test_rows_that_never_come_are_counted_per_rank_and_kind() -> None:
     assert "4 rows missing" in repr(run)
 
 
-def test_an_opened_run_goes_on_where_the_disk_ends(tmp_path: Path) -> None:
+def test_an_opened_run_takes_rows_after_those_on_disk(tmp_path: Path) -> None:
     run = Run.open(recorded(tmp_path))
     assert run.append("samples", 0, 0, loss(range(4))) == 2
     assert run.samples.step.tolist() == [0, 1, 2, 3] and run.missing == 0
 
 
-def test_frames_are_made_again_only_when_rows_came() -> None:
+def test_frames_are_cached_until_new_rows_arrive() -> None:
     run = Run(SETTINGS)
     run.append("samples", 0, 0, loss(range(3)))
     first = run.samples
@@ -93,7 +93,7 @@ def test_frames_are_made_again_only_when_rows_came() -> None:
     assert len(run.samples) == 4 and len(first) == 3
 
 
-def test_summary_and_line_say_how_far_how_fast_how_good() -> None:
+def test_summary_and_repr_have_progress_speed_and_loss() -> None:
     run = synthetic.run(steps=160)
     s = run.summary()
     assert (s["strategy"], s["ranks"], s["steps"], s["state"], s["changes"]) == ("LocalSGD", 4, 160, "done", 2)
@@ -109,7 +109,7 @@ def test_an_empty_run_still_shows_itself() -> None:
 
 
 class Entry:
-    """Stands for an entry point of the group workbench.display."""
+    """A stub of an entry point of the group workbench.display."""
 
     def __init__(self, draws: Any) -> None:
         self.draws = draws
@@ -128,7 +128,7 @@ class Entry:
         ([Entry(lambda run: {"text/html": "<b>drawn</b>", "text/plain": "drawn"})], {"text/html", "text/plain"}),
     ],
 )
-def test_a_cell_shows_what_the_display_offers_or_plain_text(
+def test_a_cell_shows_the_displays_bundle_or_plain_text(
     monkeypatch: pytest.MonkeyPatch, entries: list[Entry], bundle: set[str]
 ) -> None:
     monkeypatch.setattr("workbench.record.display.entry_points", lambda group, name: entries)
@@ -151,7 +151,7 @@ def test_the_experiment_of_a_recorded_run_is_read_back() -> None:
     assert run.experiment.ranks == 2 and run.experiment.plain() == run.settings
 
 
-def test_steering_goes_to_whoever_controls_a_live_run() -> None:
+def test_orders_go_to_the_lab_of_a_live_run() -> None:
     class Lab:
         asked: list[Any]
 
@@ -173,7 +173,7 @@ def test_steering_goes_to_whoever_controls_a_live_run() -> None:
 
 
 def imports_at_the_top(name: str) -> set[str]:
-    """What importing a module of ours imports, its parents included; not what its functions import later."""
+    """Returns the imports of one of our modules, with its parents, without imports in functions."""
     file = ROOT.joinpath(*name.split(".")).with_suffix(".py")
     file = file if file.exists() else file.with_suffix("") / "__init__.py"
     if not file.exists():

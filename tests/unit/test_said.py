@@ -1,4 +1,4 @@
-"""An error's cause is never lost, whatever its `__str__` does: every place that puts an error of others into words."""
+"""Checks that an error's cause is never lost, whatever its `__str__` does, wherever the code formats errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from workbench.settings.said import LONGEST, LONGEST_TRACEBACK, said, speaks, te
 
 
 class Words(str):
-    """A text of a class of its own, which nobody may ask anything."""
+    """A str subclass whose methods exit the process."""
 
     def __format__(self, how: str) -> str:
         raise SystemExit
@@ -41,7 +41,7 @@ class Words(str):
 
 
 class Evil(RuntimeError):
-    """Says what `how` makes it say, if anything."""
+    """An error whose `__str__` acts by `how`."""
 
     def __init__(self, how: str = "exit") -> None:
         super().__init__(how)
@@ -75,13 +75,13 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_an_error_is_put_into_words_whatever_its_str_does(how: str) -> None:
+def test_an_error_is_formatted_whatever_its_str_does(how: str) -> None:
     assert text_of(Evil(how)) == HOW[how] and type(text_of(Evil(how))) is str
     assert said(Evil(how)) == f"Evil: {HOW[how]}" and not speaks(Evil(how))
     assert said(ValueError()) == "ValueError" and speaks(ValueError("plain")) and not speaks(SystemExit("plain"))
 
 
-def test_of_a_hundred_megabytes_the_beginning_and_the_end_are_kept() -> None:
+def test_a_text_of_100_megabytes_keeps_its_start_and_end() -> None:
     text = text_of(Evil("long"))
     assert len(text) < 2 * LONGEST + 100 and text.startswith("headxxx") and text.endswith("xxxtail")
     assert "99980008 letters left out" in text
@@ -92,7 +92,7 @@ def test_of_a_hundred_megabytes_the_beginning_and_the_end_are_kept() -> None:
     assert len(found) < LONGEST + LONGEST_TRACEBACK + 100 and 'raise Evil("long")' in found
 
 
-def test_the_name_of_a_class_is_its_own_whatever_that_says() -> None:
+def test_the_name_of_a_class_is_read_without_its_metaclass() -> None:
     class Meta(type):
         @property
         def __name__(cls) -> str:  # type: ignore[override]
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_names_the_cause(how: str) -> None:
 
 
 @pytest.mark.ranks
-def test_an_error_that_lets_nobody_take_its_traceback_or_says_what_a_lost_peer_would_is_still_the_cause() -> None:
+def test_an_error_without_traceback_or_with_a_lost_peers_text_is_still_the_cause() -> None:
     class Stubborn(RuntimeError):
         def __setattr__(self, name: str, value: Any) -> None:
             if value is None:
@@ -137,7 +137,7 @@ def test_an_error_that_lets_nobody_take_its_traceback_or_says_what_a_lost_peer_w
 
 
 def bench() -> Bench:
-    """An engine's end without its sockets."""
+    """An engine's Bench without its sockets."""
     made = Bench.__new__(Bench)
     made.session, made.trouble, made.learned = None, "", []
     return made
@@ -153,7 +153,7 @@ def _raise(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_an_engine_s_line_answers_with_what_failed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_connection_answers_with_the_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Bench, blob: bytes) -> None:
         raise Evil(how)
 
@@ -165,13 +165,13 @@ def test_an_engine_s_line_answers_with_what_failed(how: str, monkeypatch: pytest
     assert made.trouble == f"Evil: {HOW[how]}"
 
 
-def test_a_class_from_a_cell_may_exit_while_it_is_unpickled_and_the_line_answers() -> None:
+def test_the_connection_answers_even_if_a_class_exits_while_unpickled() -> None:
     blob = cloudpickle.dumps(Unpickled())
     answer = json.loads(bench()._reply({"number": 3, "what": "learn"}, blob)[0])
     assert answer == {"number": 3, "error": "SystemExit: exit"}
 
 
-def test_what_an_engine_could_not_begin_with_is_said_in_words_that_ipyparallel_takes(
+def test_a_failed_start_is_reported_in_a_form_that_ipyparallel_can_send(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(job: Any, blob: bytes) -> None:
@@ -185,7 +185,7 @@ def test_what_an_engine_could_not_begin_with_is_said_in_words_that_ipyparallel_t
 
 
 @pytest.mark.parametrize("error", [Evil("exit"), Evil("interrupt"), SystemExit(3)])
-def test_a_thread_that_others_wait_for_outlives_it(error: BaseException) -> None:
+def test_a_waited_for_thread_survives_any_error(error: BaseException) -> None:
     over, looks, told = threading.Event(), [], []
 
     def look() -> None:
@@ -204,14 +204,14 @@ def following() -> Live:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_run_is_over_and_its_notes_say_why(how: str) -> None:
+def test_a_run_ends_and_its_notes_have_the_cause(how: str) -> None:
     it = following()
     it.note(Evil(how))  # type: ignore[arg-type]
     it.end("failed", Evil(how))
     assert it.over.is_set() and it.notes[-1] == it.notes[0] == f"Evil: {HOW[how]}"
 
 
-def test_what_cannot_be_sent_is_said_and_the_relay_keeps_it() -> None:
+def test_a_value_that_cannot_be_pickled_is_reported_and_the_relay_goes_on() -> None:
     class Unsendable:
         def __reduce__(self) -> Any:
             raise Evil
@@ -224,7 +224,7 @@ def test_what_cannot_be_sent_is_said_and_the_relay_keeps_it() -> None:
     assert relay.errors == [f"Evil: {HOW['exit']}"]
 
 
-def test_a_model_that_fails_on_trial_is_refused_with_what_it_says() -> None:
+def test_a_model_that_fails_on_trial_is_refused_with_its_error() -> None:
     from tests.piped import batches, deep, held_out
     from workbench import simulate
     from workbench.partitions import Pipeline
@@ -237,7 +237,7 @@ def test_a_model_that_fails_on_trial_is_refused_with_what_it_says() -> None:
         simulate(experiment(2, 2, task=task, partition=Pipeline(stages=2), pace=5.0), real=True)
 
 
-def test_a_log_line_that_cannot_be_put_into_words_ends_no_step() -> None:
+def test_a_log_line_that_cannot_be_formatted_does_not_end_a_step() -> None:
     lines: list[tuple[str, str]] = []
     ends: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Which boundary those go back to who are left of ranks that held parts, and which of them are to stay."""
+"""Tests which boundary the survivors of a partitioned run go back to, and which of them stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def setting(ranks: int = 4, **more: object) -> Experiment:
 
 
 def since(alike: int | None, *steps: int) -> dict[int, int | None]:
-    """Boundaries before `steps`, since step `alike` of which ranks differ."""
+    """Returns boundaries before `steps`; ranks have differed since step `alike`."""
     return dict.fromkeys(steps, alike)
 
 
@@ -38,26 +38,26 @@ STAGES = setting(strategy=DDP(), partition=Pipeline())
         (setting(strategy=HSDP()), True, 2, (0, 1, 0, 1), 2),
         (setting(strategy=ZeRO3()), False, 4, (0, 1, 2, 3), 1),
         (setting(strategy=ZeRO1()), True, 4, (0, 1, 2, 3), 1),
-        (setting(strategy=ZeRO1()), False, 1, (0, 0, 0, 0), 4),  # all have the parameters, and there is nothing else
+        (setting(strategy=ZeRO1()), False, 1, (0, 0, 0, 0), 4),  # all ranks have the parameters, which are everything
     ],
 )
-def test_who_has_which_piece(e: Experiment, remembers: bool, ways: int, at: tuple[int, ...], each: int) -> None:
+def test_each_rank_has_its_piece(e: Experiment, remembers: bool, ways: int, at: tuple[int, ...], each: int) -> None:
     assert pieces(e, 4, remembers) == (ways, at) and copies(e, 4, remembers) == each
 
 
-def test_the_newest_step_at_which_all_pieces_are_there_counts() -> None:
-    """Stage 1 has ended step 7 on rank 3, and stage 0 of nobody who is left has."""
+def test_the_newest_step_with_all_pieces_is_found() -> None:
+    """Stage 1 has ended step 7 on rank 3, but stage 0 on no survivor."""
     there = {0: since(None, 5, 6), 2: since(None, 6, 7), 3: since(None, 7, 8)}
     assert found(STAGES, 4, True, there) == (7, ((2, 3),), {2: 7, 3: 7})
 
 
-def test_two_replicas_that_each_lost_another_part_are_one() -> None:
+def test_two_replicas_with_different_lost_parts_make_one() -> None:
     assert found(STAGES, 4, True, {1: since(6, 6), 2: since(6, 6)}) == (6, ((1, 2),), {1: 6, 2: 6})
     assert found(STAGES, 4, True, {0: since(6, 6), 2: since(6, 6)}) is None
     assert found(STAGES, 4, True, {1: since(6, 6), 2: since(7, 7)}) is None
 
 
-def test_replicas_that_drift_apart_each_go_back_to_a_step_of_their_own() -> None:
+def test_drifting_replicas_each_go_back_to_their_own_step() -> None:
     e = setting(6, strategy=LocalSGD(), partition=Pipeline())
     there = {0: since(4, 8, 9), 1: since(4, 9, 10), 2: since(4, 4, 5), 3: since(4, 4, 5), 4: since(20, 20)}
     assert found(e, 6, True, there) == (9, ((0, 1), (2, 3)), {0: 9, 1: 9, 2: 5, 3: 5})
@@ -65,7 +65,7 @@ def test_replicas_that_drift_apart_each_go_back_to_a_step_of_their_own() -> None
     assert found(e, 6, True, {0: since(4, 8), 2: since(4, 8)}) is None
 
 
-def test_a_replica_that_lacks_the_last_mean_takes_it_over() -> None:
+def test_a_replica_without_the_last_mean_takes_it_over() -> None:
     e = setting(6, strategy=LocalSGD(), partition=Pipeline())
     there = {**dict.fromkeys((0, 1), since(8, 8, 9)), **dict.fromkeys((2, 3), since(4, 6, 7)),
              **dict.fromkeys((4, 5), since(8, 8))}  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_replica_that_lacks_the_last_mean_takes_it_over() -> None:
     assert found(e, 6, True, there) == (9, ((0, 1), (2, 3), (4, 5)), {0: 9, 1: 9, 2: 7, 3: 7, 4: 8, 5: 8})
 
 
-def test_those_without_whom_a_piece_would_be_missing_stay() -> None:
+def test_ranks_with_the_only_copy_of_a_piece_stay() -> None:
     where = found(STAGES, 4, True, dict.fromkeys((0, 2, 3), since(6, 6)))
     assert where is not None
     assert first_to_stay(where, pieces(STAGES, 4, True).at, [0, 2, 3]) == [2, 3, 0]
@@ -90,14 +90,14 @@ def test_those_without_whom_a_piece_would_be_missing_stay() -> None:
         (Tensor(ways=4, checkpoint="units"), [1], Whole(checkpoint="units"), (1,)),
     ],
 )
-def test_a_partition_that_takes_more_ranks_than_are_left_takes_fewer(
+def test_a_partition_shrinks_to_the_ranks_that_are_left(
     way: Pipeline | Tensor, left: list[int], to: object, places: tuple[int, ...]
 ) -> None:
     e, stay = fitting(setting(strategy=DDP(), partition=way), left)
     assert (e.partition, stay, e.ranks) == (to, places, len(places))
 
 
-def test_what_others_made_is_not_to_come_and_what_does_not_count_is_planned_again() -> None:
+def test_made_changes_are_not_repeated_and_undone_changes_are_planned_again() -> None:
     one, two, three = (Change(at, "lr", 0.1 * at) for at in (1, 2, 3))
     run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[], steering=Steering(None))
     Outliving.plan_again(run, 2)  # type: ignore[arg-type]
@@ -107,8 +107,8 @@ def test_what_others_made_is_not_to_come_and_what_does_not_count_is_planned_agai
     assert run.planned == [two, three], "the one between was asked for, and who is behind asks again"
 
 
-def test_a_policy_is_told_once_of_a_change_that_was_made_again() -> None:
-    """A decision of two parts is one of those that were obeyed; before it one was refused, and after it one made."""
+def test_a_policy_sees_a_repeated_change_once() -> None:
+    """One of the obeyed changes is a decision of two parts; a refused one precedes it, an applied one follows."""
     one, parts, last = Change(1, "lr", 0.1), [Change(4, "lr", 0.2), Change(4, "bucket_mb", 1.0)], Change(5, "lr", 0.3)
     run = SimpleNamespace(taken=[], planned=[], obeyed=0, _made=[None] * 4, experiment=setting(), rank=Rank(0, 4, 0))
     run.steering = Steering(run)
@@ -121,7 +121,7 @@ def test_a_policy_is_told_once_of_a_change_that_was_made_again() -> None:
         assert run.steering.made == known, counts
 
 
-def test_what_a_policy_has_brought_about_stays_though_a_rank_was_lost_before_its_look_was_over() -> None:
+def test_a_policys_applied_change_stays_if_a_rank_is_lost_during_the_look() -> None:
     run = SimpleNamespace(taken=[], planned=[], obeyed=3, _made=[None] * 3, experiment=setting(), rank=Rank(0, 4, 0))
     run.steering = Steering(run)
     part = Change(4, "bucket_mb", 1.0, by="AdaComm")
@@ -130,8 +130,8 @@ def test_what_a_policy_has_brought_about_stays_though_a_rank_was_lost_before_its
     assert run.steering.made == [part]
 
 
-def test_who_knows_most_of_the_changes_tells_the_others_though_all_go_back_to_a_checkpoint() -> None:
-    """Rank 0 had not made the last one when another was lost, and the rank that came knows none."""
+def test_after_a_checkpoint_the_rank_with_most_changes_informs_the_others() -> None:
+    """Rank 0 had not applied the last change when another rank was lost, and the new rank knows none."""
     changes = [Change(1, "lr", 0.1), Change(4, "bucket_mb", 1.0, by="AdaComm", reason="it falls"), Change(5, "lr", 0.3)]
     told: dict[int, str] = {}
 

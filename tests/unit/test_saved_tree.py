@@ -1,4 +1,4 @@
-"""What is remembered as JSON and back; and that what comes back chooses values, never what is run."""
+"""Tests state saved as JSON and read back; a file may choose values, never code to run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from workbench.rank import Memory, Part
 
 @dataclass(frozen=True)
 class Known:
-    """As a member of a notebook's own might remember by."""
+    """State like that of a notebook's own member."""
 
     at: int
     cuts: tuple[float, ...]
 
 
 class Slotted:
-    """Some of it in slots."""
+    """State partly in slots."""
 
     __slots__ = ("levels", "mine")
 
@@ -36,14 +36,14 @@ class Slotted:
 
 
 class Ends:
-    """Runs code when it goes."""
+    """Runs code when it is deleted."""
 
     def __del__(self) -> None:
         ran.append("end")
 
 
 class Makes:
-    """Runs code when it is made."""
+    """Runs code when it is created."""
 
     def __new__(cls) -> Makes:
         ran.append("new")
@@ -75,7 +75,7 @@ def there_and_back(x: Any, modules: set[str]) -> Any:
     return Reader(lambda n: kept[n], modules).read(said)
 
 
-def test_values_come_back_as_they_were() -> None:
+def test_values_round_trip_unchanged() -> None:
     plain = {"a": [1, 2.5, None, True, "x"], 3: (float("-inf"), frozenset({1})), "c": Counter("aab")}
     assert there_and_back(plain, set()) == plain
     assert there_and_back(Known(2, (0.1, 1e-300)), {__name__}) == Known(2, (0.1, 1e-300))
@@ -88,7 +88,7 @@ def test_values_come_back_as_they_were() -> None:
     assert there_and_back(drawn, set()).random() == drawn.random()
 
 
-def test_a_memory_comes_back_with_how_its_numbers_go_on() -> None:
+def test_a_memory_round_trips_with_its_random_generators() -> None:
     memory = Memory(7)
     memory.buffers["owed"] = {"w": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}
     memory.parts["q"] = {"w": (torch.zeros(0, 3), 4)}
@@ -102,13 +102,13 @@ def test_a_memory_comes_back_with_how_its_numbers_go_on() -> None:
 
 
 @pytest.mark.parametrize("x", [object, lambda: 1, ValueError("x"), Ends(), open, iter(())], ids=type)
-def test_what_cannot_be_written_down_is_refused_with_its_place(x: Any) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_path(x: Any) -> None:
     with pytest.raises(Unkept, match=r"state\.anchor is an? .*which no checkpoint can hold"):
         written({"k": x}["k"], lambda _: 0, "state.anchor")
 
 
 class Row(NamedTuple):
-    """Has other fields than are said."""
+    """A class with other fields than the file has."""
 
     a: int
 
@@ -118,13 +118,13 @@ CLASSES = [
     "workbench.engine.rank.session:Session", "workbench.cluster.api.launch:launch", "workbench.strategies:os",
     "tests.kept:nn",
     "workbench.rank.bucket:Memory.__init__", f"{__name__}:Ends", f"{__name__}:ran", "workbench.compressors._base:ABC",
-    f"{__name__}:test_values_come_back_as_they_were", "workbench.rank.bucket:Memory.clear.__globals__",
+    f"{__name__}:test_values_round_trip_unchanged", "workbench.rank.bucket:Memory.clear.__globals__",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", ["object", "named"])
-def test_no_class_is_made_but_those_that_members_remember_by(name: str, kind: str) -> None:
+def test_only_the_members_state_classes_are_created(name: str, kind: str) -> None:
     reader = Reader(lambda n: torch.zeros(1), {__name__})
     with pytest.raises(ValueError, match=r"which is no class that a run remembers things by|has other fields"):
         reader.read({kind: name, "values": {} if kind == "object" else []})
@@ -144,7 +144,7 @@ def test_a_module_whose_name_only_begins_like_a_family_is_refused(
     assert type(reader.read({"object": f"{module}:Known", "values": {}})) is vars(there)["Known"]
 
 
-def test_a_class_is_made_without_any_of_its_code() -> None:
+def test_an_object_is_created_without_running_its_code() -> None:
     reader = Reader(lambda n: torch.zeros(1), {__name__})
     made = reader.read({"object": f"{__name__}:Makes", "values": {"size": 3, "other": {"list": [1]}}})
     assert type(made) is Makes and made.__dict__ == {"size": 3, "other": [1]} and ran == []
@@ -160,6 +160,6 @@ ODD = [
 
 
 @pytest.mark.parametrize("said", ODD, ids=str)
-def test_what_nobody_wrote_is_an_error_and_nothing_else(said: Any) -> None:
+def test_invalid_input_raises_an_error_and_runs_nothing(said: Any) -> None:
     with pytest.raises((ValueError, TypeError, LookupError, AttributeError, RuntimeError)):
         Reader(lambda n: torch.zeros(1), {__name__}).read(said)

@@ -1,4 +1,4 @@
-"""ScaleCom against the paper's box written out, and what the record must say."""
+"""Compares ScaleCom with the paper's algorithm in numpy, and with the record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def plain(steps: list[np.ndarray], k: int, beta: float) -> tuple[list[np.ndarray], np.ndarray]:
-    """The box: what comes out of each step, and every rank's memory at the end."""
+    """Runs the paper's algorithm; returns each step's output and every rank's final memory."""
     memory, out = np.zeros_like(steps[0]), []
     for t, g in enumerate(steps):
         x = memory + g
@@ -39,7 +39,7 @@ def plain(steps: list[np.ndarray], k: int, beta: float) -> tuple[list[np.ndarray
 
 @pytest.mark.parametrize("beta", [1.0, 0.1])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_it_is_the_algorithm_of_the_paper(ranks: int, beta: float) -> None:
+def test_scale_com_equals_the_papers_algorithm(ranks: int, beta: float) -> None:
     steps = [noise(t, ranks, 200) for t in range(3 * ranks + 2)]
     memories = [Memory() for _ in range(ranks)]
     got = [exchange(ScaleCom(density=0.05, beta=beta), g, PARTS, memories) for g in steps]
@@ -49,10 +49,10 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, beta: float) -> None:
     np.testing.assert_allclose(held, left, rtol=1e-12, atol=1e-12)
 
 
-def test_all_ranks_send_the_largest_of_the_one_whose_turn_it_is() -> None:
+def test_all_ranks_send_the_places_of_the_leaders_largest_entries() -> None:
     memories, g = [Memory() for _ in range(3)], torch.zeros(3, 200)
     for r in range(3):
-        g[r, 10 * r : 10 * r + 10] = 5.0  # each rank's largest are elsewhere
+        g[r, 10 * r : 10 * r + 10] = 5.0  # each rank has other largest entries
     g += 0.1
     for t in range(7):
         found = exchange(ScaleCom(density=0.05), g, PARTS, memories).nonzero().flatten().tolist()
@@ -60,7 +60,7 @@ def test_all_ranks_send_the_largest_of_the_one_whose_turn_it_is() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_feedback_around_it_does_nothing_more(ranks: int) -> None:
+def test_error_feedback_around_it_changes_nothing(ranks: int) -> None:
     mine, wrapped = [Memory() for _ in range(ranks)], [Memory() for _ in range(ranks)]
     for t in range(5):
         g = noise(t, ranks, 200)
@@ -68,7 +68,7 @@ def test_feedback_around_it_does_nothing_more(ranks: int) -> None:
         assert torch.equal(a, exchange(ErrorFeedback(of=ScaleCom(beta=0.5)), g, PARTS, wrapped))
 
 
-def test_one_rank_without_a_filter_is_top_k_under_error_feedback() -> None:
+def test_one_rank_without_a_filter_equals_top_k_under_error_feedback() -> None:
     mine, other = [Memory()], [Memory()]
     for t in range(6):
         g = noise(t, 1, 200)
@@ -77,7 +77,7 @@ def test_one_rank_without_a_filter_is_top_k_under_error_feedback() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_beside_the_leaders_choice_is_left_out_and_forgotten(bad: float) -> None:
+def test_non_finite_values_outside_the_leaders_choice_are_dropped(bad: float) -> None:
     memories, g = [Memory(), Memory()], noise(1, 2, 200)
     g[0, :10] = 50.0
     g[1, 77] = bad
@@ -89,7 +89,7 @@ def test_what_is_not_finite_beside_the_leaders_choice_is_left_out_and_forgotten(
 
 
 def formula(session: object, density: float) -> int:
-    """Bytes that one of four ranks sends per step."""
+    """Returns the bytes that one of four ranks sends per step."""
     total = 0
     for bucket in session.layout.buckets:
         k = max(1, round(density * bucket.data.numel()))
@@ -97,7 +97,7 @@ def formula(session: object, density: float) -> int:
     return total
 
 
-def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes() -> None:
+def test_recorded_bytes_equal_the_formula_before_and_after_live_changes() -> None:
     changes = [Change(4, "density", 0.3), Change(6, "bucket_mb", 0.05)]
     session = run(experiment(4, 9, compressor=ScaleCom(density=0.02)), *changes)[0]
     sent = [sum(n for k, _, n in session.record.comm() if k == step) for step in range(9)]
@@ -106,7 +106,7 @@ def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes() -> 
     assert sent[8] == formula(session, 0.3)
 
 
-def test_the_turn_goes_round_through_a_change_of_buckets_and_ranks_agree() -> None:
+def test_the_leader_rotates_through_a_change_of_buckets_and_ranks_agree() -> None:
     e = experiment(3, 12, compressor=ScaleCom(density=0.05))
     sessions = run(e, Change(5, "bucket_mb", 0.05), Change(8, "beta", 0.1), Change(10, "bucket_mb", 0.01))
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -124,7 +124,7 @@ def test_the_residual_passes_between_it_and_error_feedback(other: Compressor) ->
         assert dense < sum(b.nbytes for b in s.layout.buckets), "nothing was flushed"
 
 
-def test_turned_off_it_sends_the_residual_once_and_forgets_it() -> None:
+def test_switching_it_off_sends_the_residual_once_and_frees_it() -> None:
     sessions = run(experiment(3, 10, compressor=ScaleCom()), Change(6, "compressor", "Dense"))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.buffers for s in sessions)

@@ -1,4 +1,4 @@
-"""A rank that the system ended for lack of memory is named as that, by whichever counts the system keeps."""
+"""Tests the report of a rank that the system killed for lack of memory, from the system's counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES = {
 
 
 class System(dict[str, str]):
-    """Its files by path."""
+    """A stub of the system's files by path."""
 
     def read(self, path: str) -> str:
         if path not in self:
@@ -34,7 +34,7 @@ class System(dict[str, str]):
         return self[path]
 
     def ended(self, path: str) -> None:
-        """One process more was ended, as the file at `path` counts."""
+        """Counts one more killed process in the file at `path`."""
         before, after = self[path].split("oom_kill ")
         self[path] = f"{before}oom_kill {int(after.split()[0]) + 1}\n"
 
@@ -54,7 +54,7 @@ def looked(files: System) -> Scarcity:
 
 
 @pytest.mark.parametrize("cgroups", [V1, V2])
-def test_a_memory_cgroup_of_either_version_says_so(cgroups: str) -> None:
+def test_a_memory_cgroup_of_either_version_reports_the_kill(cgroups: str) -> None:
     files = system(cgroups)
     it = looked(files)
     assert it.words(7, KILLED) == ""
@@ -65,7 +65,7 @@ def test_a_memory_cgroup_of_either_version_says_so(cgroups: str) -> None:
     assert it.words(7, 1) == it.words(7, -signal.SIGTERM) == it.words(8, KILLED) == ""
 
 
-def test_where_only_the_machine_counts_it_was_most_likely_this_one() -> None:
+def test_with_the_machines_counter_only_the_report_is_most_likely() -> None:
     files = system()
     it = looked(files)
     files.ended(MACHINE)
@@ -78,11 +78,11 @@ ODD = System({"/proc/7/cgroup": "nonsense\n4:memory", MACHINE: "oom_kill many\n"
 
 
 @pytest.mark.parametrize("files", [System(), ODD])
-def test_where_nothing_is_counted_nothing_is_said(files: System) -> None:
+def test_without_counters_nothing_is_reported(files: System) -> None:
     assert looked(files).words(7, KILLED) == ""
 
 
-def test_no_limit_is_no_number() -> None:
+def test_an_unlimited_cgroup_reports_no_number() -> None:
     files = system(V2)
     it = looked(files)
     files.ended(FILES[V2][0])
@@ -91,7 +91,7 @@ def test_no_limit_is_no_number() -> None:
         assert it.words(7, KILLED).startswith("the system ended it for lack of memory; ")
 
 
-def test_a_process_that_wrote_where_there_is_no_room_is_told_what_dev_shm_has() -> None:
+def test_a_sigbus_is_reported_with_the_room_of_dev_shm() -> None:
     found = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0)
     it = Scarcity(System().read, lambda path: found)  # type: ignore[arg-type, return-value]
     assert "no room (/dev/shm has 67.1 MB, 0.0 free); give it more" in it.words(7, -signal.SIGBUS)
@@ -116,7 +116,7 @@ while True:
 
 @pytest.fixture
 def small() -> Any:
-    """A memory cgroup of 60 MB."""
+    """Makes a memory cgroup of 60 MB."""
     made = CGROUP / f"workbench-test-{os.getpid()}"
     try:
         made.mkdir()
@@ -127,7 +127,7 @@ def small() -> Any:
     made.rmdir()
 
 
-def test_a_real_process_that_eats_too_much_is_told_from_one_that_was_killed(small: Path) -> None:
+def test_a_process_out_of_memory_is_distinguished_from_a_killed_one(small: Path) -> None:
     for eats in (True, False):
         command = [sys.executable, "-c", EATS, str(small)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -146,10 +146,10 @@ def test_a_real_process_that_eats_too_much_is_told_from_one_that_was_killed(smal
         child.stdout.close()
 
 
-# -- rooms and descriptors --
+# -- shared memory and descriptors --
 
 
-def test_room_that_ranks_share_is_taken_when_it_is_mapped(tmp_path: Path) -> None:
+def test_shared_memory_is_allocated_when_it_is_mapped(tmp_path: Path) -> None:
     one, two = mapped(tmp_path / "x", 4096), mapped(tmp_path / "x", 4096)
     one[:2] = b"hi"
     assert two[:2] == b"hi" and (tmp_path / "x").stat().st_blocks * 512 >= 4096
@@ -182,7 +182,7 @@ else:
 """
 
 
-def test_on_a_real_disk_that_is_full_a_rank_hears_it_in_words_and_is_not_ended(tmp_path: Path) -> None:
+def test_on_a_full_disk_a_rank_gets_an_error_instead_of_a_signal(tmp_path: Path) -> None:
     script = f"mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c '{FULL}' {Path.cwd()} {tmp_path}"
     done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60)
     if (done.returncode in (1, 32) and "unshare" in done.stderr + done.stdout) or "mount:" in done.stderr:
@@ -202,14 +202,14 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 @pytest.mark.parametrize("hard", [2000, 256])
-def test_an_engine_may_have_as_many_descriptors_as_its_user_may(hard: int) -> None:
+def test_an_engine_raises_its_descriptor_limit_to_the_hard_limit(hard: int) -> None:
     script = LIMITS.format(hard=hard)
     done = subprocess.run([sys.executable, "-c", script, str(Path.cwd())], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{min(hard, boot.DESCRIPTORS)}\n", done.stderr
 
 
-def test_where_no_limit_is_named_and_there_is_one_it_gets_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So does a Mac: 256 at first, no hard limit, and what is beyond kern.maxfilesperproc is refused."""
+def test_an_unlisted_descriptor_limit_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac behaves so: 256 at first, no hard limit, and values above kern.maxfilesperproc are refused."""
     limits = [256, resource.RLIM_INFINITY]
 
     def refusing(_: int, wanted: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: that each can run, and that its docstring draws what it does."""
+"""Tests pipeline schedules: each can run, and its docstring draws its actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEDULES = list(shipped(Schedule).values())
 
 
 def listed(schedule: Schedule, stage: int, stages: int, micros: int, steps: int) -> list[Action]:
-    """What a stage computes in so many steps, micro-batches numbered on from batch to batch."""
+    """Returns a stage's actions in `steps` steps, with micro-batches numbered across batches."""
     order = [Action("F", micro) for micro in range(schedule.ahead(stage, stages))]
     for step in range(steps):
         order += [a._replace(micro=step * micros + a.micro) for a in schedule.actions(stage, stages, micros)]
@@ -22,9 +22,9 @@ def listed(schedule: Schedule, stage: int, stages: int, micros: int, steps: int)
 
 
 def drawn(schedule: Schedule, stages: int, micros: int, steps: int = 1) -> list[list[str]]:
-    """By stage what it computes in each slot of time, "." where it waits; passes take a slot, messages no time."""
+    """Returns by stage its action in each time slot, "." while it waits; a pass takes one slot, a message none."""
     todo = [listed(schedule, stage, stages, micros, steps) for stage in range(stages)]
-    done: dict[tuple[str, int, int], int] = {}  # by pass, micro-batch and piece of the model: when
+    done: dict[tuple[str, int, int], int] = {}  # time by pass, micro-batch and piece of the model
     rows: list[list[str]] = [[] for _ in range(stages)]
     pieces = schedule.pieces * stages
     for slot in range(8 * schedule.pieces * (steps * micros + stages)):
@@ -44,7 +44,7 @@ def drawn(schedule: Schedule, stages: int, micros: int, steps: int = 1) -> list[
 
 @pytest.mark.parametrize("cls", SCHEDULES)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 4), (3, 4), (4, 2), (4, 16), (7, 5), (4, 4), (3, 9)])
-def test_every_micro_batch_goes_forward_and_back_once_and_nobody_waits_for_ever(
+def test_every_micro_batch_goes_forward_and_back_once_without_a_deadlock(
     cls: type[Schedule], stages: int, micros: int
 ) -> None:
     schedule = cls()
@@ -75,13 +75,13 @@ def test_more_pieces_make_the_bubble_smaller(stages: int, micros: int, chunks: i
 
 @pytest.mark.parametrize("cls", [GPipe, OneFOneB])
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 3)])
-def test_the_bubble_is_that_of_the_papers(cls: type[Schedule], stages: int, micros: int) -> None:
+def test_the_bubble_matches_the_papers(cls: type[Schedule], stages: int, micros: int) -> None:
     rows = drawn(cls(), stages, micros)
     assert len(rows[0]) == 2 * (micros + stages - 1)
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 4), (8, 32)])
-def test_zb_h1_loses_a_third_and_keeps_no_more_than_1f1bs_first_stage(stages: int, micros: int) -> None:
+def test_zb_h1_has_a_third_of_the_bubble_and_keeps_at_most_as_much_as_1f1b(stages: int, micros: int) -> None:
     rows = drawn(ZeroBubble(), stages, micros)
     assert len(rows[0]) == 3 * micros + stages - 1
     for stage in range(stages):
@@ -97,8 +97,8 @@ NEVER_FLUSH = [cls for cls in SCHEDULES if cls().ahead(0, 2)]
 
 @pytest.mark.parametrize("cls", NEVER_FLUSH)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 4), (4, 4), (4, 16)])
-def test_what_never_flushes_stands_still_only_while_it_fills(cls: type[Schedule], stages: int, micros: int) -> None:
-    """As many in flight as there are stages from here on; each micro-batch there and back once, and none left out."""
+def test_a_schedule_without_flushes_is_only_idle_while_it_fills(cls: type[Schedule], stages: int, micros: int) -> None:
+    """As many are in flight as stages follow, and each micro-batch goes forward and back exactly once."""
     schedule, steps = cls(), 12
     if schedule.refuses(stages, micros):
         return
@@ -116,12 +116,12 @@ def test_what_never_flushes_stands_still_only_while_it_fills(cls: type[Schedule]
         assert most == stages - stage
 
 
-def test_there_are_schedules_that_never_flush() -> None:
+def test_pipedream_schedules_never_flush() -> None:
     assert {cls.__name__ for cls in NEVER_FLUSH} == {"PipeDream", "PipeDream2BW"}
 
 
 @pytest.mark.parametrize("cls", SCHEDULES)
-def test_the_docstring_draws_it(cls: type[Schedule]) -> None:
+def test_the_docstring_draws_the_schedule(cls: type[Schedule]) -> None:
     lines = re.findall(r"^ *stage (\d) +(.*)$", inspect.getdoc(cls) or "", flags=re.M)
     shown = [row.split() for _, row in lines]
     micros = max(int(re.findall(r"\d+", cell)[0]) for row in shown for cell in row if cell != ".") + 1

@@ -1,4 +1,4 @@
-"""The largest entries of a long vector, found through a sample: against sorting, and how far a sample may be off."""
+"""Tests the choice of the largest entries of a long vector through a sample: against sorting, and its error."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def noise(seed: int, n: int) -> torch.Tensor:
 
 
 def heavy(seed: int, n: int) -> torch.Tensor:
-    """Student's t with two degrees of freedom: so long a tail that there is no variance."""
+    """Returns Student's t with two degrees of freedom: a tail so long that it has no variance."""
     rng = torch.Generator().manual_seed(seed)
     energy = -2 * torch.rand(n, generator=rng).clamp_(min=1e-12).log_()
     return torch.randn(n, generator=rng) / (energy / 2).sqrt()
 
 
 def sparse(seed: int, n: int) -> torch.Tensor:
-    """One in fifty is not zero."""
+    """Returns a vector with 2 % nonzero entries."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) < 0.02)
 
@@ -43,7 +43,7 @@ def energy(x: torch.Tensor, index: torch.Tensor) -> float:
 @shapes
 @pytest.mark.parametrize("n", [100, 20_000, 300_001, 2**20 + 5])
 @pytest.mark.parametrize("density", [0.0003, 0.01, 0.2, 0.7])
-def test_the_largest_are_those_that_sorting_finds(shape: str, n: int, density: float) -> None:
+def test_the_largest_entries_equal_those_of_a_sort(shape: str, n: int, density: float) -> None:
     x, k = SHAPES[shape](n, n), max(1, round(density * n))
     found = largest(x, k)
     assert found.shape == found.unique().shape == (k,)
@@ -52,15 +52,15 @@ def test_the_largest_are_those_that_sorting_finds(shape: str, n: int, density: f
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_ties_and_other_formats_are_sorted_out_alike(dtype: torch.dtype) -> None:
-    x, k = (3 * noise(1, 400_000)).round().to(dtype), 4000  # seven or so different magnitudes
+def test_ties_and_other_dtypes_give_k_entries(dtype: torch.dtype) -> None:
+    x, k = (3 * noise(1, 400_000)).round().to(dtype), 4000  # about seven different magnitudes
     for y in (x, noise(2, 400_000).to(dtype), torch.ones(400_000, dtype=dtype), torch.zeros(400_000, dtype=dtype)):
         found = largest(y, k)
         assert found.unique().shape == (k,)
         assert y[found].abs().double().sum() == y.abs().topk(k).values.double().sum()
 
 
-def test_what_is_not_a_number_is_among_the_largest() -> None:
+def test_nan_and_infinity_are_among_the_largest() -> None:
     x = noise(3, 400_000)
     x[[5, 77_777, 399_999]] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     for found in (largest(x, 4000), roughly(x, 4000), above(x, 3.0)):
@@ -71,15 +71,15 @@ def test_what_is_not_a_number_is_among_the_largest() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 7, 1000, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 3, 600_001])
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 3.0, 100.0])
-def test_what_reaches_a_threshold_is_found_in_order(n: int, threshold: float) -> None:
+def test_entries_that_reach_a_threshold_are_found_in_order(n: int, threshold: float) -> None:
     whole = noise(n, n + 3)
-    for x in (whole[:n], whole[3:]):  # the second begins in the middle of eight
+    for x in (whole[:n], whole[3:]):  # the second begins at an unaligned address
         want = (x.abs() >= threshold).nonzero().flatten()
         assert torch.equal(above(x, threshold), want)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
-def test_flags_that_are_unset_are_found(share: float) -> None:
+def test_unset_flags_are_found(share: float) -> None:
     for n in (3, BLOCK - 1, 4 * BLOCK + 5):
         flags = torch.rand(n, generator=torch.Generator().manual_seed(n)) >= share
         assert torch.equal(unset(flags), (~flags).nonzero().flatten())
@@ -100,7 +100,7 @@ def test_a_sampled_choice_is_near_its_k_and_keeps_the_energy(shape: str, n: int,
 
 
 def test_a_sampled_choice_differs_from_k_and_from_draw_to_draw() -> None:
-    """So the test above does not pass because everything is sorted after all."""
+    """So the test above does not pass only because everything is sorted."""
     x, k = noise(5, 2**21), 2**21 // 100
     counts = {roughly(x, k, torch.Generator().manual_seed(seed)).numel() for seed in range(6)}
     assert len(counts - {k}) > 2
@@ -123,8 +123,8 @@ def test_a_sampled_threshold_lets_about_k_pass_within_its_stated_spread(shape: s
         assert min(counts) >= k
 
 
-def test_a_sample_does_not_keep_step_with_the_rows_of_a_matrix() -> None:
-    """One column of a hundred holds all that is large: a sample of every hundredth entry sees all of it or nothing."""
+def test_a_sample_is_not_aligned_with_the_rows_of_a_matrix() -> None:
+    """One column of a hundred has all large entries: a sample of every hundredth entry sees all of them or none."""
     x = 0.01 * noise(1, 400_000).view(-1, 100)
     x[:, 37] += 5.0
     found = roughly(x.reshape(-1), 4000, torch.Generator().manual_seed(0))
@@ -132,7 +132,7 @@ def test_a_sample_does_not_keep_step_with_the_rows_of_a_matrix() -> None:
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3])
-def test_top_k_of_a_long_bucket_is_what_sorting_it_gives(density: float) -> None:
+def test_top_k_of_a_long_bucket_equals_a_sort(density: float) -> None:
     g = torch.stack([noise(1, 300_000), heavy(2, 300_000)])
     out = exchange(TopK(density=density), g, placed((3000, 100)), [Memory(), Memory()])
     want = torch.zeros(300_000, dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_top_k_of_a_long_bucket_is_what_sorting_it_gives(density: float) -> None
     torch.testing.assert_close(out, want)
 
 
-def test_sampled_top_k_draws_another_sample_in_each_step_and_leaves_torchs_random_numbers_alone() -> None:
+def test_sampled_top_k_draws_new_samples_without_torchs_random_numbers() -> None:
     x, memory = noise(4, 2**21), Memory(3)
     before = torch.get_rng_state()
     bucket = Bucket(0, x, tuple(placed((2**21,))), 0)
@@ -158,8 +158,8 @@ def test_sampled_top_k_sends_no_zeros() -> None:
     assert sorted(index.tolist()) == [3, 5000, 65_535] and torch.equal(values, x[index])
 
 
-def test_where_the_sampled_threshold_lets_too_few_pass_sorting_finds_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It happens once in ten thousand samples, so the threshold is put too high by hand."""
+def test_a_sort_finds_the_missing_entries_if_the_sampled_threshold_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens once in ten thousand samples, so the test sets the threshold too high."""
     x, k = noise(4, 100_000), 1000
     highest = float(x.abs().topk(k // 2).values[-1])
     monkeypatch.setattr("workbench.compressors._select.threshold_of", lambda *_, **__: highest)

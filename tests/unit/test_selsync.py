@@ -1,4 +1,4 @@
-"""Selective synchronisation: when it triggers, what it then sends and averages, and how ranks share examples."""
+"""Tests selective synchronisation: its trigger, the bytes and averages of a synchronisation, shared examples."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def noted(session: Any, name: str) -> list[float]:
 
 
 def synchronised(session: Any) -> list[int]:
-    """The steps in which more than the flag was sent."""
+    """Returns the steps that sent more than the flag."""
     return sorted({step for step, what, _ in session.record.comm() if what != FLAG and step < session.experiment.steps})
 
 
 def by_step(asked: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
-    """In the order of the steps: without links, the next step's messages begin when this one's exchange ends."""
+    """Sorts by step: without links, the next step's messages begin when this step's exchange ends."""
     return sorted(asked, key=lambda row: row[0])
 
 
@@ -55,7 +55,7 @@ def smooth(values: list[float], window: int, smoothing: float) -> float:
 
 
 def reference(ranks: int, steps: int, s: SelSync, optimizer: Any) -> tuple[list[nn.Module], list[int]]:
-    """The algorithm in one process: the ranks' models, and the steps that synchronised."""
+    """Runs the algorithm in one process; returns the ranks' models and the synchronised steps."""
     models = [net() for _ in range(ranks)]
     optimizers = [optimizer(m.parameters()) for m in models]
     norms: list[list[float]] = [[] for _ in models]
@@ -95,7 +95,7 @@ def _mean(of: list[list[torch.Tensor]]) -> None:
     (3, SelSync(window=2, delta=0.7), heavy), (2, SelSync(window=3, delta=0.65, aggregate="gradients"), plain),
     (4, SelSync(window=3, norm_window=5, delta=0.2, smoothing=0.3), plain),
 ])  # fmt: skip
-def test_it_is_the_plain_loop_on_both_hosts(ranks: int, strategy: SelSync, optimizer: Any) -> None:
+def test_both_hosts_equal_the_plain_loop(ranks: int, strategy: SelSync, optimizer: Any) -> None:
     e = experiment(ranks, 24, strategy=strategy, task=toy(optimizer))
     sessions, (models, done) = run(e), reference(ranks, 24, strategy, optimizer)
     assert strategy.window + 2 < len(done) < 20, "some steps beyond the first synchronise, and some do not"
@@ -110,13 +110,13 @@ def test_it_is_the_plain_loop_on_both_hosts(ranks: int, strategy: SelSync, optim
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gradients_averaged_always_are_data_parallelism(ranks: int) -> None:
+def test_averaging_gradients_in_every_step_equals_data_parallelism(ranks: int) -> None:
     want = run(experiment(ranks, 8))[0]
     for s in run(experiment(ranks, 8, strategy=SelSync(delta=0.0, window=1, aggregate="gradients"))):
         torch.testing.assert_close(weights(s), weights(want), rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_averaged_always_are_local_sgd_that_averages_each_step() -> None:
+def test_averaging_parameters_in_every_step_equals_local_sgd_with_every_1() -> None:
     want = run(experiment(3, 8, strategy=LocalSGD(every=1)))[0]
     for s in run(experiment(3, 8, strategy=SelSync(delta=0.0, window=1))):
         torch.testing.assert_close(weights(s), weights(want), rtol=1e-5, atol=1e-6)
@@ -154,7 +154,7 @@ def test_one_rank_with_a_spike_makes_all_synchronise() -> None:
         assert high == ([7] if s.rank.index == 2 else [])
 
 
-def test_ranks_are_equal_after_parameters_are_averaged_and_only_then() -> None:
+def test_ranks_are_equal_only_after_parameters_are_averaged() -> None:
     e = experiment(3, 20, strategy=SelSync(delta=0.7, window=2), task=toy(plain), eval_every=1)
     s = run(e)[0]
     apart = [v > 1e-6 for step, name, _, v in s.record.samples if name == "drift" and step > 0]
@@ -174,7 +174,7 @@ def test_decisions_do_not_depend_on_the_losss_scale() -> None:
 
 
 class Slope(nn.Module):
-    """Its gradient is the mean of the batch, whatever has been learned."""
+    """A model whose gradient is always the mean of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Slope(nn.Module):
 
 
 def told(norms: list[float], strategy: SelSync) -> tuple[list[float], list[float]]:
-    """(smoothed change, whether it synchronised) by step, of ranks whose gradients have these norms."""
+    """Returns (smoothed change, whether it synchronised) by step, for ranks with these gradient norms."""
     task = Task(
         model=Slope, data=lambda rank, ranks, seed: [torch.tensor([[v]]) for v in norms],
         loss=lambda model, x: model(x).mean(), optimizer=partial(torch.optim.SGD, lr=1e-3),
@@ -194,7 +194,7 @@ def told(norms: list[float], strategy: SelSync) -> tuple[list[float], list[float
     return samples(r, "gradient change", 0).tolist(), samples(r, "synchronised", 0).tolist()
 
 
-def test_a_jump_triggers_in_the_step_in_which_arithmetic_says() -> None:
+def test_a_jump_triggers_in_the_computed_step() -> None:
     jump = [1.0] * 10 + [5.0] * 8
     changes, sync = told(jump, SelSync(delta=1.0, window=4, smoothing=0.5))
     np.testing.assert_allclose(changes[9:14], [4 / 1.875, 2 / 1.875, 1 / 1.875, 0.5 / 1.875, 0], atol=1e-6)
@@ -249,7 +249,7 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-3, atol=1e-5)
 
 
-def test_leaving_takes_the_mean() -> None:
+def test_a_switch_to_ddp_takes_the_mean() -> None:
     e = experiment(3, 9, strategy=SelSync(delta=1e6, window=1), task=toy(plain), pace=5.0, eval_every=1)
     r = simulate(e, changes=(Change(6, "lr", 1e-30), Change(6, "strategy", "DDP")), real=True)
     held, drift = samples(r, "held_out", 0), samples(r, "drift", 0)
@@ -267,7 +267,7 @@ SHARED = [("x", 8 * 4), ("y", 4 * 4), ("who", 8)]  # bytes of one example
 
 
 def tagged(seen: dict[int, list[list[int]]]) -> Task:
-    """A task whose examples say whose they are; `seen` is what each rank's loss was given, step by step."""
+    """A task whose examples carry their rank; `seen` collects each rank's inputs of the loss by step."""
 
     def data(rank: int, ranks: int, seed: int) -> list:
         made = []
@@ -286,7 +286,7 @@ def tagged(seen: dict[int, list[list[int]]]) -> Task:
     return toy(plain, data=data, loss=loss)
 
 
-def test_shared_examples_come_to_all_others_in_turn_and_cost_their_bytes() -> None:
+def test_ranks_share_examples_in_turn_at_the_cost_of_their_bytes() -> None:
     seen: dict[int, list[list[int]]] = defaultdict(list)
     strategy = SelSync(window=1, inject_ranks=0.5, inject_share=0.25)
     e = experiment(4, 8, strategy=strategy, task=tagged(seen))
@@ -306,14 +306,14 @@ def test_shared_examples_come_to_all_others_in_turn_and_cost_their_bytes() -> No
 
 
 @pytest.mark.parametrize(("share", "ranks", "size", "givers"), [(0.3, 3, 4, 1), (1.0, 3, 3, 3), (0.01, 5, 5, 1)])
-def test_as_many_ranks_give_in_each_step_and_each_as_often(share: float, ranks: int, size: int, givers: int) -> None:
+def test_equally_many_ranks_share_in_each_step_and_each_equally_often(share: float, ranks: int, size: int, givers: int) -> None:
     turns = [SelSync(inject_ranks=share).givers(step, ranks) for step in range(ranks)]
     assert {len(turn) for turn in turns} == {givers}
     assert [sum(r in turn for turn in turns) for r in range(ranks)] == [givers] * ranks
 
 
-def test_sharing_makes_ranks_of_different_data_see_all_of_it() -> None:
-    """Each rank has one sign of the first input only; with all giving, every batch holds both."""
+def test_sharing_shows_all_data_to_ranks_with_different_data() -> None:
+    """Each rank only has one sign of the first input; if all ranks share, every batch has both."""
     given: dict[bool, list[torch.Tensor]] = {False: [], True: []}
 
     def data(rank: int, ranks: int, seed: int) -> list:
@@ -330,7 +330,7 @@ def test_sharing_makes_ranks_of_different_data_see_all_of_it() -> None:
     assert all(len(signs.unique()) == 2 and len(signs) == 5 for signs in given[True])
 
 
-def test_batches_that_are_not_made_of_examples_are_refused_in_words() -> None:
+def test_batches_that_cannot_be_split_into_examples_raise_an_error() -> None:
     def data(rank: int, ranks: int, seed: int) -> list:
         return [(*batch(rank, step, seed), torch.tensor(1.0)) for step in range(20)]
 
@@ -340,11 +340,11 @@ def test_batches_that_are_not_made_of_examples_are_refused_in_words() -> None:
         assert "examples in dimension 0" in s.error["text"] and "use inject_ranks=0" in s.error["text"]
 
 
-def test_examples_cannot_be_shared_with_sizes_only_and_that_is_said() -> None:
+def test_sharing_examples_with_sizes_only_raises_strategy_error() -> None:
     with pytest.raises(StrategyError, match="simulate with real=True"):
         simulate(paced(2, 3, strategy=SelSync(inject_ranks=1.0)))
 
 
-def test_one_rank_alone_shares_with_nobody() -> None:
+def test_one_rank_alone_sends_nothing() -> None:
     (s,) = run(experiment(1, 4, strategy=SelSync(inject_ranks=1.0, window=1)))
     assert isinstance(s.model, Net) and s.record.comm() == []

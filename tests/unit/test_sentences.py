@@ -1,4 +1,4 @@
-"""Every sentence of the views, on runs at the edges: it must be there, hold no NaN, and be true of the rows."""
+"""Checks every sentence of the views on extreme runs: it exists, has no NaN, and agrees with the rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {kind.name: kind for kind in all_views().values()}
 
 
 def told(*values: float, ranks: int = 2, changes: tuple[int, ...] = ()) -> Run:
-    """Steps of 100 ms with these losses."""
+    """Returns steps of 100 ms with these losses."""
     run = Run({"ranks": ranks})
     for s, loss in enumerate(values):
         at = 0.1 * s
@@ -41,7 +41,7 @@ def told(*values: float, ranks: int = 2, changes: tuple[int, ...] = ()) -> Run:
 
 
 def one_rank_each(*slow: tuple[int, int, float], steps: int = 60, ranks: int = 4) -> Run:
-    """`slow` is (rank, from step, factor) of all compute."""
+    """Returns a run with slow ranks: `slow` is (rank, from step, factor) of all compute."""
     host = synthetic.Host(ranks, 0.1, link=True, seed=1, noise=0.03, hiccups=0.0)
     seconds = host.seconds
     for step in range(steps):
@@ -103,13 +103,13 @@ def given(runs: dict[str, Run], name: str) -> Run:
 
 
 def text(view: View, run: Run) -> str:
-    """What a reader sees."""
+    """Returns the text that a reader sees."""
     html = view.update(run).html
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split()) if html else ""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_view_says_something_sound_of_every_run(runs: dict[str, Run], name: str) -> None:
+def test_every_view_has_sound_text_or_a_figure_for_every_run(runs: dict[str, Run], name: str) -> None:
     run = given(runs, name)
     for kind in KINDS.values():
         figure, said = drawn(kind(), run), text(kind(), run)
@@ -123,7 +123,7 @@ def test_every_view_says_something_sound_of_every_run(runs: dict[str, Run], name
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_whoever_is_named_as_slow_is_slower_than_the_others_by_what_is_said(runs: dict[str, Run], name: str) -> None:
+def test_a_rank_named_as_slow_is_slower_by_the_stated_amount(runs: dict[str, Run], name: str) -> None:
     run = given(runs, name)
     verdict, said = straggler(run.timeline), text(KINDS["straggler"](), run)
     assert ("is the cause" in said) == (verdict is not None)
@@ -140,7 +140,7 @@ def test_whoever_is_named_as_slow_is_slower_than_the_others_by_what_is_said(runs
 
 
 def computed(tl: Timeline, last: int) -> np.ndarray:
-    """(p,) mean seconds of compute per step in the last steps, straight from the rows."""
+    """Returns (p,) mean seconds of compute per step in the last steps, straight from the rows."""
     rows = tl.spans.rows()
     out = []
     for rank in np.unique(rows.rank):
@@ -174,14 +174,14 @@ SPOKEN = {
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_what_is_said_at_the_edges(runs: dict[str, Run], name: str) -> None:
+def test_views_show_the_expected_text_on_extreme_runs(runs: dict[str, Run], name: str) -> None:
     view, words = SPOKEN[name]
     assert words in text(KINDS[view](), given(runs, name))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_card_calls_up_and_down_only_what_is_so(runs: dict[str, Run], name: str) -> None:
-    """Each row's words against medians taken anew from the record, and no verdict on fewer than twenty steps."""
+def test_a_card_reports_only_true_increases_and_decreases(runs: dict[str, Run], name: str) -> None:
+    """Compares each row's text with medians of the record; fewer than twenty steps give no verdict."""
     run = given(runs, name)
     html = str(KINDS["cards"]().update(run).html)
     for table in re.findall(r"<table.*?</table>", html, re.S):
@@ -202,7 +202,7 @@ def lasted(run: Run, first: int, last: int) -> float:
     return float((rows.t1 - rows.t0).mean())
 
 
-def test_a_straggler_that_changes_is_never_said_to_be_a_third(runs: dict[str, Run]) -> None:
+def test_a_changing_straggler_is_never_mistaken_for_a_third_rank(runs: dict[str, Run]) -> None:
     rows = given(runs, "another slow later").timeline.spans.rows()
     named = []
     for stop in range(10, 61, 2):

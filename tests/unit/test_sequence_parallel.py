@@ -1,4 +1,4 @@
-"""Tensor parallelism in which each rank has its own positions of what lies between two layers."""
+"""Tests tensor parallelism in which each rank has its own positions of activations between layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = [(2, Tensor(sequence=True)), (4, Tensor(sequence=True)), (3, Tensor(ways=
 
 
 @pytest.mark.parametrize(("ranks", "way"), [WAYS[0], WAYS[1], WAYS[3]], ids=["2", "2 x 2", "in stages"])
-def test_it_learns_what_one_process_learns(ranks: int, way: Partition) -> None:
+def test_sequence_parallelism_learns_as_one_process_does(ranks: int, way: Partition) -> None:
     e = spread(ranks, task=TASK, partition=way, eval_every=3)
     sessions = run(e)
     near(together(sessions), alone(e, e.replicas))
@@ -49,9 +49,9 @@ def test_the_engine_and_both_simulations_agree(ranks: int, way: Partition) -> No
     spans_alike(real, sizes)
 
 
-def test_as_many_bytes_cross_as_without() -> None:
-    """A reduce-scatter and an all-gather move what an all-reduce moves. Besides: what a layer by columns gathers again,
-    and what the first block has taken, brought together in its backward.
+def test_sequence_parallelism_sends_as_many_bytes_as_without() -> None:
+    """A reduce-scatter and an all-gather move the bytes of an all-reduce. In addition, backward gathers the inputs of
+    layers by columns again, and sums the gradient of the first block's input.
     """
     task = ByteGPT(layers=3, width=16, heads=2, context=8)
     sent = []
@@ -68,9 +68,9 @@ def test_as_many_bytes_cross_as_without() -> None:
 
 @pytest.mark.parametrize("way", [Tensor(sequence=True), Pipeline(micros=2, of=Tensor(sequence=True))],
                          ids=["whole", "in stages"])  # fmt: skip
-def test_gradients_of_norms_and_biases_are_added_up_once_at_the_end_of_a_backward(way: Partition) -> None:
-    """One all-reduce of as many bytes as all of theirs, on the engine and both simulations; nothing of the group after
-    it, and their buckets go out behind all others. Two replicas, and buckets of a few gradients.
+def test_gradients_of_norms_and_biases_are_summed_once_at_the_end_of_backward(way: Partition) -> None:
+    """One all-reduce has the bytes of all these gradients, on the engine and both simulations. It is the group's last
+    exchange, and their buckets go out last. The test has two replicas, and buckets of a few gradients.
     """
     task, count = ByteGPT(layers=3, width=16, heads=2, context=8), getattr(way, "micros", 1)
     e = Experiment(task=task, ranks=2 * way.size, steps=3, eval_every=0, partition=way, pace=4.0, bucket_mb=0.01)
@@ -94,8 +94,8 @@ def test_gradients_of_norms_and_biases_are_added_up_once_at_the_end_of_a_backwar
 
 
 def test_a_rank_keeps_less_for_its_backward() -> None:
-    """Engine and simulator say the same of every category. Halved is just what lies between layers: the inputs of norms
-    and of layers by columns, and a mean and a deviation for each position.
+    """Engine and simulator report the same in every category. Only activations between layers are halved: the inputs of
+    norms and of layers by columns, and a mean and a deviation per position.
     """
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     kept = []
@@ -110,7 +110,7 @@ def test_a_rank_keeps_less_for_its_backward() -> None:
     assert kept[0] - kept[1] == 4 * (inputs + told) / 2
 
 
-def test_it_is_turned_on_and_off_while_ranks_train() -> None:
+def test_sequence_parallelism_is_switched_on_and_off_live() -> None:
     e = spread(2, 14, task=TASK, optimizer=AdamW(), lr=1e-2)
     asked = [("partition", Tensor()), ("sequence", True), ("sequence", False), ("sequence", True),
              ("partition", Whole())]  # fmt: skip
@@ -120,8 +120,8 @@ def test_it_is_turned_on_and_off_while_ranks_train() -> None:
     assert all(torch.equal(first[p.name], p.param.data) for s in sessions for p in s.layout.order)
 
 
-def test_between_layers_each_rank_draws_numbers_of_its_own() -> None:
-    """Two ranks have unlike positions there; where both have all, before the first block, they draw alike."""
+def test_between_layers_each_rank_draws_its_own_random_numbers() -> None:
+    """Two ranks have different positions there. Before the first block both have all positions and draw the same."""
     let: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     class Dropped(Small):
@@ -158,7 +158,7 @@ def test_between_layers_each_rank_draws_numbers_of_its_own() -> None:
 INSIDE = [f"blocks.{k}.inside" for k in range(LAYERS)]
 
 
-def test_a_layer_that_is_computed_again_draws_the_same_again() -> None:
+def test_a_recomputed_layer_draws_the_same_random_numbers() -> None:
     class Again(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.words(x) + self.places.weight[: x.shape[1]]
@@ -187,14 +187,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("plan", "ways", "words"), REFUSED, ids=[words[:30] for *_, words in REFUSED])
-def test_what_cannot_be_is_refused_in_words(plan: Any, ways: int, words: str) -> None:
+def test_an_impossible_plan_is_refused_with_the_reason(plan: Any, ways: int, words: str) -> None:
     way = Tensor(ways=ways, sequence=True)
     sessions = run(spread(ways, 6, task=small(split=lambda _: plan)), Change(3, "partition", way))
     ((*_, refused),) = sessions[0].record.noted("refused")
     assert re.search(re.escape(words), refused) and not sessions[0].record.noted("partition")
 
 
-def test_sequences_of_another_length_in_the_middle_of_a_run_end_it_in_words() -> None:
+def test_a_change_of_sequence_length_ends_the_run_with_a_reason() -> None:
     def longer(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         some = texts(rank, ranks, seed)
         return [some[0], some[1][:, :-1], *some[2:]]

@@ -1,4 +1,4 @@
-"""Random live turns among the strategies with a server, while ranks stumble: nothing may hang, no rank may differ."""
+"""Makes random live changes among server strategies with stragglers: no hang, and no rank may differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answered(ranks: list[Session]) -> int:
 
 
 def play(seed: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> list[Session]:
-    """Turns everything that may be turned, as the torture does; the ranks at the end, in data parallelism, paused."""
+    """Changes everything that may change, as the torture does; returns the paused ranks under data parallelism."""
     shipped = torture.shipped
     monkeypatch.setattr(torture, "shipped", lambda family: AMONG if family is Strategy else shipped(family))
     rng = random.Random(seed)
@@ -80,7 +80,7 @@ def pause(ranks: list[Session], what: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [2])
-def test_random_turns_leave_equal_ranks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_live_changes_leave_ranks_equal(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = play(seed, 20, monkeypatch)
     try:
         assert type(ranks[0].experiment.strategy) is DDP
@@ -109,7 +109,7 @@ def test_a_rank_that_fails_frees_those_that_wait_for_the_server(strategy: Strate
 
 
 @pytest.mark.parametrize("strategy", [BackupWorkers(backup=1), BoundedStaleness(bound=1), AsyncServer()], ids=str)
-def test_ranks_with_unequal_data_all_come_to_the_end(strategy: Strategy) -> None:
+def test_ranks_with_different_amounts_of_data_all_finish(strategy: Strategy) -> None:
     uneven = toy(data=lambda rank, ranks, seed: [batch(rank, step, seed) for step in range(1 + 3 * rank)])
     ranks = run(experiment(3, 12, task=uneven, strategy=strategy))
     assert {(s.phase, s.rank.step) for s in ranks} == {("done", 12)}
@@ -119,10 +119,10 @@ CHANCE = [BackupWorkers(backup=1), BackupWorkers(backup=3), BoundedStaleness(bou
 
 
 @pytest.mark.parametrize("strategy", CHANCE, ids=str)
-def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
+def test_a_replay_of_the_engines_arrivals_gives_the_same_operations(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the law of the usual settings: who is late, and who waits for whom, follows from that order alone."""
+    """Like the law for default settings: who is late and who waits follows from that order alone."""
     asked = Asked(monkeypatch, type(strategy))
     e = experiment(4, 20, strategy=strategy, pace=4.0).set("faults", [Slow(rank=1, factor=3.0), Noisy(spread=1.0)])
     ranks = run(e)
@@ -136,7 +136,7 @@ def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
 
 
 @pytest.mark.parametrize("meetings", [1, 2, 3])
-def test_a_rank_that_has_only_served_trains_from_the_others_step_on_however_often_they_met(meetings: int) -> None:
+def test_a_former_server_trains_from_the_others_step_after_any_number_of_meetings(meetings: int) -> None:
     rates = [Change(2 * k + 1, "lr", 0.01 + k / 1000) for k in range(meetings - 1)]
     e = experiment(3, 12, strategy=SyncServer(servers=1), eval_every=3)
     sessions = run(e, *rates, Change(7, "strategy", "DDP"))

@@ -1,4 +1,4 @@
-"""Several knobs set by one change, checked when all of them are set: from what is asked to what is recorded."""
+"""Tests one change of several knobs, checked as a whole: from the request to the record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sharded(steps: int, **rest: Any) -> Experiment:
     return spread(4, steps, **{**known, **rest})
 
 
-def test_neither_can_be_set_first_and_both_can_at_once_in_any_order() -> None:
+def test_dependent_knobs_are_set_at_once_in_any_order_but_not_in_turn() -> None:
     with pytest.raises(KnobError, match="under ZeRO3 ranks share out"):
         E.set("partition", BOTH["partition"])
     back = E.set(dict(reversed(BOTH.items())))
@@ -43,12 +43,12 @@ def test_neither_can_be_set_first_and_both_can_at_once_in_any_order() -> None:
 
 @pytest.mark.parametrize(("path", "value"), [({}, None), ({3: 4}, None), (BOTH, 3), ("strategy, partition", "DDP"),
                                              ({"lr": 0.1, "lrr": 0.1}, None)], ids=str)  # fmt: skip
-def test_what_is_no_change_is_refused_in_words(path: Any, value: Any) -> None:
+def test_an_invalid_group_of_settings_raises_knob_error(path: Any, value: Any) -> None:
     with pytest.raises(KnobError, match="knob"):
         E.set(path, value)
 
 
-def test_a_lab_checks_it_at_its_end_and_sends_it_as_one() -> None:
+def test_a_lab_checks_a_group_as_a_whole_and_sends_it_as_one() -> None:
     changes, sent = Changes(E, []), list[PendingChange]()
     with pytest.raises(KnobError, match="seed=3: cannot change while a run is live; stop it"):
         changes.ask({"lr": 0.1, "seed": 3}, None, lambda asked, new: sent.append(asked))
@@ -61,7 +61,7 @@ def test_a_lab_checks_it_at_its_end_and_sends_it_as_one() -> None:
 
 
 @pytest.mark.ranks
-def test_it_is_recorded_replayed_and_written_as_python() -> None:
+def test_a_group_is_recorded_replayed_and_written_as_python() -> None:
     record, _ = simulated(sharded(9), Change(3, BOTH))
     (change,) = record.changes
     assert change.settings.keys() == BOTH.keys()
@@ -77,14 +77,14 @@ def test_it_is_recorded_replayed_and_written_as_python() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts(Policy):
-    """Cuts the model after the third step."""
+    """A policy that splits the model after the third step."""
 
     def decide(self, seen: Seen, state: Any) -> Any:
         return [Decision("it is time", {", ".join(BOTH): BOTH})] if seen.step >= 3 else []
 
 
 @pytest.mark.ranks
-def test_a_policy_may_decide_it_and_leaves_alone_what_a_person_has_set_so() -> None:
+def test_a_policy_may_set_a_group_but_leaves_a_users_group_alone() -> None:
     e = sharded(9, policy=Cuts(look_every=3))
     record, _ = simulated(e)
     assert [(c.at_step, c.by, set(c.settings)) for c in record.changes] == [(3, "Cuts", set(BOTH))]

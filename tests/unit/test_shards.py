@@ -1,4 +1,4 @@
-"""Shards: who gets which examples, alike on all ranks or skewed; the same each time, and no example twice."""
+"""Tests data shards: evenly or unevenly distributed, reproducible, and without repeated examples."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ LABELS = torch.arange(4000) % 10
 
 
 def mixed(shards: list[torch.Tensor], labels: torch.Tensor = LABELS) -> torch.Tensor:
-    """(ranks, labels): each rank's share of each label."""
+    """Returns (ranks, labels): each rank's share of each label."""
     counts = torch.stack([torch.bincount(labels[s], minlength=10) for s in shards]).double()
     return counts / counts.sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 64])
 @pytest.mark.parametrize("alpha", [0.01, 0.5, 100.0])
-def test_each_example_belongs_to_one_rank_and_all_have_equally_many(ranks: int, alpha: float) -> None:
+def test_each_example_belongs_to_one_rank_and_shards_have_equal_size(ranks: int, alpha: float) -> None:
     shards = dirichlet(LABELS, ranks, alpha, 3)
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(len(LABELS)))
     assert {len(s) for s in shards} <= {len(LABELS) // ranks, -(-len(LABELS) // ranks)}
 
 
-def test_the_same_seed_deals_the_same_and_another_does_not() -> None:
+def test_the_seed_determines_the_shards() -> None:
     first, again, other = (dirichlet(LABELS, 4, 0.5, seed) for seed in (0, 0, 1))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_a_large_alpha_gives_all_ranks_the_mix_of_all_examples() -> None:
-    """Within the noise of drawing 1000 examples: five standard deviations of a share of a tenth."""
+def test_a_large_alpha_gives_all_ranks_the_overall_mix() -> None:
+    """Within the noise of drawing 1000 examples: five standard deviations of a share of 10 %."""
     uneven = torch.cat([torch.zeros(2000, dtype=torch.int64), torch.arange(2000) % 10])
     prior = torch.bincount(uneven, minlength=10) / len(uneven)
     assert (mixed(dirichlet(uneven, 4, 1e4, 0), uneven) - prior).abs().max() < 5 * (0.25 / 1000) ** 0.5
 
 
 def most(shards: list[torch.Tensor]) -> torch.Tensor:
-    """By rank, how many labels make up nine tenths of its examples."""
+    """Returns by rank how many labels make up 90 % of its examples."""
     return (mixed(shards).sort(1, descending=True).values.cumsum(1) < 0.9).sum(1) + 1
 
 
 def test_a_small_alpha_gives_a_rank_few_labels() -> None:
-    """One or two would do; ranks that ask for the same label share it and take what else is there."""
+    """One or two labels would be enough; ranks that want the same label share it and take other examples."""
     few = torch.cat([most(dirichlet(LABELS, 10, 0.01, seed)) for seed in range(4)])
     assert few.double().mean() < 3.5 and few.min() == 1
     assert most(dirichlet(LABELS, 10, 1e4, 0)).min() >= 9
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
-def test_proportions_vary_as_the_dirichlet_distribution_says(alpha: float) -> None:
-    """E q_k = p_k and Var q_k = p_k (1 - p_k) / (alpha + 1), also for a prior that is not even."""
+def test_proportions_vary_as_in_the_dirichlet_distribution(alpha: float) -> None:
+    """E q_k = p_k and Var q_k = p_k (1 - p_k) / (alpha + 1), also for an uneven prior."""
     counts = np.array([100, 200, 300, 400])
     q, p = mixes(counts, 20_000, alpha, 5), counts / 1000
     np.testing.assert_allclose(q.mean(0), p, atol=0.01)
@@ -74,7 +74,7 @@ def test_proportions_vary_as_the_dirichlet_distribution_says(alpha: float) -> No
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
-def test_shards_have_the_proportions_that_were_drawn_but_for_labels_that_run_out(alpha: float) -> None:
+def test_shards_have_the_drawn_proportions_until_labels_run_out(alpha: float) -> None:
     found = torch.cat([mixed(dirichlet(LABELS, 20, alpha, seed)) for seed in range(4)])
     drawn = np.concatenate([mixes(np.full(10, 400), 20, alpha, seed) for seed in range(4)])
     assert np.corrcoef(found.flatten(), drawn.ravel())[0, 1] > 0.85
@@ -82,7 +82,7 @@ def test_shards_have_the_proportions_that_were_drawn_but_for_labels_that_run_out
     assert 0.5 < float(found.var()) / (drawn.var() + noise) < 1.1
 
 
-def test_more_ranks_than_examples_are_refused_in_words() -> None:
+def test_more_ranks_than_examples_raise_task_error() -> None:
     with pytest.raises(TaskError, match="10 examples cannot be dealt to 11 ranks: take at most 10 ranks"):
         dirichlet(LABELS[:10], 11, 1.0, 0)
     with pytest.raises(TaskError, match="2 files cannot be dealt to 3 ranks: take at most 2 ranks, or shards='iid'"):
@@ -104,7 +104,7 @@ def test_a_rank_reads_its_shard_only_and_all_of_it_in_an_epoch() -> None:
         assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, images[shard].tolist()))
 
 
-def test_iid_is_as_it_was_and_dirichlet_is_not() -> None:
+def test_iid_keeps_the_plain_order_and_dirichlet_does_not() -> None:
     iid, skewed = Digits(), Digits(shards="dirichlet", alpha=0.1)
     plain = torch.cat([y for _, y in drawn(iid, 0, 4, 11)])
     own = torch.cat([y for _, y in drawn(skewed, 0, 4, 11)])
@@ -120,13 +120,13 @@ def test_iid_is_as_it_was_and_dirichlet_is_not() -> None:
     ("settings", "words"),
     [({"shards": "skewed"}, "shards='skewed': must be one of iid, dirichlet"), ({"alpha": 0.0}, "alpha=0.0: must be")],
 )
-def test_what_cannot_be_is_refused_in_words(settings: dict[str, Any], words: str) -> None:
+def test_invalid_shard_settings_raise_knob_error(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
         Experiment(task=Digits(**settings)).checked()
 
 
 @pytest.mark.ranks
-def test_shards_stay_when_the_batch_is_turned() -> None:
+def test_shards_stay_when_the_batch_size_changes() -> None:
     task = Digits(width=4, hidden=16, shards="dirichlet", alpha=0.05)
     e = Experiment(task=task, ranks=3, steps=8, eval_every=0, strategy=DDP()).checked()
     seen: list[set[int]] = [set(), set(), set()]
@@ -140,7 +140,7 @@ def test_shards_stay_when_the_batch_is_turned() -> None:
 
 
 @pytest.mark.ranks
-def test_skewed_shards_drive_ranks_apart_between_averagings() -> None:
+def test_skewed_shards_increase_drift_between_averages() -> None:
     drift = {}
     for shards in ("iid", "dirichlet"):
         task = Digits(width=4, hidden=32, shards=shards, alpha=0.05)

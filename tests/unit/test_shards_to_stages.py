@@ -1,6 +1,6 @@
-"""From shards to stages and slices by one change, and back: no rank comes to have all of the model on the way.
+"""Switches from shards to stages or slices and back by one change, without the whole model on any rank.
 
-What ranks have then is to the bit what they have by way of DDP on whole replicas, which is two changes or three.
+The resulting state is bit-identical to a switch through DDP on whole replicas, which takes two or three changes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def at_once(walk: list[Pair]) -> list[Change]:
 
 
 def by_whole_replicas(walk: list[Pair]) -> list[Change]:
-    """The same by way of DDP on whole replicas."""
+    """Returns the changes of the same walk through DDP on whole replicas."""
     found = []
     for k, (was, (strategy, way)) in enumerate(pairwise(walk), 1):
         steps: list[tuple[str, Any]] = [("partition", way), ("strategy", strategy)]
@@ -61,14 +61,14 @@ def by_whole_replicas(walk: list[Pair]) -> list[Change]:
 
 
 def held(session: Any) -> dict[str, torch.Tensor]:
-    """All that a rank has: parameters, what the optimizer remembers of them, and what compression does."""
+    """Returns all state of a rank: parameters, optimizer state and compressor state."""
     found = {f"bucket {index}": w for index, w in enumerate(session.layout.weights)}
     found |= slots(session.layout, getattr(session, "training", session).optimizer)
     return found | {f"{kind} {name}": x for kind, of in session.rank.memory.buffers.items() for name, x in of.items()}
 
 
 def alike(mine: list[Any], its: list[Any]) -> bool:
-    """Has each rank the same to the bit, in the same order of parameters?"""
+    """Whether each rank has bit-identical state in the same order of parameters."""
     for one, other in zip(mine, its, strict=True):
         assert [place.name for place in one.layout.order] == [place.name for place in other.layout.order]
         here, there = held(one), held(other)
@@ -78,7 +78,7 @@ def alike(mine: list[Any], its: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_in_the_simulator_it_is_what_several_changes_make_to_the_bit(name: str) -> None:
+def test_in_the_simulator_one_change_is_bit_identical_to_several(name: str) -> None:
     walk = WALKS[name]
     record, mine = simulated(started(walk[0], walk), *at_once(walk))
     other, its = simulated(started(walk[0], walk), *by_whole_replicas(walk))
@@ -86,13 +86,13 @@ def test_in_the_simulator_it_is_what_several_changes_make_to_the_bit(name: str) 
 
 
 @pytest.mark.parametrize("name", list(WALKS)[:3])
-def test_on_real_ranks_too(name: str) -> None:
+def test_on_real_ranks_one_change_is_bit_identical_to_several(name: str) -> None:
     walk = WALKS[name]
     mine, its = (run(started(walk[0], walk, pace=0.0), *made(walk)) for made in (at_once, by_whole_replicas))
     assert len(mine[0].record.noted("change")) == 2 and alike(mine, its)
 
 
-def test_what_compression_owes_goes_along() -> None:
+def test_the_residual_moves_along() -> None:
     walk = WALKS["ZeRO3 and stages"]
     e = started(walk[0], walk, compressor=ErrorFeedback(of=TopK(density=0.05)), optimizer=SGD())
     (_, mine), (_, its) = (simulated(e, *made(walk)) for made in (at_once, by_whole_replicas))
@@ -120,8 +120,8 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_budget_for_shards_and_stages_lets_it_be_where_the_whole_does_not_fit(back: bool) -> None:
-    """Of the model and what Adam remembers of it, which takes three times as much, not three quarters would fit."""
+def test_a_switch_fits_into_a_memory_budget_below_the_whole_model(back: bool) -> None:
+    """The budget is less than 75 % of the model with Adam's state, which together are three times the model."""
     walk = [(ZeRO3(outstanding=1), Whole()), (DDP(), Pipeline(stages=4, micros=4))][:: -1 if back else 1]
     task, whole = toy(model=deep, data=ones, loss=square, evaluate=None), 3 * 8 * WIDTH * (WIDTH + 1) * 4
     e = started(walk[0], walk, task=task, memory_mb=0.74 * whole / 1e6, lr=1e-4, bucket_mb=0.01)
@@ -135,8 +135,8 @@ def test_a_budget_for_shards_and_stages_lets_it_be_where_the_whole_does_not_fit(
     run(e, change)
 
 
-def test_what_a_rank_holds_of_parameters_is_its_stage_afterwards() -> None:
-    """Also by way of whole replicas: what ZeRO3 had said that it holds counted on."""
+def test_after_a_switch_a_rank_only_holds_its_stages_parameters() -> None:
+    """This also holds through whole replicas, where ZeRO3's count must end."""
     walk = WALKS["ZeRO3 and stages"][:2]
     began = simulate(started(walk[1], walk), real=False)
     for made in (at_once, by_whole_replicas):

@@ -1,4 +1,4 @@
-"""SIDCo against distributions whose thresholds are known, the authors' formulas, and what the record must say."""
+"""Compares SIDCo with known thresholds of distributions, with the authors' formulas, and with the record."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def normal(seed: int, n: int) -> torch.Tensor:
 
 
 def pareto(shape: float, seed: int, n: int) -> torch.Tensor:
-    """Generalised Pareto magnitudes of scale 2."""
+    """Returns generalised Pareto magnitudes of scale 2."""
     return signed(2 * torch.expm1(-shape * torch.log1p(-uniform(seed, n))) / shape, seed)
 
 
 def gamma(shape: float, seed: int, n: int) -> torch.Tensor:
-    """Gamma magnitudes, by turning the distribution's function over on a fine grid."""
+    """Returns gamma magnitudes, by inverting the distribution function on a fine grid."""
     grid = torch.logspace(-12, 2.5, 200_000, dtype=torch.float64)
     below = torch.special.gammainc(torch.tensor(shape, dtype=torch.float64), grid)
     at = torch.searchsorted(below, uniform(seed, n)).clamp_(max=len(grid) - 1)
@@ -64,14 +64,14 @@ def share(x: torch.Tensor, t: float) -> float:
 
 
 def sent(codec: SIDCo, x: torch.Tensor, memory: Memory) -> float:
-    """The share of k that is chosen."""
+    """Returns the chosen entries relative to k."""
     index, _ = codec.choose(x, memory, Bucket(0, x, tuple(placed(tuple(x.shape))), 0))
     assert index.unique().shape == index.shape
     return index.numel() / max(1, round(codec.density * x.numel()))
 
 
 @pytest.mark.parametrize("density", [0.25, 0.01, 0.001])
-def test_one_fit_to_laplace_entries_is_the_exact_threshold(density: float) -> None:
+def test_one_fit_to_laplace_entries_gives_the_exact_threshold(density: float) -> None:
     """t = -mean ln(density); the share that exceeds it spreads by 1 / sqrt(density n)."""
     x = laplace(1, N)
     t = SIDCo(density=density, stages=1).threshold_of(x.abs(), round(density * N), 1)
@@ -81,7 +81,7 @@ def test_one_fit_to_laplace_entries_is_the_exact_threshold(density: float) -> No
 
 @pytest.mark.parametrize("density", [0.25, 0.01, 0.001])
 @pytest.mark.parametrize("shape", [0.2, 0.1, -0.3])
-def test_one_fit_to_pareto_entries_is_near(density: float, shape: float) -> None:
+def test_one_fit_to_pareto_entries_is_close(density: float, shape: float) -> None:
     x = pareto(shape, 2, N)
     t = SIDCo(fit="pareto").threshold_of(x.abs(), round(density * N), 1)
     assert t == pytest.approx(2 * (density**-shape - 1) / shape, rel=0.05)
@@ -89,7 +89,7 @@ def test_one_fit_to_pareto_entries_is_near(density: float, shape: float) -> None
 
 @pytest.mark.parametrize("density", [0.25, 0.01, 0.001])
 @pytest.mark.parametrize("shape", [0.3, 1.0, 3.0])
-def test_one_fit_to_gamma_entries_is_near(density: float, shape: float) -> None:
+def test_one_fit_to_gamma_entries_is_close(density: float, shape: float) -> None:
     x = gamma(shape, 3, N)
     t = SIDCo(fit="gamma").threshold_of(x.abs(), round(density * N), 1)
     assert share(x, t) / density == pytest.approx(1, abs=0.12)
@@ -97,14 +97,14 @@ def test_one_fit_to_gamma_entries_is_near(density: float, shape: float) -> None:
 
 @pytest.mark.parametrize("shape", [0.02, 0.3, 1.0, 3.0, 50.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.25, 0.01, 1e-4])
-def test_the_gamma_quantile_is_the_quantile(shape: float, ratio: float) -> None:
+def test_the_gamma_quantile_inverts_the_distribution(shape: float, ratio: float) -> None:
     t = torch.tensor(_gamma_quantile(shape, ratio), dtype=torch.float64)
     got = float(torch.special.gammaincc(torch.tensor(shape, dtype=torch.float64), t))
     assert got == pytest.approx(ratio, rel=0.01)
 
 
 def test_the_authors_gamma_threshold_is_exact_for_shape_one_only() -> None:
-    """-(ln r + ln Gamma(shape)) times the scale: what the docstring says of it."""
+    """The threshold is -(ln r + ln Gamma(shape)) times the scale, as in the docstring."""
     for shape, near in ((1.0, True), (0.3, False), (3.0, False)):
         theirs = -(math.log(0.01) + math.lgamma(shape))
         assert (abs(theirs / _gamma_quantile(shape, 0.01) - 1) < 0.001) == near
@@ -113,7 +113,7 @@ def test_the_authors_gamma_threshold_is_exact_for_shape_one_only() -> None:
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("fit", ["exponential", "pareto", "gamma"])
 @pytest.mark.parametrize("density", [0.01, 0.001])
-def test_what_is_sent_comes_within_a_fifth_of_k_once_the_number_of_fits_has_settled(
+def test_the_sent_entries_are_within_20_percent_of_k_once_the_fits_have_settled(
     data: str, fit: str, density: float
 ) -> None:
     memory, codec = Memory(), SIDCo(density=density, fit=fit)
@@ -123,27 +123,29 @@ def test_what_is_sent_comes_within_a_fifth_of_k_once_the_number_of_fits_has_sett
     assert 0.8 <= sum(last) / len(last) <= 1.2
 
 
-def test_one_exponential_fit_alone_is_far_off_where_the_tail_is_another() -> None:
-    """Why there are several: of normal entries it sends a tenth of what it should, of heavy-tailed ones tenfold."""
+def test_one_exponential_fit_alone_is_far_off_for_other_tails() -> None:
+    """This is why there are several fits: one sends 10 % of the target for normal entries, ten times it for heavy
+    tails.
+    """
     assert sent(SIDCo(stages=1), normal(1, N), Memory()) < 0.1
     assert sent(SIDCo(stages=1, density=0.001), pareto(0.4, 1, N), Memory()) > 10
 
 
-def test_more_fits_come_nearer() -> None:
+def test_more_fits_are_more_accurate() -> None:
     off = [abs(sent(SIDCo(stages=s), normal(2, N), Memory()) - 1) for s in (1, 2, 4, 7)]
     assert all(b < a for a, b in pairwise(off)) and off[-1] < 0.1
 
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("fit", FITS)
-def test_after_five_exchanges_that_were_far_off_one_fit_more_comes_nearer(data: str, fit: str) -> None:
+def test_after_five_inaccurate_exchanges_one_more_fit_is_more_accurate(data: str, fit: str) -> None:
     memory, codec, x = Memory(), SIDCo(density=0.001, fit=fit), DATA[data](1, 60_000)
     off = [abs(sent(codec, x, memory) - 1) for _ in range(6)]
     assert len(set(off[:5])) == 1
     assert off[5] < off[4] if off[4] > 0.2 else off[5] == off[4]
 
 
-def test_each_bucket_has_its_own_number_of_fits_by_its_parameters_and_each_rank() -> None:
+def test_the_number_of_fits_is_kept_per_bucket_and_rank() -> None:
     parts, memories = placed((20_000,), (20_000,)), [Memory(), Memory()]
     for step in range(30):
         g = torch.stack([torch.cat([laplace(step + r, 20_000), normal(step + r, 20_000)]) for r in range(2)])
@@ -157,8 +159,8 @@ def test_each_bucket_has_its_own_number_of_fits_by_its_parameters_and_each_rank(
 
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("stages", [0, 1, 3])
-def test_no_bucket_falls_silent(fit: str, stages: int) -> None:
-    """All entries alike, one entry, two, a large offset: something is sent, the largest among it."""
+def test_every_bucket_sends_something(fit: str, stages: int) -> None:
+    """For equal entries, one entry, two, or a large offset, something is sent, including the largest."""
     for x in (torch.ones(1000), torch.tensor([0.25]), torch.tensor([-3.0, 1.0]), 1e6 + torch.linspace(-1, 1, 500),
               torch.cat([torch.zeros(999), torch.ones(1)]), torch.full((300,), 1e-30), torch.full((300,), 1e30)):
         bucket = Bucket(0, x, tuple(placed(tuple(x.shape))), 0)
@@ -167,7 +169,7 @@ def test_no_bucket_falls_silent(fit: str, stages: int) -> None:
 
 
 @pytest.mark.parametrize("fit", FITS)
-def test_of_a_sparse_gradient_the_fits_see_what_is_not_zero(fit: str) -> None:
+def test_fits_of_a_sparse_gradient_use_its_nonzero_entries(fit: str) -> None:
     x = laplace(5, 200_000)
     x[uniform(9, 200_000) < 0.95] = 0.0
     memory = Memory()
@@ -180,7 +182,7 @@ def test_of_a_sparse_gradient_the_fits_see_what_is_not_zero(fit: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("fit", FITS)
-def test_what_is_not_finite_is_passed_on_and_the_rest_is_chosen_as_ever(fit: str, bad: float) -> None:
+def test_non_finite_values_pass_on_without_effect_on_the_choice(fit: str, bad: float) -> None:
     x = laplace(6, 50_000)
     memory = Memory()
     before = sent(SIDCo(fit=fit), x, memory)
@@ -191,7 +193,7 @@ def test_what_is_not_finite_is_passed_on_and_the_rest_is_chosen_as_ever(fit: str
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_gradients_are_chosen_from_as_wide_ones_are(dtype: torch.dtype) -> None:
+def test_16_bit_gradients_give_the_same_choice(dtype: torch.dtype) -> None:
     x = laplace(7, 50_000)
     assert sent(SIDCo(), x.to(dtype), Memory()) == pytest.approx(sent(SIDCo(), x, Memory()), rel=0.1)
 
@@ -204,7 +206,7 @@ def test_fits_do_not_depend_on_scale() -> None:
         assert t(1e15 * x) == pytest.approx(1e15 * t(x), rel=1e-4)
 
 
-def test_turned_live_its_knobs_act_on_the_next_step_and_ranks_agree() -> None:
+def test_live_changes_of_knobs_take_effect_in_the_next_step_and_ranks_agree() -> None:
     changes = [Change(4, "density", 0.2), Change(8, "fit", "gamma"), Change(10, "bucket_mb", 0.02)]
     changes += [Change(12, "stages", 5)]
     sessions = run(experiment(3, 16, compressor=SIDCo.usual()), *changes)
@@ -229,6 +231,6 @@ def test_engine_and_simulator_send_the_same() -> None:
     ("fit", "normal", "one of exponential, pareto, gamma"), ("stages", 15, r"an integer in \[0, 14\] fits"),
     ("density", 0, r"a number in \[0.0001, 1\]"),
 ])
-def test_knobs_that_cannot_be_are_refused_with_what_could(path: str, value: object, allowed: str) -> None:
+def test_invalid_knobs_raise_knob_error_with_the_allowed_values(path: str, value: object, allowed: str) -> None:
     with pytest.raises(KnobError, match=f"compressor.of.{path}=.*must be {allowed}"):
         experiment(compressor=SIDCo.usual()).set(path, value)

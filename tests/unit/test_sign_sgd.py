@@ -1,4 +1,4 @@
-"""SignSGD's votes counted by hand, EFSignSGD's rule written out with numpy, and what the record must say of both."""
+"""Compares SignSGD with counted votes and EFSignSGD with its rule in numpy, and tests their records."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def one_step(codec: Any, g: torch.Tensor, memories: list[Memory] | None = None) 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5, 9])
 @pytest.mark.parametrize("n", [1, 7, 100, 513])
-def test_with_an_odd_number_of_ranks_it_is_the_sign_of_the_sum_of_signs(ranks: int, n: int) -> None:
+def test_with_an_odd_number_of_ranks_the_result_is_the_sign_of_the_sum_of_signs(ranks: int, n: int) -> None:
     g = noise(n, ranks, n)
     out = one_step(SignSGD(scale="one"), g)
     np.testing.assert_array_equal(out.numpy(), np.sign(np.sign(g.numpy()).sum(0)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
-def test_where_votes_are_equal_the_rank_that_counts_decides(ranks: int) -> None:
+def test_on_equal_votes_the_counting_rank_decides(ranks: int) -> None:
     n = 60 * ranks
     g = noise(ranks, ranks, n)
     votes = np.where(g.numpy() >= 0, 1, -1)
@@ -60,14 +60,14 @@ def test_votes_on_noise_have_no_drift(ranks: int) -> None:
     assert ties_for_plus > 0.3, "what is avoided"
 
 
-def test_a_majority_overrules_the_few_who_send_nonsense() -> None:
+def test_a_majority_overrules_a_few_wrong_ranks() -> None:
     g = noise(1, 1, 300).repeat(5, 1)
     g[3:] *= -1000
     np.testing.assert_array_equal(one_step(SignSGD(scale="one"), g).numpy(), np.sign(g[0].numpy()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_scale_is_the_mean_magnitude_of_what_was_handed_in(ranks: int) -> None:
+def test_the_scale_is_the_mean_magnitude_of_the_inputs(ranks: int) -> None:
     g = noise(2, ranks, 200)
     want = float(g.abs().mean(1).sum())
     np.testing.assert_allclose(one_step(SignSGD(), g).abs().numpy(), want, rtol=1e-6)
@@ -75,7 +75,7 @@ def test_the_scale_is_the_mean_magnitude_of_what_was_handed_in(ranks: int) -> No
 
 
 @pytest.mark.parametrize("scale", ["mean", "one"])
-def test_nothing_comes_of_nothing_and_nonsense_is_passed_on(scale: str) -> None:
+def test_zeros_stay_zero_and_non_finite_values_pass_on(scale: str) -> None:
     assert not one_step(SignSGD(scale=scale), torch.zeros(2, 50)).any()
     for bad in (math.nan, math.inf, -math.inf):
         g = noise(3, 3, 50)
@@ -87,7 +87,7 @@ def test_nothing_comes_of_nothing_and_nonsense_is_passed_on(scale: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_with_momentum_it_is_signum_written_out(ranks: int) -> None:
+def test_with_momentum_it_equals_signum_in_numpy(ranks: int) -> None:
     memories, v = fresh(ranks), np.zeros((ranks, 80))
     for step in range(12):
         g = noise(step, ranks, 80) + 0.3
@@ -96,7 +96,7 @@ def test_with_momentum_it_is_signum_written_out(ranks: int) -> None:
         np.testing.assert_array_equal(out.numpy(), np.sign(np.sign(v).sum(0)))
 
 
-def test_turned_off_and_on_again_the_momentum_goes_on_from_the_present() -> None:
+def test_a_momentum_switched_off_and_on_restarts_from_the_present_gradient() -> None:
     memories = fresh(1)
     one_step(SignSGD(momentum=0.5), torch.full((1, 4), 8.0), memories)
     assert memories[0].buffers["sign_sgd"]["p0"].tolist() == [4.0] * 4
@@ -112,15 +112,15 @@ def _after(codec: SignSGD) -> Memory:
 
 
 @pytest.mark.parametrize("codec", [SignSGD(), SignSGD(scale="one"), EFSignSGD(), EFSignSGD(block=64)], ids=str)
-def test_what_ranks_say_they_contributed_adds_up_to_the_result(codec: Any) -> None:
+def test_the_ranks_contributions_sum_to_the_result(codec: Any) -> None:
     g = noise(4, 3, 301)
     buckets = [Bucket(0, row.clone(), (), 0) for row in g]
     own = together([codec.reduce(Rank(r, 3), b, Memory()) for r, b in enumerate(buckets)])
     torch.testing.assert_close(sum(own), buckets[0].data)
 
 
-def test_a_majority_on_noise_is_farther_from_the_sum_than_nothing_is() -> None:
-    """So a residual would grow, and error feedback is for its relatives."""
+def test_on_noise_a_majority_vote_is_farther_from_the_sum_than_zero_is() -> None:
+    """So a residual would grow; error feedback suits its relatives."""
     g = noise(5, 9, 5000)
     vote, signs = one_step(SignSGD(), g), one_step(EFSignSGD(), g)
     exact = g.double().sum(0)
@@ -128,7 +128,7 @@ def test_a_majority_on_noise_is_farther_from_the_sum_than_nothing_is() -> None:
 
 
 def plain_sign_sgd(steps: int, lr: float) -> torch.Tensor:
-    """One process that steps by the signs of its gradients."""
+    """Runs one process that steps by the signs of its gradients."""
     model = net()
     for step in range(steps):
         model.zero_grad()
@@ -139,14 +139,14 @@ def plain_sign_sgd(steps: int, lr: float) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
 
 
-def test_one_rank_is_the_plain_method() -> None:
+def test_one_rank_equals_the_plain_method() -> None:
     task = toy(partial(torch.optim.SGD, lr=0.001))
     session = run(experiment(1, 8, compressor=SignSGD(scale="one"), task=task))[0]
     torch.testing.assert_close(weights(session), plain_sign_sgd(8, 0.001), rtol=1e-5, atol=1e-6)
 
 
 def formula(session: Any, codec: Any) -> int:
-    """Bytes that one of four ranks sends per step."""
+    """Returns the bytes that one of four ranks sends per step."""
     total = 0
     for bucket in session.layout.buckets:
         n = bucket.data.numel()
@@ -158,7 +158,7 @@ def formula(session: Any, codec: Any) -> int:
     return total
 
 
-def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes() -> None:
+def test_recorded_bytes_equal_the_formula_before_and_after_live_changes() -> None:
     changes = [Change(3, "compressor.momentum", 0.9), Change(4, "scale", "one"), Change(5, "bucket_mb", 0.02)]
     sessions = run(experiment(4, 8, compressor=SignSGD()), *changes)
     plain = run(experiment(4, 3, compressor=SignSGD()))[0]
@@ -177,7 +177,7 @@ def test_bytes_on_the_record_are_the_formula_before_and_after_live_changes() -> 
 
 @pytest.mark.parametrize("codec", [SignSGD(), SignSGD(momentum=0.9), EFSignSGD()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_buckets_keep_their_dtype_and_an_empty_one_asks_nobody(codec: Any, dtype: torch.dtype) -> None:
+def test_16_bit_buckets_keep_their_dtype_and_an_empty_one_is_not_exchanged(codec: Any, dtype: torch.dtype) -> None:
     buckets = [Bucket(0, noise(r, 100).to(dtype), tuple(placed((100,))), 0) for r in range(2)]
     own = together([codec.reduce(Rank(r, 2), b, Memory()) for r, b in enumerate(buckets)])
     assert all(b.data.dtype == row.dtype == dtype for b, row in zip(buckets, own, strict=True))
@@ -190,21 +190,21 @@ def test_sixteen_bit_buckets_keep_their_dtype_and_an_empty_one_asks_nobody(codec
 
 
 @pytest.mark.parametrize("power", [1, 3])
-def test_one_step_is_off_by_what_its_signs_do_not_tell(power: int) -> None:
+def test_the_error_of_one_step_follows_from_its_signs(power: int) -> None:
     x = noise(7, 1, 4096).double() ** power
     phi = float(x.abs().sum() ** 2 / (4096 * x.square().sum()))
     off = one_step(EFSignSGD(), x.float()) - x[0]
     assert float(off.square().sum() / x.square().sum()) == pytest.approx(1 - phi, rel=1e-4)
 
 
-def test_of_normal_numbers_signs_tell_two_over_pi() -> None:
+def test_signs_of_normal_numbers_keep_two_over_pi_of_the_energy() -> None:
     x = noise(8, 1, 200_000)
     off = one_step(EFSignSGD(), x) - x[0]
     assert 1 - float(off.square().sum() / x.double().square().sum()) == pytest.approx(2 / math.pi, abs=0.005)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_under_feedback_it_is_the_rule_written_out(ranks: int) -> None:
+def test_under_error_feedback_it_equals_the_rule_in_numpy(ranks: int) -> None:
     memories, error = fresh(ranks), np.zeros((ranks, 90))
     for step in range(8):
         g = noise(step, ranks, 90)
@@ -225,7 +225,7 @@ def test_it_leaves_less_unsent_than_two_hops() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_block_of_the_sum_and_is_not_remembered(bad: float) -> None:
+def test_a_non_finite_value_affects_only_its_block_and_leaves_no_residual(bad: float) -> None:
     g, memories = noise(2, 2, 512), fresh(2)
     g[1, 5] = bad
     out = one_step(EFSignSGD(block=64), g)
