@@ -1,4 +1,4 @@
-"""Who holds a run up, from made-up tables of its ranks: the odd one out is named, never a victim."""
+"""Finds the rank that holds up a run from synthetic tables of ranks: it is named, never a victim."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text(*table: Seen, limit: float = 10.0) -> str:
     return found.text if found else ""
 
 
-def test_a_rank_that_says_nothing_is_named_with_what_the_others_wait_in() -> None:
+def test_a_silent_rank_is_named_with_the_operation_the_others_wait_in() -> None:
     said = text(waits(), waits(), mute(), waits())
     assert said == "rank 2 has said nothing for 12 s (last seen in forward of step 5); 0, 1, 3 wait in " + REDUCE
 
@@ -38,19 +38,19 @@ def test_a_rank_that_says_nothing_is_named_with_what_the_others_wait_in() -> Non
     [("forward", "forward of step 5"), ("data iterator", "its data iterator of step 5"), ("evaluate", "evaluate of"),
      ("step", "its strategy's own code"), ("", "nothing that it told")],
 )  # fmt: skip
-def test_a_rank_in_code_of_its_own_is_named_while_the_others_wait(op: str, words: str) -> None:
+def test_a_rank_in_its_own_code_is_named_while_the_others_wait(op: str, words: str) -> None:
     said = text(waits(), computes(op=op), waits())
     assert said.startswith("rank 1 has been in ") and words in said and said.endswith("0, 2 wait in " + REDUCE)
 
 
 @pytest.mark.parametrize("odd", [c for n in (1, 2) for c in combinations(range(4), n)])
-def test_whoever_it_is_it_is_never_a_victim(odd: tuple[int, ...]) -> None:
+def test_the_named_ranks_are_never_victims(odd: tuple[int, ...]) -> None:
     for culprit in (computes(), mute(), mute(op=REDUCE, waiting=True)):
         found = verdict({r: culprit if r in odd else waits(still=11.0 + r) for r in range(4)}, 10.0)
         assert found is not None and found.odd == odd
 
 
-def test_a_rank_that_froze_in_a_collective_is_named_though_it_seems_to_wait_like_the_others() -> None:
+def test_a_rank_frozen_in_a_collective_is_named_although_it_seems_to_wait() -> None:
     found = verdict({0: waits(), 1: mute(op=REDUCE, waiting=True), 2: waits()}, 10.0)
     assert found is not None and found.odd == (1,)
 
@@ -77,14 +77,14 @@ def test_a_rank_that_alone_calls_a_collective_is_named() -> None:
     assert found is not None and "went past" not in found.text
 
 
-def test_what_moves_is_no_silence() -> None:
+def test_moving_ranks_are_not_reported() -> None:
     assert text(waits(still=0.1), computes(still=0.2), waits(still=0.1)) == ""
     assert text(waits(still=60.0), computes(still=0.2), waits(still=60.0)) == "", "it waits for one that computes"
     assert text(waits(still=9.9), computes(still=9.9)) == "" != text(waits(still=10.0), computes(still=10.0))
     assert verdict({}, 10.0) is None and text(waits(still=60.0)) == "", "one rank alone waits for nobody"
 
 
-def test_where_ranks_keep_no_step_the_still_one_is_named_and_the_others_go_on() -> None:
+def test_without_lockstep_the_stopped_rank_is_named_and_the_others_go_on() -> None:
     moving = computes(still=0.1)
     assert text(moving, moving, mute(step=3), moving).endswith("; 0, 1, 3 go on")
     assert text(waits(op="a meeting"), waits(op="a meeting"), mute(step=3)).endswith("; 0, 1 wait in a meeting")
@@ -92,7 +92,7 @@ def test_where_ranks_keep_no_step_the_still_one_is_named_and_the_others_go_on() 
     assert text(waits(op="recv params from 2"), moving, mute()).endswith("; 0 waits in recv params from 2, 1 goes on")
 
 
-def test_all_wait_and_the_one_that_waits_in_something_else_is_the_odd_one() -> None:
+def test_if_all_wait_the_rank_in_another_operation_is_named() -> None:
     found = verdict({0: waits(6), 1: waits(6), 2: waits(5, "broadcast norms"), 3: waits(6)}, 10.0)
     assert found is not None and found.odd == (2,)
     assert found.text == (
@@ -101,18 +101,18 @@ def test_all_wait_and_the_one_that_waits_in_something_else_is_the_odd_one() -> N
     )
 
 
-def test_two_that_wait_in_different_things_are_both_named() -> None:
+def test_two_ranks_that_wait_in_different_operations_are_both_named() -> None:
     found = verdict({0: waits(6), 1: waits(5)}, 10.0)
     assert found is not None and found.odd == (0, 1)
     assert found.text.index("rank 1 waits") < found.text.index("rank 0 waits"), "the one behind comes first"
 
 
-def test_all_wait_in_the_same() -> None:
+def test_all_ranks_that_wait_in_one_operation_are_reported_together() -> None:
     found = verdict({r: waits(still=12.0 + r) for r in range(3)}, 10.0)
     assert found is not None and found.text == "all ranks have waited in all_reduce bucket 0 of step 5 for 12 s"
 
 
-def test_several_that_stand_still_are_told_apart_by_where() -> None:
+def test_several_stopped_ranks_are_reported_by_place() -> None:
     said = text(computes(), computes(), computes(op="data iterator"), mute())
     assert said == (
         "rank 3 has said nothing for 12 s (last seen in forward of step 5); ranks 0, 1 have been in forward of step 5 "
@@ -120,13 +120,13 @@ def test_several_that_stand_still_are_told_apart_by_where() -> None:
     )
 
 
-def test_long_steps_are_no_silence() -> None:
+def test_long_steps_are_not_reported() -> None:
     assert patience(None) == FIRST and patience(0.05) == LEAST == patience(1.0)
     assert patience(60.0) > 2 * 60.0
     assert text(waits(still=100.0), computes(still=100.0), limit=patience(60.0)) == ""
 
 
-def test_what_took_long_in_the_same_before_is_slow_and_does_not_hang() -> None:
+def test_a_phase_that_took_long_before_is_slow_not_hanging() -> None:
     slow = computes()._replace(times=5.0)
     assert text(waits(), slow, waits()) == "" != text(waits(), slow._replace(still=50.0), waits())
     frozen = mute()._replace(times=2.0)
@@ -139,17 +139,17 @@ def test_what_took_long_in_the_same_before_is_slow_and_does_not_hang() -> None:
     ((waits(), computes()), True),
     ((computes(still=0.2), mute(step=3), computes(still=0.4)), True),
     ((waits(), computes(), computes(still=9.0)), False),  # the third may be next
-    ((computes(), computes(), waits()), False),  # most are in code of their own: a step that is long
+    ((computes(), computes(), waits()), False),  # most ranks run their own code: a long step
     ((computes(), computes()), False),
-    ((mute(), mute(), mute(), waits()), False),  # it may be this kernel that hears nobody
-    ((waits(6), waits(6), waits(5, "broadcast norms")), False),  # nobody is in code of its own
+    ((mute(), mute(), mute(), waits()), False),  # this kernel may receive no messages
+    ((waits(6), waits(6), waits(5, "broadcast norms")), False),  # no rank runs its own code
     ((waits(), waits(), waits()), False),
 ])  # fmt: skip
-def test_it_is_beyond_doubt_where_few_hang_and_nobody_else_might(table: tuple[Seen, ...], sure: bool) -> None:
+def test_a_verdict_is_sure_only_if_few_ranks_hang_and_no_other_may(table: tuple[Seen, ...], sure: bool) -> None:
     found = verdict(dict(enumerate(table)), 10.0)
     assert found is not None and found.sure is sure
 
 
-def test_what_the_system_says_of_a_process_is_said() -> None:
+def test_the_systems_state_of_a_process_is_reported() -> None:
     said = text(waits(), mute()._replace(process="its process (pid 7) is stopped, as SIGSTOP stops one"))
     assert "12 s (its process (pid 7) is stopped, as SIGSTOP stops one; last seen in forward of step 5); 0 w" in said

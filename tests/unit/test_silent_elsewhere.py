@@ -1,4 +1,4 @@
-"""A rank that says nothing and spools to a disk not seen here: it is not asked for the rows that it does not tell."""
+"""Checks that the lab does not ask a silent rank with a remote disk for its missing rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.run import Run
 
 
 class Line:
-    """A line on which rank 1 does not answer; asked: what it was asked for alone."""
+    """A connection on which rank 1 does not answer; `asked` lists the requests to it alone."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -42,7 +42,7 @@ def live(tmp_path: Path) -> Live:
     made = Live(run, SimpleNamespace(line=Line()), Changes(Experiment(ranks=2), []), "g")
     made.spools[1] = "/on/another/host"
     late = columns_of("marks", [(1, 5, "log", 0.5, json.dumps({"text": "late"}))])
-    made.gaps._held["marks", 1] = [(1, late)]  # it waits for one that was lost
+    made.gaps._held["marks", 1] = [(1, late)]  # waits for a lost message
     return made
 
 
@@ -50,18 +50,18 @@ def asks(live: Live) -> list[str]:
     return live.cluster.line.asked
 
 
-def test_the_watch_does_not_ask_it_and_lets_pass_what_came(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_skips_the_silent_rank_and_passes_on_later_rows(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "SILENT", -1.0)
     Watch(live).ask()
     assert asks(live) == [] and live.gaps.next["marks", 1] == 2
 
 
-def test_the_end_does_not_ask_it_and_lets_pass_what_came(live: Live) -> None:
+def test_the_end_skips_the_silent_rank_and_passes_on_later_rows(live: Live) -> None:
     last_rows.gather(live, {0, 1})
     assert asks(live) == [] and live.gaps.next["marks", 1] == 2
 
 
-def test_of_one_whose_disk_is_seen_here_the_rows_are_read(live: Live) -> None:
+def test_rows_are_read_from_a_disk_that_is_visible(live: Live) -> None:
     del live.spools[1]
     record = Recorder(1, live.run.path)
     record.mark(3, "log", 0.1, json.dumps({"text": "on disk"}))
@@ -70,6 +70,6 @@ def test_of_one_whose_disk_is_seen_here_the_rows_are_read(live: Live) -> None:
     assert [d["text"] for _, _, d in live.run.details("log")] == ["on disk", "late"]
 
 
-def test_one_that_answers_is_asked_for_what_was_lost(live: Live) -> None:
+def test_an_answering_rank_is_asked_for_lost_rows(live: Live) -> None:
     live.gaps.put(wire.Batch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
     assert asks(live) == ["rows"]

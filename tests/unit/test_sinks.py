@@ -1,4 +1,4 @@
-"""Runs given away while they train: to a tracker step by step, and as a page when a block is left."""
+"""Tests sinks of runs: a tracker gets rows step by step, and a report is written at the end of a block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.run import Run, RunError, simulate
 
 
 class Stand:
-    """Stands in for the package trackio: what was logged, and what it does at a step."""
+    """A stub of the package trackio that keeps the logged rows and may fail at a step."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> Stand:
     return stand
 
 
-def test_a_live_run_is_told_step_by_step_to_its_end(trackio: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_run_is_logged_step_by_step_to_its_end(trackio: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.doors.sinks.PERIOD", 0.01)
     whole, live = synthetic.run(steps=60, changes=()), Run({"ranks": 4, "lr": 0.1}, name="live", live=True)
     sink = log_to(live, "trackio", project="wires")
@@ -68,7 +68,7 @@ def test_a_live_run_is_told_step_by_step_to_its_end(trackio: Stand, monkeypatch:
     assert "held_out" in trackio.rows[20][1] and "held_out" not in said
 
 
-def test_wandb_has_each_step_in_a_run_of_its_own_and_hears_that_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_each_step_in_its_own_run_and_the_failed_state(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     whole = synthetic.run(steps=20, changes=())
@@ -90,7 +90,7 @@ def test_a_tracker_that_fails_ends_the_sink_and_not_the_run(trackio: Stand) -> N
     assert "the tracker is full" in sink.error and not trackio.finished and len(trackio.rows) == 7
 
 
-def test_what_is_no_tracker_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_tracker_raises_run_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.setitem(sys.modules, "mlflow.entities", None)
     with pytest.raises(RunError, match="tracker=mlflow: is not installed; pip install mlflow"):
@@ -99,7 +99,7 @@ def test_what_is_no_tracker_is_refused_in_words(monkeypatch: pytest.MonkeyPatch)
         log_to(Run({"ranks": 1}), "excel")
 
 
-def test_steps_that_have_not_ended_everywhere_are_not_told() -> None:
+def test_steps_that_some_rank_has_not_ended_are_not_logged() -> None:
     run = synthetic.run(steps=10, changes=(), ranks=2)
     rows = run.timeline.spans.rows()
     cut = Run({"ranks": 2})
@@ -108,7 +108,7 @@ def test_steps_that_have_not_ended_everywhere_are_not_told() -> None:
     assert metrics(cut, 0, 1)[0][2].keys() == {"step_seconds", "exposed_seconds", "bytes"}
 
 
-def test_a_report_holds_the_runs_of_its_block_also_after_an_error(tmp_path: Path) -> None:
+def test_a_report_has_the_runs_of_its_block_even_after_an_error(tmp_path: Path) -> None:
     with workbench.report(tmp_path / "out.html") as runs:
         simulate(Experiment(ranks=2, steps=10, pace=5.0))
         simulate(Experiment(ranks=2, steps=10, pace=5.0))

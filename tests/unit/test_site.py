@@ -1,6 +1,6 @@
-"""The site as `make docs` builds it: without a warning, links that lead somewhere, and all that it loads in its folder.
+"""Tests the site that `make docs` builds: no warnings, valid links, and no files from elsewhere.
 
-Its lessons are played in Chromium at the size of a phone, from disk.
+Chromium plays its lessons at the size of a phone, from disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.site_links import broken, is_address, page, pages, weight
 
 ROOT = Path(__file__).parent.parent.parent
 LESSONS = sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb"))
-MOST = 3_000_000  # bytes that a page may be, with all that it loads
+MOST = 3_000_000  # maximum bytes of a page with everything that it loads
 RUNS = "_static/lessons"
 
 
@@ -35,11 +35,11 @@ def test_every_page_is_on_the_site() -> None:
     assert there <= shown and all(list(ROOT.glob(f"{name}.*")) for name in shown)
 
 
-def test_every_lesson_says_which_run_its_page_shows() -> None:
+def test_every_lesson_has_a_run_for_its_page() -> None:
     assert not set(LESSONS) - set(runpy.run_path(str(ROOT / "docs" / "lessons.py"))["RUNS"])
 
 
-def test_an_address_is_told_from_what_is_none() -> None:
+def test_is_address_accepts_only_addresses() -> None:
     assert is_address("https://docs.pytorch.org/docs/stable/ddp.html#a-b") and is_address("mailto:a@b.org")
     for wrong in ("https://", "https://one word.org", "http//x.org", "https://localhost", "mailto:a", "javascript:f()"):
         assert not is_address(wrong), wrong
@@ -47,7 +47,7 @@ def test_an_address_is_told_from_what_is_none() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built once. Runs that `make docs` made of the same code are taken from it: their names say which."""
+    """Builds the site once. It reuses runs that `make docs` made from the same code, which their names show."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "site" / RUNS).mkdir(parents=True)
     for made in (ROOT / "site" / RUNS).glob("*.*.js"):
@@ -61,7 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the build simulates a run for each lesson
-def test_the_site_has_all_pages_and_each_link_leads_somewhere(site: Path) -> None:
+def test_the_site_has_all_pages_and_no_broken_links(site: Path) -> None:
     there = pages(site)
     wanted = {"index.html", "docs/glossary.html", *(f"notebooks/{name}.html" for name in LESSONS)}
     assert wanted <= {p.relative_to(site).as_posix() for p in there}
@@ -70,7 +70,7 @@ def test_the_site_has_all_pages_and_each_link_leads_somewhere(site: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_pages_load_nothing_from_elsewhere_and_weigh_less_than_three_megabytes(site: Path) -> None:
+def test_pages_load_only_local_files_of_less_than_three_megabytes(site: Path) -> None:
     for path in pages(site):
         assert not [link for link in page(path).loaded if re.match(r"\w+:|//", link)], path
         assert weight(path) < MOST, path
@@ -81,7 +81,7 @@ def test_pages_load_nothing_from_elsewhere_and_weigh_less_than_three_megabytes(s
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LESSONS)
-def test_a_lesson_is_the_notebook_says_what_its_run_is_and_links_its_first_words(site: Path, name: str) -> None:
+def test_a_lessons_page_has_the_notebook_its_run_and_linked_terms(site: Path, name: str) -> None:
     text = (site / "notebooks" / f"{name}.html").read_text()
     bare = re.sub(r"<[^>]+>", "", text)
     cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
@@ -95,7 +95,7 @@ def test_a_lesson_is_the_notebook_says_what_its_run_is_and_links_its_first_words
 
 @pytest.fixture(scope="module")
 def phone(site: Path) -> Iterator[Any]:
-    """A phone of 390 x 844 that is touched."""
+    """A touch phone of 390 x 844."""
     if (chromium := find()) is None:
         pytest.skip("no chromium on this machine")
     api = pytest.importorskip("playwright.sync_api")
@@ -109,7 +109,7 @@ def phone(site: Path) -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LESSONS)
-def test_a_lessons_run_is_played_scrubbed_and_looked_into_on_a_phone(phone: Any, site: Path, name: str) -> None:
+def test_a_lessons_run_is_played_scrubbed_and_inspected_on_a_phone(phone: Any, site: Path, name: str) -> None:
     shown = phone.new_page()
     shown.set_default_timeout(120_000)  # the machine may be busy
     asked: set[str] = set()
@@ -123,7 +123,7 @@ def test_a_lessons_run_is_played_scrubbed_and_looked_into_on_a_phone(phone: Any,
     last = int(shown.inner_text(".wb-moment").split(" of ")[1].split(",")[0])
 
     held = "document.querySelector('[data-view=timeline]').dataset.firstStep == '{}'"
-    for step in (0, last // 2, last // 2 + 1):  # each step, not only some
+    for step in (0, last // 2, last // 2 + 1):  # every step, not only some
         shown.fill("[data-view=timeline] .wb-step", str(step))
         shown.press("[data-view=timeline] .wb-step", "Enter")
         shown.wait_for_function(held.format(step))

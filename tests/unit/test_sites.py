@@ -1,4 +1,4 @@
-"""Sites: what stays on one goes over its Link, what leaves it over the slower of two, on both hosts."""
+"""Tests sites on both hosts: traffic inside one uses its Link, traffic that leaves it the slower Link."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from workbench.partitions import Pipeline
 from workbench.settings import Change
 from workbench.strategies import DDP, HierarchicalLocalSGD
 
-FAST, SLOW = Link(bandwidth=80.0, latency=1.0), Link(bandwidth=8.0, latency=4.0)  # 10 and 1 bytes in a microsecond
+FAST, SLOW = Link(bandwidth=80.0, latency=1.0), Link(bandwidth=8.0, latency=4.0)  # 10 bytes and 1 byte per microsecond
 
 
 def sites(of: int, link: Link = FAST, between: Link = SLOW, **rest: Any) -> Fabric:
-    """Sites of so many ranks."""
+    """Returns a fabric with sites of `of` ranks."""
     return Fabric(link=link, site=of, between_bandwidth=between.bandwidth, between_latency=between.latency, **rest)
 
 
 def ports(simulated: Any, rank: int) -> dict[tuple[int, str], float]:
-    """Seconds for which the port of a rank was taken, by step and name."""
+    """Returns the seconds for which a rank's port was busy, by step and name."""
     found = rows(simulated, "port", rank)
     return dict(zip(zip(found.step, found.name, strict=True), found.t1 - found.t0, strict=True))
 
@@ -42,19 +42,19 @@ def ports(simulated: Any, rank: int) -> dict[tuple[int, str], float]:
         (FAST, Link(), FAST),
     ],
 )
-def test_what_leaves_a_site_is_as_slow_as_the_slower_link(link: Link, between: Link, far: Link) -> None:
+def test_traffic_that_leaves_a_site_has_the_slower_links_speed(link: Link, between: Link, far: Link) -> None:
     fabric = sites(4, link, between)
     assert fabric.path((4, 5, 7)) == link and fabric.path(range(4)) == link
     assert fabric.path((3, 4)) == far and fabric.path((1, 5, 9)) == far
 
 
-def test_without_sites_the_link_between_them_is_none() -> None:
+def test_without_sites_the_link_between_them_is_unused() -> None:
     assert sites(0).path(range(64)) == FAST
     assert not sites(0, Link()).shaped and sites(2, Link()).shaped
 
 
-def test_a_collective_of_one_site_takes_its_link_and_one_of_several_the_slow_one() -> None:
-    """A ring of n ranks: 2 (n-1) messages one after the other, and 2 (n-1)/n of the bytes."""
+def test_a_collective_in_one_site_uses_its_link_and_across_sites_the_slow_one() -> None:
+    """A ring of n ranks sends 2 (n-1) messages in turn, and 2 (n-1)/n of the bytes."""
     fabric = sites(4)
     run = simulate(experiment(8, 4, pace=10.0, bucket_mb=25.0, fabric=fabric,
                               strategy=HierarchicalLocalSGD(every=4, group=4, group_every=2)))  # fmt: skip
@@ -66,8 +66,8 @@ def test_a_collective_of_one_site_takes_its_link_and_one_of_several_the_slow_one
     assert across == pytest.approx([14 * 4e-3 + 1.75 * nbytes / 1e6] * len(across))
 
 
-def test_on_real_ranks_ports_are_taken_as_long_as_on_the_virtual_clock() -> None:
-    """Two replicas of two stages; a site is a replica, so activations stay inside and gradients leave it."""
+def test_on_real_ranks_ports_are_busy_as_long_as_on_the_virtual_clock() -> None:
+    """Two replicas of two stages. A site is a replica, so activations stay inside and gradients leave it."""
     e = piped(4, 3, partition=Pipeline(stages=2, micros=2), pace=3.0, fabric=sites(2))
     simulated = simulate(e, real=True)
     for s in run(e):
@@ -80,8 +80,8 @@ def test_on_real_ranks_ports_are_taken_as_long_as_on_the_virtual_clock() -> None
         assert sent
 
 
-def test_messages_to_another_site_take_the_slow_link() -> None:
-    """Four stages on two sites: activations from stage 1 to stage 2 leave one."""
+def test_messages_to_another_site_use_the_slow_link() -> None:
+    """Four stages on two sites: activations from stage 1 to stage 2 leave a site."""
     e = piped(4, 2, partition=Pipeline(stages=4, micros=2), pace=3.0, fabric=sites(2))
     spans = rows(simulate(e), "comm")
     sent = spans[[str(name).startswith("send activation") for name in spans.name]]
@@ -102,7 +102,7 @@ def test_a_site_is_set_while_training_runs() -> None:
         assert real[6, next(name for step, name in real if step == 6)] == pytest.approx(after, rel=1e-6)
 
 
-def test_a_fault_of_the_link_has_an_effect_where_only_sites_are_apart() -> None:
+def test_a_link_fault_has_an_effect_with_sites_only() -> None:
     slow = Slow(rank=0, factor=2.0, phase="link")
     assert idle(Fabric(faults=(slow,)), ranks=4)
     assert not idle(sites(2, Link(), faults=(slow, Freeze(rank=1))), ranks=4)

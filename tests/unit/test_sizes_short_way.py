@@ -1,4 +1,4 @@
-"""Arithmetic on sizes by a short way: the shapes that torch would say, and torch's own errors."""
+"""Tests fast arithmetic on sizes: the same shapes and errors as torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_shapes_dtypes_and_errors_are_torchs() -> None:
             wrong()
 
 
-def test_what_is_made_is_new_and_values_are_left_alone() -> None:
+def test_results_are_new_tensors_and_inputs_with_values_stay_unchanged() -> None:
     a, x = torch.empty(6, device="meta"), torch.arange(3.0)
     with Shapes():
         made = a * 1.0
@@ -39,7 +39,7 @@ def test_what_is_made_is_new_and_values_are_left_alone() -> None:
         assert x.add_(1.0).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_what_is_known_of_an_operation_is_told_of_no_other() -> None:
+def test_a_cached_result_is_not_used_for_another_operation() -> None:
     a, wide, count = (torch.empty(4, 6, device="meta", dtype=d) for d in (torch.float32, torch.float64, torch.int64))
     few, more = (torch.empty(n, device="meta", dtype=torch.int64) for n in (2, 3))
     ways = [
@@ -48,7 +48,7 @@ def test_what_is_known_of_an_operation_is_told_of_no_other() -> None:
         lambda: count + 1, lambda: count + 1.0, lambda: a > 1, lambda: a.lerp(a, 0.5), lambda: a.topk(2, 1).values,
         lambda: a.topk(3, 1).indices, lambda: a @ a.T, lambda: a.T @ a, lambda: torch.nn.functional.layer_norm(a, (6,)),
     ]  # fmt: skip
-    for _ in range(2):  # as torch says it, and as it is known then
+    for _ in range(2):  # first from torch, then from the cache
         for number, way in enumerate(ways):
             want = way()
             with Shapes():
@@ -60,7 +60,7 @@ def test_what_is_known_of_an_operation_is_told_of_no_other() -> None:
         assert a.clone().untyped_storage()._cdata != a.clone().untyped_storage()._cdata
 
 
-def test_tensors_that_say_they_lie_on_a_cpu_are_made_as_torch_makes_them() -> None:
+def test_fake_cpu_tensors_have_torchs_shapes_and_strides() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from workbench.sim.fake.faked import Faked
@@ -74,7 +74,7 @@ def test_tensors_that_say_they_lie_on_a_cpu_are_made_as_torch_makes_them() -> No
         lambda: count.float(), lambda: a.expand(2, 4, 6), lambda: a.to(torch.float64), lambda: a.clone(),
         lambda: torch.nn.functional.layer_norm(a, (6,)), lambda: a[1].add_(1.0), lambda: a.sum(0), lambda: a.sum(1),
     ]  # fmt: skip
-    for _ in range(2):  # as torch says it, and as it is known then
+    for _ in range(2):  # first from torch, then from the cache
         for number, way in enumerate(ways):
             want = way()
             with Faked():

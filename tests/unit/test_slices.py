@@ -1,4 +1,4 @@
-"""Arithmetic of strided runs against the same done element by element, on random cases."""
+"""Compares arithmetic of strided runs with the same arithmetic by element, on random cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.host.placement.slices import Slice, deal, refine
 
 
 def drawn(rng: random.Random, size: int) -> Slice:
-    """Any slice of a tensor of `size` elements; its stretches may wrap around a row and strides be anything."""
+    """Returns a random slice of a tensor of `size` elements, with any stride; its runs may wrap around a row."""
     length = rng.randint(1, max(1, size // 3))
     stride = length + rng.choice([0, 1, 2, rng.randint(0, size)])
     start = rng.randint(0, size - length)
@@ -21,7 +21,7 @@ def drawn(rng: random.Random, size: int) -> Slice:
 
 
 def apart(rng: random.Random, size: int) -> list[Slice]:
-    """Several slices that share no element."""
+    """Returns several slices without common elements."""
     found: list[Slice] = []
     for _ in range(rng.randint(1, 4)):
         s = drawn(rng, size)
@@ -31,7 +31,7 @@ def apart(rng: random.Random, size: int) -> list[Slice]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_parts_are_disjoint_and_each_element_is_in_the_sets_that_hold_it(seed: int) -> None:
+def test_refined_parts_are_disjoint_and_keep_the_sets_of_each_element(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         size = rng.choice([5, 12, 30, 60])
@@ -49,7 +49,7 @@ def test_parts_are_disjoint_and_each_element_is_in_the_sets_that_hold_it(seed: i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_part_is_found_among_the_elements_of_the_slice_that_it_lies_in(seed: int) -> None:
+def test_a_part_is_located_within_its_slice(seed: int) -> None:
     rng = random.Random(100 + seed)
     for _ in range(300):
         size = rng.choice([12, 30, 60])
@@ -63,7 +63,7 @@ def test_a_part_is_found_among_the_elements_of_the_slice_that_it_lies_in(seed: i
                     assert all(whole.holds(e) for e in own)
 
 
-def test_a_slice_holds_its_elements_and_no_others_and_is_cut_without_changing_their_order() -> None:
+def test_a_slice_holds_exactly_its_elements_and_is_cut_in_order() -> None:
     rng = random.Random(7)
     for _ in range(500):
         s = drawn(rng, 40)
@@ -75,7 +75,7 @@ def test_a_slice_holds_its_elements_and_no_others_and_is_cut_without_changing_th
             assert len(head) <= 2 and len(tail) <= 2
 
 
-def test_a_line_is_dealt_in_order_and_each_cut_is_at_the_border_nearest_to_where_it_should_be() -> None:
+def test_a_line_is_dealt_in_order_with_cuts_at_the_nearest_borders() -> None:
     rng = random.Random(8)
     for _ in range(300):
         line = [(drawn(rng, 30), rng.choice([1, 2, 4, 8]), name) for name in "abcde"[: rng.randint(1, 5)]]
@@ -109,7 +109,7 @@ def test_cutting_a_large_matrix_takes_well_under_a_millisecond() -> None:
     assert quickest < 0.5e-3
 
 
-def test_a_slice_is_what_torch_calls_columns() -> None:
+def test_a_slice_equals_torchs_columns() -> None:
     matrix = torch.arange(24).view(4, 6)
     s = Slice(2, 3, 6, 4)
     assert matrix.flatten()[elements(s)].equal(matrix[:, 2:5].flatten())

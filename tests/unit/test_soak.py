@@ -1,4 +1,4 @@
-"""The hour that eight ranks train: what grew is seen, what is flat is not, and the page is read as a browser does."""
+"""Tests the hour of training with eight ranks: growth is found, flat values are not, the page is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from widgets.charts.board import Board
 
 
 def looks(minutes: int, leak: float = 0.0) -> list[dict[str, Any]]:
-    """One a minute: the record grows by 1 MB, one engine by `leak`, and another is killed half-way."""
+    """Returns a look per minute: the record grows by 1 MB, one engine by `leak`, another is killed half-way."""
     def of(t: int) -> dict[str, Any]:
         flat = {"pss": 100.0, "anonymous": 90.0, "descriptors": 50, "threads": 9}
         engines = {"0 100": {**flat, "pss": 200.0 + leak * t}, f"{4 + 4 * (t > minutes / 2)} 104": flat}
@@ -31,7 +31,7 @@ def looks(minutes: int, leak: float = 0.0) -> list[dict[str, Any]]:
     return [of(t) for t in range(minutes)]
 
 
-def test_what_grew_is_told_from_what_the_record_took() -> None:
+def test_growth_is_distinguished_from_the_records_size() -> None:
     found = grown(looks(60, leak=1.0))
     assert found["kernel pss"] == [114.5, 154.5, round(154.5 / 114.5, 4)]
     assert found["kernel pss without the record"] == [100.0, 100.0, 1.0]
@@ -42,7 +42,7 @@ def test_what_grew_is_told_from_what_the_record_took() -> None:
     assert soak_page.verdict(grown(looks(60))) == "All but the record is flat within 5%."
 
 
-def test_the_page_says_what_was_done() -> None:
+def test_the_page_has_the_actions_of_the_hour() -> None:
     found = {"minutes": 60.0, "ranks": 8, "done": {"applied": 700, "killed": 2}, "wrong": [], "back": [20.0, 30.0],
              "page": {"messages": 9000, "mb": 80.5, "longest": 2_000_000, "opened": 12}, "steps": 12345,
              "grown": grown(looks(60)), "looks": []}  # fmt: skip
@@ -54,7 +54,7 @@ def test_the_page_says_what_was_done() -> None:
     assert soak_page.text({}) == "Not run yet: `make soak`."
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_the_written_results_are_read_back() -> None:
     import json
 
     found = {"seed": 7, "looks": looks(3)}
@@ -75,7 +75,7 @@ def test_a_process_a_record_and_a_folder_are_measured(tmp_path: Path) -> None:
     assert spans < first["mb"] < 3 * spans + 1
 
 
-def test_the_page_greets_acknowledges_and_is_loaded_anew() -> None:
+def test_the_page_greets_acknowledges_and_is_reloaded() -> None:
     board = Board(synthetic.run(ranks=2, steps=30))
     page = Page(board, again=0.5)
     try:
@@ -87,13 +87,13 @@ def test_the_page_greets_acknowledges_and_is_loaded_anew() -> None:
     assert not page._thread.is_alive()
 
 
-def test_what_is_turned_depends_on_the_seed() -> None:
+def test_the_drawn_changes_depend_on_the_seed() -> None:
     turns = [drawn(random.Random(seed)) for seed in range(60)]
     assert turns == [drawn(random.Random(seed)) for seed in range(60)]
     assert {what for what, _ in turns} <= set(TURNED) and len({what for what, _ in turns}) >= 5
 
 
-def test_a_look_that_fails_is_said_and_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_look_is_reported_and_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "EVERY", 0.05)
     said: list[str] = []
     run = synthetic.run(ranks=1, steps=30)

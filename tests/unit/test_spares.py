@@ -1,4 +1,4 @@
-"""How many spare engines there are: enough, again enough after some were taken, and no endless starting of others."""
+"""Tests the number of spare engines: enough, refilled after use, and never started without end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.settings import KnobError
 
 
 class Engines:
-    """Stands for a cluster of three engines, of whom two are in use, with a clock of its own."""
+    """A stub of a cluster with three engines, two of them in use, and its own clock."""
 
     closed = False
 
@@ -63,14 +63,14 @@ def looks(spares: Spares, times: int = 3) -> Spares:
     return spares
 
 
-def test_they_are_started_warmed_and_kept(engines: Engines) -> None:
+def test_spare_engines_are_started_warmed_and_kept(engines: Engines) -> None:
     spares = looks(kept(engines, 2))
     assert spares.there() == [2, 3] and engines.warmed == [2, 3]
     looks(spares)
     assert len(engines.engines) == 4, "enough are there"
 
 
-def test_others_come_behind_those_that_are_taken_after_a_while(engines: Engines) -> None:
+def test_used_spares_are_replaced_after_a_while(engines: Engines) -> None:
     spares = looks(kept(engines, 1))
     engines.used.add(2)
     engines.now = QUIET - 0.1
@@ -79,12 +79,12 @@ def test_others_come_behind_those_that_are_taken_after_a_while(engines: Engines)
     assert looks(spares).there() == [3] and engines.warmed == [2, 3]
 
 
-def test_idle_engines_of_a_lab_count(engines: Engines) -> None:
+def test_idle_engines_of_a_lab_count_as_spares(engines: Engines) -> None:
     engines.used = {0}
     assert looks(kept(engines, 1)).there() == [1] and not engines.warmed
 
 
-def test_what_ends_unused_again_and_again_is_not_started_for_ever(engines: Engines) -> None:
+def test_spares_that_keep_ending_are_not_started_for_ever(engines: Engines) -> None:
     spares = kept(engines, 1)
     for _ in range(20):
         looks(spares)
@@ -95,7 +95,7 @@ def test_what_ends_unused_again_and_again_is_not_started_for_ever(engines: Engin
                               "before they were needed, or did not come up")  # fmt: skip
 
 
-def test_why_none_comes_up_is_said(engines: Engines) -> None:
+def test_the_reason_for_missing_spares_is_reported(engines: Engines) -> None:
     spares = kept(engines, 1)
     engines.fails = "engine 2 ended with exit code 1 before it was up."
     looks(spares)
@@ -110,11 +110,11 @@ def test_why_none_comes_up_is_said(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("given", [-1, 64, True, 1.0, "1"])
-def test_only_numbers_of_engines_are_taken(given: Any) -> None:
+def test_an_invalid_number_of_spares_raises_knob_error(given: Any) -> None:
     with pytest.raises(KnobError, match=r"spare=.*: must be an integer in \[0, 63\] engines"):
         Lab(ranks=2, name="never made", spare=given)
 
 
-def test_a_lab_on_engines_of_others_starts_none(tmp_path: Any) -> None:
+def test_a_lab_on_foreign_engines_refuses_spares(tmp_path: Any) -> None:
     with pytest.raises(KnobError, match="spare=1: this lab starts no engines; start more where its cluster is"):
         Lab(ranks=2, name="never made", spare=1, profile="default")

@@ -1,4 +1,4 @@
-"""Sparse gradients: which strategies keep them sparse for an optimizer that takes no others."""
+"""Tests which strategies keep gradients sparse for an optimizer that requires it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(rank: int, ranks: int, seed: int) -> Any:
 
 
 def learning(strategy: Strategy, kind: type = torch.optim.SparseAdam) -> Experiment:
-    """Ranks that train an embedding with sparse gradients."""
+    """Returns a run that trains an embedding with sparse gradients."""
     task = Task(model=lambda: nn.EmbeddingBag(40, 4, sparse=True), data=rows, evaluate=None,
                 loss=lambda model, words: model(words).square().mean(),
                 optimizer=lambda params: kind(list(params), lr=0.05))  # fmt: skip
@@ -31,14 +31,14 @@ def learning(strategy: Strategy, kind: type = torch.optim.SparseAdam) -> Experim
 
 
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), OneBitAdam()], ids=lambda s: type(s).__name__)
-def test_sparse_adam_is_refused_where_buckets_are_dense(strategy: Strategy) -> None:
+def test_sparse_adam_is_refused_if_buckets_are_dense(strategy: Strategy) -> None:
     with pytest.raises(KnobError, match=f"strategy={type(strategy).__name__}: .*SparseAdam"):
         simulate(learning(strategy), real=True)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [TorchDDP(), LocalSGD(every=2)], ids=lambda s: type(s).__name__)
-def test_sparse_adam_trains_where_gradients_stay_sparse(strategy: Strategy) -> None:
+def test_sparse_adam_trains_if_gradients_stay_sparse(strategy: Strategy) -> None:
     first, second = (session.model.weight for session in run(learning(strategy)))
     assert torch.equal(first, second)
 

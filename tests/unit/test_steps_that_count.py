@@ -1,4 +1,4 @@
-"""A step may count for several: both hosts number, evaluate and end alike. And a server makes no steps at all."""
+"""Tests steps that count for several: both hosts number, evaluate and end alike. A server makes no steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Strides(Strategy):
-    """Every step at an odd number counts for two, all others for one."""
+    """Steps with an odd number count twice, other steps once."""
 
     async def step(self, rank: Rank, state: Any) -> int | None:
         await rank.forward()
@@ -47,7 +47,7 @@ def test_both_hosts_number_evaluate_and_end_alike() -> None:
     assert [c.at_step for c in simulated.changes] == [5]
 
 
-def test_single_steps_are_used_up_by_what_a_step_counts_for() -> None:
+def test_requested_single_steps_are_reduced_by_a_steps_count() -> None:
     sessions = live(experiment(2, 0, strategy=Strides(), pace=2.0))
     try:
         until(lambda: sessions[0].rank.step > 4, sessions)
@@ -62,7 +62,7 @@ def test_single_steps_are_used_up_by_what_a_step_counts_for() -> None:
 
 
 @pytest.mark.parametrize("strategy", [AsyncServer(servers=1), SyncServer(servers=1)], ids=str)
-def test_a_server_makes_no_step_though_it_comes_to_every_change(strategy: Strategy) -> None:
+def test_a_server_makes_no_step_although_it_meets_for_every_change(strategy: Strategy) -> None:
     e = experiment(4, 20, strategy=strategy)
     changes = [Change(6, "lr", 0.01), Change(12, "bucket_mb", 0.03)]
     sessions = run(e, *changes)
@@ -72,8 +72,8 @@ def test_a_server_makes_no_step_though_it_comes_to_every_change(strategy: Strate
     assert len(simulated.changes) == 2
 
 
-def test_a_rank_that_has_made_its_steps_makes_no_more_when_it_comes_to_a_change() -> None:
-    """Where ranks go apart the others may be done long before the slowest comes to the change's step."""
+def test_a_rank_that_has_made_its_steps_makes_no_more_at_a_change() -> None:
+    """Out of lockstep, other ranks may finish long before the slowest rank reaches the change's step."""
     slow = (Slow(rank=0, factor=8.0),)
     e = experiment(4, 20, strategy=AsyncServer(servers=1), pace=5.0).set("faults", slow)
     changes = [Change(6, "lr", 0.01), Change(12, "bucket_mb", 0.03)]

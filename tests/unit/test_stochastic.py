@@ -1,4 +1,4 @@
-"""Rounding at random: right on average, independent from element to element, and never out of its byte."""
+"""Tests random rounding: right on average, independent between elements, and within its byte."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def rng(seed: int) -> torch.Generator:
 
 
 def ways(x: torch.Tensor, seed: int, **rest: float) -> list[torch.Tensor]:
-    """By blocks, as on the CPU, and in plain words, as on other devices."""
+    """Returns codes by blocks, as on the CPU, and by the plain expression, as on other devices."""
     return [dithered(x, rng(seed), **rest), plain(x, rng(seed), rest.get("scale", 1.0), int(rest.get("top", 255)))]
 
 
 @pytest.mark.parametrize("top", [1, 7, 15, 127, 255])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_on_average_it_is_what_it_was(seed: int, top: int) -> None:
+def test_the_mean_of_rounded_values_is_the_input(seed: int, top: int) -> None:
     """U = T ||mean - x||^2 / mean ||Q - x||^2 is 1 on average, with a spread of sqrt(2 / degrees of freedom)."""
     draws, own = 500, rng(seed)
     x = noise(seed, 2000).abs() ** 3
@@ -41,7 +41,7 @@ def test_on_average_it_is_what_it_was(seed: int, top: int) -> None:
 
 
 @pytest.mark.parametrize("log", [1, 4, 8, 12, 16, 18])
-def test_small_shares_are_drawn_as_often_as_they_should_be(log: int) -> None:
+def test_small_fractions_round_up_with_the_right_frequency(log: int) -> None:
     n, share = 2**23, 2.0**-log
     for base in (0.0, 3.0):
         up = float((dithered(torch.full((n,), base + share), rng(log)) - base).sum())
@@ -49,7 +49,7 @@ def test_small_shares_are_drawn_as_often_as_they_should_be(log: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.03])
-def test_neighbours_blocks_and_calls_know_nothing_of_each_other(share: float) -> None:
+def test_neighbours_blocks_and_calls_are_independent(share: float) -> None:
     n, own = 40 * BLOCK, rng(3)
     first, second = (dithered(torch.full((n,), share), own).double() - share for _ in range(2))
     spread = share * (1 - share)
@@ -59,7 +59,7 @@ def test_neighbours_blocks_and_calls_know_nothing_of_each_other(share: float) ->
     assert abs(float((first * second).mean())) / spread < 5 / math.sqrt(n)
 
 
-def test_sums_over_any_stretch_spread_as_those_of_independent_draws() -> None:
+def test_sums_over_any_stretch_have_the_variance_of_independent_draws() -> None:
     x = torch.full((64 * BLOCK,), 0.25)
     codes = dithered(x, rng(8)).double() - 0.25
     for length in (16, 256, 4096, BLOCK):
@@ -70,20 +70,20 @@ def test_sums_over_any_stretch_spread_as_those_of_independent_draws() -> None:
     assert abs(float(across.square().mean()) / (64 * 0.25 * 0.75) - 1) < 5 * math.sqrt(2 / BLOCK)
 
 
-def test_whole_numbers_stay_as_they_are() -> None:
+def test_whole_numbers_stay_unchanged() -> None:
     x = torch.arange(256.0).repeat(4000)
     for codes in ways(x, 1):
         assert torch.equal(codes.float(), x)
     assert torch.equal(dithered(torch.arange(256.0) / 4, rng(0), scale=4.0).float(), torch.arange(256.0))
 
 
-def test_the_plain_sum_leaves_its_byte_at_the_top() -> None:
-    """What is guarded against: the largest random number below 1, added in float32."""
+def test_the_plain_sum_overflows_its_byte_at_the_top() -> None:
+    """This is the failure to avoid: the largest random number below 1, added in float32."""
     assert float((torch.tensor(255.0) + (1 - 2.0**-24)).floor()) == 256
 
 
 @pytest.mark.parametrize("top", [1, 200, 255])
-def test_what_lies_beyond_the_range_is_cut_off(top: int) -> None:
+def test_values_beyond_the_range_are_clamped(top: int) -> None:
     over = torch.tensor([-1e-6, -3.0, 0.0, top + 1e-5, top * (1 + 2e-7), min(top + 40.0, 255.4)]).repeat(1000)
     for codes in ways(over, 2, top=top):
         assert codes.view(1000, 6)[0].tolist() == [0, 0, 0, top, top, top] and codes.max() == top
@@ -92,7 +92,7 @@ def test_what_lies_beyond_the_range_is_cut_off(top: int) -> None:
         assert codes.dtype == torch.uint8 and codes.max() <= top
 
 
-def test_the_same_dice_give_the_same_codes_and_others_others() -> None:
+def test_the_generator_determines_the_codes() -> None:
     x = noise(1, 100_000).abs()
     own, before = rng(5), torch.get_rng_state()
     first = dithered(x, own)
@@ -103,7 +103,7 @@ def test_the_same_dice_give_the_same_codes_and_others_others() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
-def test_every_element_gets_its_own_code_whatever_their_number(n: int) -> None:
+def test_every_element_gets_its_code_for_any_number_of_elements(n: int) -> None:
     x = torch.arange(n).remainder(200).float() + 0.5
     codes = dithered(x, rng(n)).float()
     assert codes.shape == x.shape and bool(((codes - x).abs() == 0.5).all())
@@ -126,7 +126,7 @@ def test_sizes_alone_take_no_generator() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no NVIDIA GPU on this machine")
-def test_on_a_gpu_it_rounds_up_and_down_as_well() -> None:
+def test_on_a_gpu_it_rounds_up_and_down() -> None:
     x = torch.full((1_000_000,), 2.25, device="cuda")
     codes = dithered(x, Memory(1).generator(x.device))
     assert codes.device.type == "cuda" and set(codes.unique().tolist()) == {2, 3}

@@ -1,4 +1,4 @@
-"""Stochastic gradient push: what is conserved, what comes to the mean, and what is under way when a step ends."""
+"""Tests stochastic gradient push: conserved mass, convergence to the mean, messages in flight at a step's end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from workbench.strategies._graph import PUSHES, push_hops, push_round
 
 pytestmark = pytest.mark.ranks
 
-UNEVEN = "0>1 1>2 2>3 3>0 0>2"  # rank 0 gives to two, all others to one
+UNEVEN = "0>1 1>2 2>3 3>0 0>2"  # rank 0 sends to two ranks, other ranks to one
 SHARES = "0.5 0 0.3; 0.5 0.9 0; 0 0.1 0.7"  # columns add up to 1, rows to 0.8, 1.4 and 0.8
 GRAPHS = [*((g, size) for g in PUSHES for size in range(1, 17)), (UNEVEN, 4), (SHARES, 3)]
 
 
 def matrix(graph: str, size: int, number: int = 0) -> torch.Tensor:
-    """(size, size) what every rank is given by every other in one round, and keeps."""
+    """Returns (size, size): the shares that each rank keeps and receives from each other rank in one round."""
     p = torch.zeros(size, size, dtype=torch.float64)
     for index in range(size):
         part = push_round(graph, size, index, number)
@@ -41,7 +41,7 @@ def matrix(graph: str, size: int, number: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("graph", "size"), GRAPHS)
-def test_what_is_kept_and_given_adds_up_and_every_message_is_expected(graph: str, size: int) -> None:
+def test_kept_and_sent_shares_sum_to_1_and_every_message_is_expected(graph: str, size: int) -> None:
     for number in range(5):
         p = matrix(graph, size, number)
         torch.testing.assert_close(p.sum(0), torch.ones(size).double(), rtol=0, atol=1e-12)
@@ -53,7 +53,7 @@ def test_what_is_kept_and_given_adds_up_and_every_message_is_expected(graph: str
 
 @pytest.mark.parametrize(("graph", "size"), [(g, n) for g, n in GRAPHS if n > 1])
 @pytest.mark.parametrize("late", [0, 1, 2, 4])
-def test_hops_is_how_long_a_word_of_rank_0_travels_when_messages_are_late(graph: str, size: int, late: int) -> None:
+def test_hops_is_how_long_a_message_of_rank_0_travels_if_messages_are_late(graph: str, size: int, late: int) -> None:
     longest = 0
     for first in range(5):
         know, sent, number = {0}, [], first
@@ -69,11 +69,11 @@ def push_weights(sessions: list[Any]) -> torch.Tensor:
     return torch.tensor([s.state.weight for s in sessions], dtype=torch.float64)
 
 
-# -- against the rule as it is written
+# -- against the plain rule
 
 
 class Pushing:
-    """Push-sum SGD in one process: numerators, weights, and what is under way, moved by the whole matrix."""
+    """Push-sum SGD in one process: numerators, weights and messages in flight, moved by the whole matrix."""
 
     def __init__(self, chosen: StochasticGradientPush, size: int) -> None:
         self.chosen, self.size, self.model = chosen, size, net().double()
@@ -112,7 +112,7 @@ class Pushing:
         return self.x / self.w[:, None]
 
     def mean(self) -> torch.Tensor:
-        """The sum of all numerators, on ranks and under way, over the sum of all weights."""
+        """Returns the sum of all numerators, on ranks and in flight, over the sum of all weights."""
         x = self.x.sum(0) + sum(x.sum(0) for _, x, _ in self.under_way)
         return x / (self.w.sum() + sum(w.sum() for _, _, w in self.under_way))
 
@@ -125,7 +125,7 @@ RULES = [(StochasticGradientPush(), 4), (StochasticGradientPush(graph="exponenti
 
 
 @pytest.mark.parametrize(("chosen", "size"), RULES, ids=str)
-def test_it_is_the_papers_rule(chosen: StochasticGradientPush, size: int) -> None:
+def test_push_equals_the_papers_rule(chosen: StochasticGradientPush, size: int) -> None:
     e = paced(size, 11, strategy=chosen, task=exact_task(momentum=0.9))
     plain = Pushing(chosen, size)
     for step in range(11):
@@ -139,7 +139,7 @@ def test_it_is_the_papers_rule(chosen: StochasticGradientPush, size: int) -> Non
 
 
 @pytest.mark.parametrize(("text", "size"), [("chain", 4), (UNEVEN, 4), (SHARES, 3)])
-def test_mass_is_conserved_and_z_comes_to_the_true_mean_though_x_does_not(text: str, size: int) -> None:
+def test_mass_is_conserved_and_z_converges_to_the_true_mean_but_x_does_not(text: str, size: int) -> None:
     chosen = StochasticGradientPush(graph=text) if text in PUSHES else StochasticGradientPush(edges=text)
     e, still = paced(size, 6, strategy=chosen, task=exact_task()), Change(6, "lr", 1e-30)
     (_, before), (_, after) = simulated(e), simulated(e.set("steps", 150), still)
@@ -158,12 +158,12 @@ def test_mass_is_conserved_and_z_comes_to_the_true_mean_though_x_does_not(text: 
 
 @pytest.mark.parametrize(("chosen", "size"), [(StochasticGradientPush(), 5), (StochasticGradientPush(graph="ring"), 3),
                                               (StochasticGradientPush(graph="complete"), 4)])  # fmt: skip
-def test_on_graphs_that_are_alike_everywhere_weights_stay_1(chosen: StochasticGradientPush, size: int) -> None:
+def test_on_regular_graphs_weights_stay_1(chosen: StochasticGradientPush, size: int) -> None:
     assert [s.state.weight for s in run(experiment(size, 12, strategy=chosen))] == [1.0] * size
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_left_with_uneven_weights_it_gives_the_true_mean(overlap: int) -> None:
+def test_a_switch_with_uneven_weights_gives_the_true_mean(overlap: int) -> None:
     chosen = StochasticGradientPush(edges=UNEVEN, overlap=overlap)
     e = paced(4, 8, strategy=chosen, task=exact_task(momentum=0.9))
     plain = Pushing(chosen, 4)
@@ -176,7 +176,7 @@ def test_left_with_uneven_weights_it_gives_the_true_mean(overlap: int) -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-# -- knobs, bytes, words
+# -- knobs, bytes, errors
 
 
 CHANGES = (Change(7, "bucket_mb", 0.03), Change(8, "overlap", 1), Change(10, "edges", "0>1 1>2 2>0"),
@@ -184,8 +184,8 @@ CHANGES = (Change(7, "bucket_mb", 0.03), Change(8, "overlap", 1), Change(10, "ed
            Change(19, "graph", "chain"), Change(20, "strategy", "DDP"))  # fmt: skip
 
 
-def test_through_live_changes_with_messages_under_way_nothing_is_lost() -> None:
-    """Without learning from step 6 on, all that follows only moves the same mass about."""
+def test_live_changes_with_messages_in_flight_lose_nothing() -> None:
+    """Without learning from step 6 on, later steps only move the same mass."""
     chosen = StochasticGradientPush(edges=SHARES, overlap=3)
     e = paced(3, 21, strategy=chosen, task=exact_task())
     plain = Pushing(chosen, 3)
@@ -199,7 +199,7 @@ def test_through_live_changes_with_messages_under_way_nothing_is_lost() -> None:
             torch.testing.assert_close(weights(s), want, rtol=0, atol=1e-12)
 
 
-def test_a_change_acts_on_all_before_the_same_step_though_messages_are_late() -> None:
+def test_a_change_applies_to_all_ranks_before_the_same_step_despite_late_messages() -> None:
     sessions = live(experiment(4, 0, pace=4.0, strategy=StochasticGradientPush(overlap=3, every=2)))
     try:
         for k, (path, value) in enumerate([("bucket_mb", 0.03), ("overlap", 0), ("every", 1), ("graph", "chain"),
@@ -234,7 +234,7 @@ def test_bytes_are_the_model_and_a_weight_per_receiver_and_round() -> None:
 
 
 def test_an_overlap_hides_the_exchange_behind_the_next_step() -> None:
-    """Ten buckets of 40 kB at 100 Mbit/s: 32 ms on the wire beside 40 ms of compute."""
+    """Ten buckets of 40 kB at 100 Mbit/s take 32 ms to send, next to 40 ms of compute."""
     def lasts(overlap: int) -> float:
         e = paced(4, 8, pace=40.0, mbit=100.0, task=stack(10, 100), strategy=StochasticGradientPush(overlap=overlap))
         return float(np.median(seconds(simulate(e))[3:]))
@@ -243,7 +243,7 @@ def test_an_overlap_hides_the_exchange_behind_the_next_step() -> None:
     assert lasts(1) == pytest.approx(0.040, rel=1e-4)
 
 
-def test_it_learns_at_once_and_late() -> None:
+def test_it_learns_with_and_without_overlap() -> None:
     held = {}
     for overlap in (0, 2):
         e = paced(4, 60, strategy=StochasticGradientPush(overlap=overlap), eval_every=60)
@@ -262,12 +262,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "ranks", "words"), WRONG)
-def test_an_own_graph_that_cannot_be_is_refused_in_words(text: str, ranks: int, words: str) -> None:
+def test_an_invalid_graph_raises_knob_error(text: str, ranks: int, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         experiment(ranks, strategy=StochasticGradientPush(edges=text))
 
 
-def test_what_gossip_must_refuse_it_takes() -> None:
+def test_it_accepts_a_graph_that_gossip_refuses() -> None:
     uneven = partial(experiment, 3, 4, task=toy(), strategy=StochasticGradientPush(edges=SHARES))
     assert {s.phase for s in run(uneven())} == {"done"}
     with pytest.raises(KnobError, match=r"row 0 adds up to 0\.8"):

@@ -1,4 +1,4 @@
-"""The run directory: what was flushed is readable at any moment, and what is wrong is said in a sentence."""
+"""Tests the run directory: flushed rows are readable at any moment, and damage is reported in a sentence."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_stream_cut_at_any_byte_gives_its_whole_batches(tmp_path: Path) -> Non
     assert sum(warned for _, warned in had) > 0.9 * len(had), "a torn batch is said"
 
 
-def test_garbage_after_the_last_batch_is_said_and_skipped(tmp_path: Path) -> None:
+def test_garbage_after_the_last_batch_is_reported_and_skipped(tmp_path: Path) -> None:
     path = directory(tmp_path)
     file = write(path, 2, close=False)
     with file.open("ab") as out:
@@ -93,7 +93,7 @@ def test_any_arrow_library_reads_the_stream(tmp_path: Path) -> None:
     assert table["name"].to_pylist()[:8] == [f"bucket {k % 7}" for k in range(8)]
 
 
-def test_words_that_appear_late_are_sent_as_a_delta(tmp_path: Path) -> None:
+def test_late_dictionary_entries_are_written_as_a_delta(tmp_path: Path) -> None:
     path = directory(tmp_path)
     writer = Writer(path, "samples", 0)
     for k, name in enumerate(["loss", "drift", "loss", "held_out", "drift"]):
@@ -113,7 +113,7 @@ def test_ranks_are_merged_in_order_of_time(tmp_path: Path) -> None:
     assert rows.rank.tolist() == [0, 1] * 5 and (np.diff(rows.t1) > 0).all()
 
 
-def test_a_record_is_opened_in_little_more_memory_than_it_takes(tmp_path: Path) -> None:
+def test_opening_a_record_takes_little_more_memory_than_its_rows(tmp_path: Path) -> None:
     path, rows = directory(tmp_path), 100_000
     for rank in range(4):
         writer = Writer(path, "spans", rank)
@@ -151,7 +151,7 @@ def test_a_second_writer_begins_a_new_part_and_lost_rows_are_counted(tmp_path: P
         (lambda p: (p / "run.json").write_text(json.dumps({**ABOUT, "schema": 99})), "was written with schema 99"),
     ],
 )
-def test_a_directory_that_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, spoil: Any, sentence: str) -> None:
+def test_an_unreadable_directory_raises_run_error(tmp_path: Path, spoil: Any, sentence: str) -> None:
     path = directory(tmp_path)
     spoil(path)
     with pytest.raises(RunError) as refused:
@@ -182,7 +182,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> Non
         store.create(tmp_path / "file", ABOUT)
 
 
-def test_run_json_says_what_the_run_is(tmp_path: Path) -> None:
+def test_run_json_describes_the_run(tmp_path: Path) -> None:
     about = json.loads((directory(tmp_path) / "run.json").read_text())
     assert about["schema"] == 1 and about["experiment"] == ABOUT["experiment"] and about["epoch"] == 5.0
     assert about["run_dir"] == str(tmp_path / "run")
@@ -197,9 +197,9 @@ def test_a_realistic_record_is_small_and_loads_quickly(tmp_path: Path) -> None:
             writer.append(rows[i : i + 250].columns)
         writer.close()
     size = sum(file.stat().st_size for file in path.glob("*.arrow"))
-    Run.open(path)  # the first to be opened imports pyarrow and others, which takes ten times as long
+    Run.open(path)  # the first open imports pyarrow and other modules, which takes ten times as long
     seconds = 9.0
-    for _ in range(3):  # the least of them: others may have the processor's caches
+    for _ in range(3):  # the least: other processes may use the processor's caches
         began = time.process_time()
         read = Run.open(path).timeline.spans
         seconds = min(seconds, time.process_time() - began)
@@ -207,7 +207,7 @@ def test_a_realistic_record_is_small_and_loads_quickly(tmp_path: Path) -> None:
     assert seconds < 2.0 * max(len(written) / 1e6, 0.05)
 
 
-def test_a_run_directory_and_all_in_it_are_this_users_alone(tmp_path: Path) -> None:
+def test_a_run_directory_is_only_accessible_to_this_user(tmp_path: Path) -> None:
     run = synthetic.run(steps=5, changes=())
     run.save(tmp_path / "new" / "run")
     mine = tmp_path / "mine"
@@ -218,7 +218,7 @@ def test_a_run_directory_and_all_in_it_are_this_users_alone(tmp_path: Path) -> N
     assert mine.stat().st_mode & 0o777 == 0o755, "a directory that was there stays as its owner made it"
 
 
-def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:
+def test_an_unusable_run_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="file: is a file; a run needs"):
         store.create(tmp_path / "file", ABOUT)
@@ -245,7 +245,7 @@ HAND_MADE = {
 
 
 @pytest.mark.parametrize(("said", "about"), HAND_MADE.items(), ids=HAND_MADE)
-def test_a_hand_made_run_json_is_refused_field_by_field(tmp_path: Path, said: str, about: dict[str, Any]) -> None:
+def test_an_invalid_field_of_run_json_is_refused_by_name(tmp_path: Path, said: str, about: dict[str, Any]) -> None:
     path = directory(tmp_path, **about)
     with pytest.raises(RunError, match=f"run: its run.json is not one that workbench wrote: {said}"):
         Run.open(path)
@@ -269,7 +269,7 @@ def test_a_stream_that_holds_something_else_is_skipped_by_name(tmp_path: Path) -
     assert len(run.spans) and repr(run), "the other ranks' rows are there"
 
 
-def test_marks_that_hold_something_else_keep_no_run_closed() -> None:
+def test_invalid_marks_do_not_prevent_opening_a_run() -> None:
     run = Run({"ranks": 1})
     run.timeline.marks.add([(0, 1, "change", 1.0, "not json"), (0, 2, "change", 2.0, "[]"), (0, 3, "state", 3.0, "5")])
     assert run.changes == () and run.state == "cut off" and repr(run)

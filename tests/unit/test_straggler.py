@@ -1,4 +1,4 @@
-"""Who is slow, cause or victim: right rank, right side, right phase within 20 steps; silent without a cause."""
+"""Finds stragglers, cause or victim: right rank, side and phase within 20 steps; silent without a cause."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FROM = 40  # the step at which a rank becomes slow
 
 
 def slowed(rank: int, phase: str, share: float = 0.2, **rest: object) -> Timeline:
-    """A run that ends 20 steps after `rank` became slower in `phase` by `share` of a step."""
+    """Returns a run that ends 20 steps after `rank` became slower in `phase` by `share` of a step."""
     slow = (rank, phase, synthetic.factor(phase, share))
     return synthetic.timeline(steps=FROM + 20, slow=slow, slow_from=FROM, **rest)  # type: ignore[arg-type]
 
 
 def until(tl: Timeline, stop: int) -> Timeline:
-    """The timeline as it was after `stop` steps."""
+    """Returns the timeline as it was after `stop` steps."""
     out, spans = Timeline(), tl.spans.rows()
     out.spans.extend(spans[spans.step < stop].columns)
     return out
@@ -42,19 +42,19 @@ def test_the_slow_rank_is_named_with_side_and_phase_within_twenty_steps(rank: in
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
-def test_it_is_found_among_any_number_of_ranks_off_a_link(ranks: int, phase: str) -> None:
+def test_a_slow_rank_is_found_among_any_number_of_ranks_without_a_link(ranks: int, phase: str) -> None:
     verdict = straggler(slowed(ranks - 1, phase, ranks=ranks, link=False))
     assert verdict is not None and (verdict.rank, verdict.side, verdict.phase) == (ranks - 1, "compute", phase)
     assert set(verdict.victims) == set(range(ranks - 1))
 
 
 @pytest.mark.parametrize("every", [1, 4, 8, 16, 32])
-def test_where_ranks_meet_seldom_what_has_built_up_is_judged(every: int) -> None:
+def test_with_rare_meetings_the_accumulated_delay_is_judged(every: int) -> None:
     verdict = straggler(slowed(1, "backward", strategy="LocalSGD", every=every))
     assert verdict is not None and (verdict.rank, verdict.phase) == (1, "backward")
 
 
-def test_before_the_ranks_meet_the_others_will_wait() -> None:
+def test_before_the_first_meeting_the_text_announces_the_wait() -> None:
     slow = (2, "forward", synthetic.factor("forward"))
     verdict = straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow))
     assert verdict is not None and verdict.rank == 2 and verdict.victims == ()
@@ -64,19 +64,19 @@ def test_before_the_ranks_meet_the_others_will_wait() -> None:
 @pytest.mark.parametrize("strategy", ["DDP", "LocalSGD"])
 @pytest.mark.parametrize("link", [True, False])
 @pytest.mark.parametrize("noise", [0.05, 0.08])
-def test_silent_while_nothing_is_injected(strategy: str, link: bool, noise: float) -> None:
+def test_no_straggler_is_reported_without_a_fault(strategy: str, link: bool, noise: float) -> None:
     for seed in range(3):
         tl = synthetic.timeline(strategy, steps=100, link=link, noise=noise, hiccups=0.02, seed=seed)
         said = [straggler(until(tl, stop)) for stop in range(8, 101, 12)]
         assert said == [None] * len(said)
 
 
-def test_hiccups_of_one_rank_are_no_cause() -> None:
+def test_hiccups_of_one_rank_are_not_blamed() -> None:
     tl = synthetic.timeline(steps=60, slow=(1, "backward", 3.0), slow_from=57)
     assert straggler(tl) is None
 
 
-def test_cause_and_victims_read_well() -> None:
+def test_the_text_names_cause_and_victims() -> None:
     verdict = straggler(slowed(2, "backward", share=0.4, link=False, noise=0.0, hiccups=0.0))
     assert verdict is not None
     assert verdict.text == (
@@ -99,20 +99,20 @@ def test_of_two_slow_ranks_the_one_that_costs_more_is_named() -> None:
     assert verdict is not None and verdict.rank == 3
 
 
-def test_a_change_begins_a_new_judgement() -> None:
+def test_a_change_restarts_the_judgement() -> None:
     tl = synthetic.timeline(steps=60, slow=(1, "forward", 1.8))
     assert straggler(tl) is not None
     tl.marks.add([Mark(0, 57, "change", 9.0, json.dumps({"path": "lr", "value": 1.0}))])
     assert straggler(tl) is None, "three steps are too few to judge"
 
 
-def test_nothing_is_said_of_an_empty_timeline_one_rank_or_a_few_steps() -> None:
+def test_an_empty_timeline_one_rank_or_few_steps_give_no_verdict() -> None:
     assert straggler(Timeline()) is None
     assert straggler(synthetic.timeline(ranks=1, steps=40)) is None
     assert straggler(synthetic.timeline(steps=4, slow=(1, "forward", 3.0))) is None
 
 
-def test_rows_of_one_rank_may_come_later() -> None:
+def test_rows_of_one_rank_may_arrive_later() -> None:
     whole = slowed(1, "backward", link=False).spans.rows()
     tl = Timeline()
     tl.spans.extend(whole[(whole.rank != 3) | (whole.step < FROM + 12)].columns)
@@ -130,19 +130,19 @@ def test_the_order_of_arrival_does_not_matter() -> None:
     assert straggler(mixed) == straggler(tl)
 
 
-def test_it_is_quick_enough_to_ask_five_times_a_second() -> None:
+def test_a_verdict_is_quick_enough_for_five_per_second() -> None:
     tl = synthetic.timeline(ranks=8, steps=600)
     straggler(tl)
     took = []
     for _ in range(5):
-        began = time.process_time()  # of the processor: others may keep it busy
+        began = time.process_time()  # processor time: other processes may be busy
         straggler(tl)
         took.append(time.process_time() - began)
     assert min(took) < 0.1
 
 
 def all_slow(factors: dict[str, float], rank: int = 1, noise: float = 0.05, seed: int = 0) -> Timeline:
-    """30 steps in which `rank` takes so many times longer in each phase."""
+    """Returns 30 steps in which each phase of `rank` takes its factor times as long."""
     host = synthetic.Host(4, 0.1, link=False, seed=seed, noise=noise, hiccups=0.01)
     seconds = host.seconds
     host.seconds = lambda r, phase: seconds(r, phase) * (factors.get(phase, 1.0) if r == rank else 1.0)  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ def all_slow(factors: dict[str, float], rank: int = 1, noise: float = 0.05, seed
 
 @pytest.mark.parametrize("factor", [1.2, 1.5, 4.0])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.08])
-def test_where_all_compute_is_slow_compute_as_a_whole_is_named(factor: float, noise: float) -> None:
+def test_if_all_compute_is_slow_the_phase_is_compute(factor: float, noise: float) -> None:
     for seed in range(4):
         verdict = straggler(all_slow(dict.fromkeys(synthetic.SHARE, factor), noise=noise, seed=seed))
         assert verdict is not None and (verdict.rank, verdict.side, verdict.phase) == (1, "compute", "compute")
@@ -167,7 +167,7 @@ def test_where_all_compute_is_slow_compute_as_a_whole_is_named(factor: float, no
     ({"forward": 2.0}, ("forward",)),
     ({"update": 4.0}, ("update",)),
 ])  # fmt: skip
-def test_where_some_phases_are_slow_those_are_named(slow: dict[str, float], phases: tuple[str, ...]) -> None:
+def test_if_some_phases_are_slow_they_are_named(slow: dict[str, float], phases: tuple[str, ...]) -> None:
     for seed in range(4):
         verdict = straggler(all_slow(slow, seed=seed))
         assert verdict is not None and verdict.phases == phases and verdict.phase in phases
@@ -175,14 +175,14 @@ def test_where_some_phases_are_slow_those_are_named(slow: dict[str, float], phas
 
 
 def test_the_share_is_of_the_slow_ranks_own_step() -> None:
-    """Of ranks that meet every 100 steps, the slow one's step lasts 160 ms: 60 of these are too many."""
+    """Ranks meet every 100 steps. The slow rank's step takes 160 ms, 60 of them too many."""
     slow = (2, "backward", 2.0)
     verdict = straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow, noise=0.0, hiccups=0.0))
     assert verdict is not None and verdict.share == pytest.approx(60 / 160, rel=0.02)
     assert "60 ms longer than the others', 38 % of its step's time." in verdict.text
 
 
-def test_why_nothing_is_said() -> None:
+def test_the_reason_for_silence_is_given() -> None:
     assert why_silent(Timeline()) == "early" == why_silent(synthetic.timeline(steps=4))
     assert why_silent(synthetic.timeline(ranks=1, steps=40)) == "alone"
     assert why_silent(synthetic.timeline(ranks=1, steps=4)) == "early", "the others' rows may be on their way"
@@ -192,8 +192,8 @@ def test_why_nothing_is_said() -> None:
 
 
 @pytest.mark.parametrize("compressor", ["TopK", "PowerSGD", "SignSGD", "QSGD", "Dense"])
-def test_a_slow_rank_is_named_also_where_a_bucket_takes_several_collectives(compressor: str) -> None:
-    """Values are gathered once the indices are, a second factor once the first is: late because that was."""
+def test_a_slow_rank_is_named_even_if_a_bucket_takes_several_collectives(compressor: str) -> None:
+    """Ranks gather values after indices, and a second factor after the first, so both are late for the same reason."""
     e = recipe("first_run").set("steps", 40).set("eval_every", 0).set("compressor", compressor)
     found = straggler(simulate(e, changes=[Change(15, "fabric.faults", [Slow(rank=2)])]).timeline)
     assert found is not None and (found.rank, found.side) == (2, "compute")
@@ -205,10 +205,10 @@ SHARDED = ["ZeRO1", "ZeRO2", "ZeRO3"]
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize(("phase", "longer"), [("compute", 0.0925), ("forward", 0.03), ("backward", 0.06)])
-def test_a_slow_rank_is_named_where_gathering_waits_for_the_gradients(
+def test_a_slow_rank_is_named_if_gathers_wait_for_the_gradients(
     strategy: str, phase: str, longer: float
 ) -> None:
-    """All ask late for what is gathered, for all have waited for the slow one's gradients."""
+    """All ranks request the gather late, because all have waited for the slow rank's gradients."""
     e = recipe("first_run").set("steps", 40).set("strategy", strategy)
     found = straggler(simulate(e, changes=[Change(15, "fabric.faults", [Slow(rank=2, phase=phase)])]).timeline)
     assert found is not None and (found.rank, found.phase, found.victims) == (2, phase, (0, 1, 3))
@@ -217,7 +217,7 @@ def test_a_slow_rank_is_named_where_gathering_waits_for_the_gradients(
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_nobody_is_named_where_shards_are_gathered_and_all_hiccup_alike(strategy: str, seed: int) -> None:
+def test_no_rank_is_named_if_shards_are_gathered_and_all_ranks_hiccup(strategy: str, seed: int) -> None:
     e = recipe("first_run").set("steps", 60).set("seed", seed).set("strategy", strategy)
     noise = [TransientStraggler(probability=0.1, factor=3)]
     tl = simulate(e, changes=[Change(5, "fabric.faults", noise)]).timeline

@@ -1,4 +1,4 @@
-"""A stream of many ranks stays within what a page and a network may be asked to take."""
+"""Checks that a stream of many ranks stays within the budgets of a page and of a network."""
 
 from __future__ import annotations
 

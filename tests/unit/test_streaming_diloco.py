@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: its schedule, its fragments, what it computes and sends, what hides, and what it refuses."""
+"""Tests Streaming DiLoCo: schedule, fragments, result, bytes, overlap and refusals."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ LAYERS = ("b", "a", "c")  # of tests.ranks.Net from the largest to the smallest:
 
 
 def launched(s: Session) -> dict[int, list[str]]:
-    """By step, what was sent in it."""
+    """Returns the names of the exchanges by step."""
     found: dict[int, list[str]] = {}
     for step, name, _ in s.record.comm():
         found.setdefault(step, []).append(name)
     return found
 
 
-# -- its schedule and its fragments --
+# -- schedule and fragments --
 
 
-def test_fragments_take_turns() -> None:
-    """The card's schedule: F = 4, H = 12."""
+def test_fragments_take_turns_by_the_schedule() -> None:
+    """The schedule of the paper's figure: F = 4, H = 12."""
     chosen = StreamingDiLoCo(fragments=4, every=12)
     turns = [(f, t) for t in range(1, 19) for f in chosen.turn(t)]
     assert turns == [(0, 3), (1, 6), (2, 9), (3, 12), (0, 15), (1, 18)]
 
 
 @pytest.mark.parametrize(("count", "every"), [(1, 8), (3, 8), (4, 12), (5, 3), (7, 1), (3, 100)])
-def test_every_fragment_comes_once_per_period(count: int, every: int) -> None:
+def test_every_fragment_has_its_turn_once_per_period(count: int, every: int) -> None:
     chosen = StreamingDiLoCo(fragments=count, every=every)
     for first in (1, 5, 3 * every):
         assert sorted(f for t in range(first, first + every) for f in chosen.turn(t)) == list(range(count))
 
 
-def test_on_the_wire_fragments_come_in_that_order() -> None:
+def test_fragments_are_exchanged_in_the_order_of_the_schedule() -> None:
     s = run(experiment(2, 18, strategy=StreamingDiLoCo(fragments=3, every=9, bits=32)))[0]
     want = {2: 0, 5: 1, 8: 2, 11: 0, 14: 1, 17: 2}
     assert launched(s) == {step: [f"all_reduce fragment {f}"] for step, f in want.items()}
 
 
-def test_equal_layers_are_dealt_out_in_turn() -> None:
+def test_equal_layers_are_assigned_to_fragments_in_turn() -> None:
     parts = [Part(f"blocks.{i}.weight", (10,), 0, 10) for i in range(12)]
     names = [f"blocks.{i}.weight" for i in range(12)]
     assert fragments(parts[::-1], 4) == [names[f::4] for f in range(4)]
 
 
-def test_layers_are_kept_whole_and_large_ones_do_not_meet() -> None:
+def test_layers_stay_whole_and_large_ones_are_in_different_fragments() -> None:
     parts = Layout(ByteGPT().build().model(), 1.0).parts
     found = fragments(parts, 4)
     assert sorted(name for its in found for name in its) == sorted(p.name for p in parts)
@@ -88,11 +88,11 @@ def test_fragments_do_not_depend_on_buckets(bucket_mb: float) -> None:
     assert fragments(Layout(model, bucket_mb).parts, 4) == fragments(Layout(model, 0.5).parts, 4)
 
 
-# -- what it computes --
+# -- result --
 
 
 @pytest.mark.parametrize("form", [{}, {"outer_lr": 0.5, "outer_momentum": 0.0}])
-def test_one_fragment_without_delay_and_mixing_is_diloco(form: dict[str, float]) -> None:
+def test_one_fragment_without_delay_and_mixing_equals_diloco(form: dict[str, float]) -> None:
     chosen = StreamingDiLoCo(fragments=1, every=4, **EXACT, **form)
     mine, plain = (run(experiment(3, 12, strategy=s)) for s in (chosen, DiLoCo(every=4, **form)))
     for s in mine:
@@ -101,7 +101,7 @@ def test_one_fragment_without_delay_and_mixing_is_diloco(form: dict[str, float])
 
 @pytest.mark.parametrize("bits", [4, 32])
 @pytest.mark.parametrize("delay", [0, 2])
-def test_who_keeps_all_of_its_own_trains_alone(bits: int, delay: int) -> None:
+def test_with_alpha_1_each_rank_trains_alone(bits: int, delay: int) -> None:
     mine = run(experiment(3, 12, strategy=StreamingDiLoCo(every=6, alpha=1.0, delay=delay, bits=bits)))
     alone = run(experiment(3, 12, strategy=LocalSGD(every=100)))
     for one, other in zip(mine, alone, strict=True):
@@ -109,7 +109,7 @@ def test_who_keeps_all_of_its_own_trains_alone(bits: int, delay: int) -> None:
 
 
 def reference(steps: int, every: int, delay: int, alpha: float, turns: Any, ranks: int = 3) -> Plain:
-    """Fragments of one layer each, with torch's own outer optimizer; `turns` says whose turn it is after t steps."""
+    """Trains fragments of one layer each with torch's outer optimizer; `turns` gives the fragments after t steps."""
     plain = Plain(ranks, MOMENTUM)
     theta = {f: plain.get(layer)[0] for f, layer in enumerate(LAYERS)}
     step = {f: outer_sgd(theta[f], lr=0.7, momentum=0.9, nesterov=True) for f in theta}
@@ -133,7 +133,7 @@ def reference(steps: int, every: int, delay: int, alpha: float, turns: Any, rank
 
 
 @pytest.mark.parametrize(("every", "delay", "alpha"), [(3, 0, 0.0), (6, 1, 0.5), (6, 4, 0.3), (3, 3, 0.5), (4, 9, 0.0)])
-def test_it_is_the_papers_algorithm(every: int, delay: int, alpha: float) -> None:
+def test_streaming_diloco_equals_the_papers_algorithm(every: int, delay: int, alpha: float) -> None:
     chosen = StreamingDiLoCo(fragments=3, every=every, delay=delay, alpha=alpha, bits=32)
     sessions = run(experiment(3, 14, strategy=chosen))
     want = reference(14, every, delay, alpha, chosen.turn)
@@ -142,7 +142,7 @@ def test_it_is_the_papers_algorithm(every: int, delay: int, alpha: float) -> Non
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5])
-def test_merging_leaves_just_that_share_of_a_fragments_disagreement(alpha: float) -> None:
+def test_merging_leaves_the_share_alpha_of_a_fragments_drift(alpha: float) -> None:
     def spread(sessions: list[Session]) -> dict[str, float]:
         found = {}
         for layer in LAYERS:
@@ -158,7 +158,7 @@ def test_merging_leaves_just_that_share_of_a_fragments_disagreement(alpha: float
     assert (merged["a"], merged["c"]) == (apart["a"], apart["c"])
 
 
-def test_momentum_moves_on_where_nothing_was_learned() -> None:
+def test_momentum_moves_parameters_even_without_learning() -> None:
     chosen = StreamingDiLoCo(fragments=1, every=4, **EXACT)
     mine = run(experiment(3, 8, task=toy(SGD), strategy=chosen), Change(4, "lr", 1e-30))
     plain = Plain(3, SGD)
@@ -169,7 +169,7 @@ def test_momentum_moves_on_where_nothing_was_learned() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 32])
-def test_the_outer_state_is_the_same_on_all_ranks_to_the_bit(bits: int) -> None:
+def test_the_outer_state_is_bit_identical_on_all_ranks(bits: int) -> None:
     sessions = run(experiment(4, 13, strategy=StreamingDiLoCo(every=6, bits=bits)))
     for slot in ("anchor", "momentum"):
         kept = [s.state.memory.buffers[slot] for s in sessions]
@@ -177,7 +177,7 @@ def test_the_outer_state_is_the_same_on_all_ranks_to_the_bit(bits: int) -> None:
         assert all(torch.equal(other[name], kept[0][name]) for other in kept for name in kept[0])
 
 
-def test_in_four_bits_it_learns_as_it_does_in_thirty_two() -> None:
+def test_with_4_bits_it_learns_as_well_as_with_32() -> None:
     def last(**rest: Any) -> float:
         chosen = StreamingDiLoCo(every=6, **rest)
         s = run(experiment(3, 60, strategy=chosen, eval_every=60, task=toy(partial(torch.optim.AdamW, lr=3e-3))))[0]
@@ -188,12 +188,12 @@ def test_in_four_bits_it_learns_as_it_does_in_thirty_two() -> None:
     assert last(bits=4) == pytest.approx(last(bits=32), rel=0.05)
 
 
-# -- what it sends, and when --
+# -- bytes and times --
 
 
 @pytest.mark.parametrize(("bits", "fraction"), [(4, 8), (32, 1)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bytes_are_the_formula(bits: int, fraction: int, ranks: int) -> None:
+def test_bytes_equal_the_formula(bits: int, fraction: int, ranks: int) -> None:
     s = run(experiment(ranks, 12, strategy=StreamingDiLoCo(bits=bits)))[0]
     got = {step: sum(n for at, _, n in s.record.comm() if at == step) for step in (3, 7, 11)}
     for step, layer in zip((3, 7, 11), LAYERS, strict=True):
@@ -207,7 +207,7 @@ def test_bytes_are_the_formula(bits: int, fraction: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 32])
 @pytest.mark.parametrize("count", [4, 8])
-def test_the_most_it_sends_in_a_step_is_under_a_third_of_dilocos(count: int, bits: int) -> None:
+def test_its_largest_bytes_in_a_step_are_under_a_third_of_dilocos(count: int, bits: int) -> None:
     def most(strategy: Any) -> int:
         found = comm(simulate(paced(4, 16, task=ByteGPT(), strategy=strategy)), 0)
         return max(sum(n for step, _, n in found if step == at) for at in range(16))
@@ -216,7 +216,7 @@ def test_the_most_it_sends_in_a_step_is_under_a_third_of_dilocos(count: int, bit
 
 
 @pytest.mark.parametrize("bits", [4, 32])
-def test_at_a_wire_of_five_times_compute_no_step_is_longer_while_the_delay_covers_it(bits: int) -> None:
+def test_an_exchange_of_five_times_compute_is_hidden_if_the_delay_covers_it(bits: int) -> None:
     pace, layer = 10.0, 40_000
     half = 4 * layer  # bytes of a fragment of four layers, two of them
     once = 2 * 3 * (layer // 2 + 4 * math.ceil(layer / 256)) if bits == 4 else 2 * 3 * half // 4 * 4
@@ -232,18 +232,18 @@ def test_at_a_wire_of_five_times_compute_no_step_is_longer_while_the_delay_cover
     assert steps(3).max() == pytest.approx(3 * pace * 1e-3, rel=0.1), "what three steps do not cover is waited for"
 
 
-def test_a_rank_alone_at_the_end_of_a_run_still_takes_part_in_what_is_under_way() -> None:
-    """The last exchange is begun in the last step."""
+def test_an_exchange_in_flight_is_completed_at_the_end_of_a_run() -> None:
+    """The last exchange starts in the last step."""
     s = run(experiment(3, 4, strategy=StreamingDiLoCo(delay=3)))[0]
     assert list(launched(s)) == [3] and not s.state.flying
 
 
-# -- in and out, and what is turned live --
+# -- switches and live changes --
 
 
 @pytest.mark.parametrize("change", [("bucket_mb", 1.0), ("lr", 0.02)])
-def test_a_change_waits_for_what_is_under_way_and_goes_on(change: tuple[str, float]) -> None:
-    """Settled one step early it is as if the delay had been one step shorter there."""
+def test_a_change_waits_for_the_exchange_in_flight(change: tuple[str, float]) -> None:
+    """An exchange completed one step early acts like a delay that is one step shorter."""
     chosen = StreamingDiLoCo(fragments=3, every=12, delay=2, bits=32)
     e = experiment(3, 12, strategy=chosen, eval_every=1)
     sessions = run(e, Change(5, *change))
@@ -253,7 +253,7 @@ def test_a_change_waits_for_what_is_under_way_and_goes_on(change: tuple[str, flo
         torch.testing.assert_close(weights(s), weights(other), rtol=1e-6, atol=1e-7)
 
 
-def test_live_knobs_act_on_the_schedule() -> None:
+def test_live_changes_of_knobs_affect_the_schedule() -> None:
     changes = Change(6, "fragments", 1), Change(6, "every", 4), Change(13, "bits", 32), Change(13, "delay", 0)
     s = run(experiment(2, 20, strategy=StreamingDiLoCo()), *changes)[0]
     found = {step: [name.split()[0] for name in names] for step, names in launched(s).items()}
@@ -262,7 +262,7 @@ def test_live_knobs_act_on_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6, 12])
-def test_it_leaves_the_ranks_mean(steps: int) -> None:
+def test_a_switch_leaves_the_ranks_mean(steps: int) -> None:
     chosen = StreamingDiLoCo(fragments=3, every=12, delay=2, alpha=0.5, bits=32)
     out = run(experiment(3, steps + 1, strategy=chosen), Change(steps, "lr", 1e-30), Change(steps, "strategy", "DDP"))
     want = reference(steps, 12, 2, 0.5, chosen.turn)
@@ -282,7 +282,7 @@ def test_both_hosts_train_and_send_the_same(bits: int, delay: int) -> None:
         assert sorted(comm(simulated, s.rank.index)) == sorted(s.record.comm())
 
 
-def test_it_runs_over_a_link_and_a_stop_finds_nothing_hanging() -> None:
+def test_it_runs_over_a_link_and_stops_without_a_hang() -> None:
     e = experiment(3, 0, pace=5.0, strategy=StreamingDiLoCo(delay=2)).set("fabric.link.bandwidth", 5.0)
     sessions = live(e)
     try:
@@ -297,7 +297,7 @@ def test_it_runs_over_a_link_and_a_stop_finds_nothing_hanging() -> None:
             assert s.join(60)
 
 
-# -- what cannot be --
+# -- refusals --
 
 NINE = r"fragments=9: the model has 3 layers .* use at most 3"
 
@@ -308,7 +308,7 @@ def test_more_fragments_than_layers_are_refused_before_a_simulation() -> None:
             simulate(paced(2, 3, strategy=StreamingDiLoCo(fragments=9)), real=real)
 
 
-def test_and_before_a_run_on_the_engine() -> None:
+def test_more_fragments_than_layers_are_refused_before_a_run_on_the_engine() -> None:
     sessions = live(experiment(2, 3, strategy=StreamingDiLoCo(fragments=9)))
     ended(sessions)
     for s in sessions:
@@ -317,7 +317,7 @@ def test_and_before_a_run_on_the_engine() -> None:
 
 
 @pytest.mark.parametrize("change", [("strategy", {"StreamingDiLoCo": {"fragments": 9}}), ("fragments", 9)])
-def test_and_before_a_change_is_applied_on_both_hosts(change: tuple[str, Any]) -> None:
+def test_more_fragments_than_layers_are_refused_as_a_change_on_both_hosts(change: tuple[str, Any]) -> None:
     first: Any = DDP() if change[0] == "strategy" else StreamingDiLoCo()
     e = experiment(2, 8, strategy=first)
     session = run(e, Change(4, *change))[0]
@@ -337,7 +337,7 @@ def test_as_many_fragments_as_layers_run() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NoBias(DDP):
-    """DDP that wants no vectors: a notebook's own refusal of a model."""
+    """A DDP that refuses vectors: a notebook's own check of a model."""
 
     def refuses_model(self, parts: list[Part]) -> str | None:
         found = [part.name for part in parts if len(part.shape) < 2]
@@ -352,20 +352,20 @@ def test_any_strategy_may_refuse_a_model() -> None:
     assert simulate(paced(2, 2, task=bare, strategy=NoBias())).state == "done"
 
 
-def test_compressors_of_others_are_refused_in_words() -> None:
+def test_a_compressor_raises_knob_error() -> None:
     with pytest.raises(KnobError, match=r"use Dense with it, or DiLoCo with .*TopK"):
         experiment(2, strategy=StreamingDiLoCo(), compressor=TopK.usual())
 
 
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("fragments", 0), ("delay", -1), ("alpha", 2), ("bits", 8)])
-def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
+def test_invalid_knobs_raise_knob_error(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
         experiment(2, strategy=StreamingDiLoCo()).set(f"strategy.{knob}", value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaysWhenSettled(StreamingDiLoCo):
-    """Streaming DiLoCo that writes down when it is asked to drain and when it is left."""
+    """A Streaming DiLoCo that records when it is drained and when it is left."""
 
     async def drain(self, rank: Rank, state: Any) -> None:
         await rank.sample("drained", rank.step)
@@ -376,7 +376,7 @@ class SaysWhenSettled(StreamingDiLoCo):
         await StreamingDiLoCo.leave(self, rank, state)
 
 
-def test_it_is_settled_at_each_change_and_at_the_end_and_left_only_for_another_strategy() -> None:
+def test_it_is_drained_at_each_change_and_at_the_end_and_left_only_for_another_strategy() -> None:
     assert StreamingDiLoCo().can_drain and not DDP().can_drain and not LocalSGD().can_drain
     for changes, drained, left in [
         ([Change(5, "lr", 0.01)], [5, 8], []),

@@ -1,4 +1,4 @@
-"""Systems other than the one that runs these tests: what is said where ranks cannot be."""
+"""Tests messages on other systems, on which ranks cannot run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.settings import KnobError
 
 
 @pytest.mark.parametrize("command", [["lab"], ["demo"], ["run", "digits", "--out", "here"]])
-def test_windows_is_refused_in_words_that_name_what_would_do(
+def test_windows_is_refused_with_a_hint_at_wsl(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Traces of other jobs on our timeline: what torch.profiler wrote, a hand-made one of a GPU, and what is none."""
+"""Tests traces of other jobs on our timeline: from torch.profiler, from a GPU by hand, and invalid ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kernel(name: str, ts: float, dur: float, call: int, **args: Any) -> dict[str
 
 
 def step(at: float, late: float = 0.0) -> list[dict[str, Any]]:
-    """One step of a GPU: 1 ms forward, 2 ms backward, of which 0.5 ms hide an all-reduce of 1.5 ms, 0.2 ms update."""
+    """Returns a GPU step: 1 ms forward, 2 ms backward that hides 0.5 of a 1.5 ms all-reduce, 0.2 ms update."""
     n, t = int(at) * 10, at + late
     nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     said = {"Collective name": "allreduce", "In msg nelems": 1000, "dtype": "Float"}
@@ -50,7 +50,7 @@ def written(path: Path, events: list[dict[str, Any]], **about: Any) -> Path:
     return path
 
 
-def test_kernels_of_a_gpu_become_phases_collectives_and_what_is_exposed(tmp_path: Path) -> None:
+def test_gpu_kernels_become_phases_collectives_and_exposed_time(tmp_path: Path) -> None:
     files = [written(tmp_path / f"worker{r}.json", [*step(0, 100.0 * r), *step(5000, 100.0 * r)],
                      distributedInfo={"rank": r}, deviceProperties=[{"name": "a GPU"}]) for r in (0, 1)]  # fmt: skip
     run = Run.from_traces(files)
@@ -66,7 +66,7 @@ def test_kernels_of_a_gpu_become_phases_collectives_and_what_is_exposed(tmp_path
     assert met.full.all() and met.waiting[:, 0] == pytest.approx([1e-4, 1e-4]), "rank 1 comes 0.1 ms later"
 
 
-def test_traces_of_torch_itself_are_read_and_kept(tmp_path: Path) -> None:
+def test_traces_of_torch_are_read_and_saved(tmp_path: Path) -> None:
     run = Run.from_traces(REAL)
     assert last_steps(run.timeline) == (0, 4) and run.settings["ranks"] == 2
     names = {lane: set(some["name"].astype(str)) for lane, some in run.spans.groupby("lane", observed=True)}
@@ -81,7 +81,7 @@ def test_traces_of_torch_itself_are_read_and_kept(tmp_path: Path) -> None:
     assert said.exit_code == 0 and "of its communication behind compute" in said.output and page.stat().st_size > 1e6
 
 
-def test_what_we_write_as_traces_comes_back_with_the_same_overlap(tmp_path: Path) -> None:
+def test_our_exported_traces_are_read_back_with_the_same_overlap(tmp_path: Path) -> None:
     run = synthetic.run(steps=40, ranks=2)
     back = Run.from_traces(sorted(run.export("chrome", tmp_path / "traces").iterdir()))
     ours, theirs = (overlap(r.timeline, *last_steps(r.timeline)).share for r in (run, back))
@@ -93,7 +93,7 @@ ODD = [3, None, {"ph": "X"}, event("no time", "kernel", float("nan"), 1.0), even
        {**event("args", "kernel", 2.0, 3.0), "args": "none", "tid": {"a": 1}}]  # fmt: skip
 
 
-def test_odd_events_are_left_out_and_what_is_no_trace_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_events_are_left_out_and_invalid_files_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.from_traces([written(tmp_path / "odd.json", ODD)])
     assert run.warnings == ("5 events had no finite time or no name and were left out",)
     (tmp_path / "torn.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' * 9)[:-9])

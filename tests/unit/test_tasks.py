@@ -1,4 +1,4 @@
-"""The tasks learn, are the same each time, deal out disjoint examples, and say in words what is wrong with your own."""
+"""Tests the tasks: they learn, are reproducible, give disjoint examples, and report errors in your own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.tasks.byte_gpt import GPT
 
 
 def trained(task: TaskBase, steps: int, ranks: int = 4) -> tuple[float | dict[str, float], nn.Module, Learner]:
-    """What `task` evaluates to after `steps` steps on the joined batch of `ranks` ranks."""
+    """Returns the evaluation of `task` after `steps` steps on the joined batch of `ranks` ranks."""
     torch.manual_seed(0)
     learner = task.build()
     model = learner.model()
@@ -34,33 +34,33 @@ def trained(task: TaskBase, steps: int, ranks: int = 4) -> tuple[float | dict[st
 
 
 @pytest.mark.slow
-def test_byte_gpt_begins_at_log_256_and_is_under_3_nats_after_30_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_gpt, "HELD_OUT", 48)  # as people have it: other tests go over a third
+def test_byte_gpt_starts_at_log_256_and_is_under_3_nats_after_30_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_gpt, "HELD_OUT", 48)  # the users' size; other tests use a third
     learner = ByteGPT().build()
     assert learner.evaluate(learner.model()) == pytest.approx(5.545, abs=0.01)
     assert trained(ByteGPT(), 30)[0] < 3.0
 
 
 @pytest.mark.slow
-def test_digits_reads_nine_of_ten_after_60_steps() -> None:
+def test_digits_reaches_90_percent_accuracy_after_60_steps() -> None:
     found, model, learner = trained(Digits(), 60)
     assert found["accuracy"] >= 0.9
     assert learner.evaluate(model) == found
 
 
-def test_training_again_gives_the_same_bits() -> None:
+def test_training_is_reproducible_bit_by_bit() -> None:
     first, second = (trained(ByteGPT(width=32, layers=1), 3)[1] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("task", [ByteGPT(), Digits()], ids=repr)
-def test_evaluation_is_quick_and_the_model_large_enough_for_wires_to_matter(task: TaskBase) -> None:
+def test_evaluation_is_quick_and_the_model_large_enough_for_communication_to_matter(task: TaskBase) -> None:
     learner = task.build()
     model = learner.model()
     learner.evaluate(model)
     seconds = []
     for _ in range(3):
-        began = time.thread_time()  # of this thread: other work on the machine does not count
+        began = time.thread_time()  # of this thread: other load does not count
         learner.evaluate(model)
         seconds.append(time.thread_time() - began)
     assert min(seconds) < 0.15
@@ -75,7 +75,7 @@ def test_every_shipped_task_but_your_own_builds_from_its_defaults() -> None:
             assert isinstance(cls.usual().build(), Learner)
 
 
-def test_ranks_see_disjoint_examples_within_an_epoch_and_other_ones_with_another_seed() -> None:
+def test_ranks_see_disjoint_examples_within_an_epoch_that_depend_on_the_seed() -> None:
     streams = [torch.cat(list(islice(shuffled(100, rank, 4, 5, seed=0), 5))) for rank in range(4)]
     assert sorted(torch.cat(streams).tolist()) == list(range(100))
     assert not torch.equal(streams[0], torch.cat(list(islice(shuffled(100, 0, 4, 5, seed=1), 5))))
@@ -94,7 +94,7 @@ def test_held_out_bytes_are_not_trained_on() -> None:
     assert held_out[5000:5200] not in text
 
 
-def test_a_gpt_takes_shorter_texts_than_its_context_and_looks_only_back() -> None:
+def test_a_gpt_takes_texts_shorter_than_its_context_and_is_causal() -> None:
     model = GPT(layers=1, width=16, heads=2, context=8)
     nn.init.normal_(model.head.weight)
     text = torch.tensor([[1, 2, 3, 4]])
@@ -116,7 +116,7 @@ def own(**other: Any) -> Task:
 
 
 def run_once(task: Task, lr: float = 0.0, batch: int = 0) -> torch.optim.Optimizer:
-    """One step, all functions called."""
+    """Runs one step with all functions."""
     learner = task.build()
     model = learner.model()
     optimizer = learner.optimizer(model.parameters(), lr)
@@ -127,7 +127,7 @@ def run_once(task: Task, lr: float = 0.0, batch: int = 0) -> torch.optim.Optimiz
     return optimizer
 
 
-def test_your_own_task_learns_at_its_own_rate_until_one_is_given() -> None:
+def test_your_own_task_uses_its_own_rate_until_one_is_given() -> None:
     assert run_once(own()).param_groups[0]["lr"] == 0.1
     assert run_once(own(), lr=0.5).param_groups[0]["lr"] == 0.5
 
@@ -147,7 +147,7 @@ def test_your_own_task_learns_at_its_own_rate_until_one_is_given() -> None:
         ("evaluate", lambda model: "good", "returned a str: must return a number"),
     ],
 )
-def test_a_function_that_cannot_do_is_named_with_what_would(part: str, function: Any, words: str) -> None:
+def test_an_invalid_function_is_named_with_a_remedy(part: str, function: Any, words: str) -> None:
     with pytest.raises(TaskError, match=words):
         run_once(own(**{part: function}))
 
@@ -161,7 +161,7 @@ def test_a_batch_size_is_refused_unless_data_takes_one() -> None:
     assert len(next(iter(sized.build().data(0, 1, 16, 0)))[0]) == 16
 
 
-def test_the_bare_name_of_your_own_task_is_refused_in_words() -> None:
+def test_the_bare_name_of_your_own_task_raises_knob_error() -> None:
     with pytest.raises(KnobError, match="is made of your own functions"):
         Task.usual()
 

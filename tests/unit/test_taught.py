@@ -1,4 +1,4 @@
-"""A lesson on one member: its docstring's words, its own source, its run beside that of what is usual."""
+"""Tests the lesson on one member: its docstring, its source, and its run next to the usual one."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from workbench.sim.teach.beside import beside, places
 from workbench.strategies import LocalSGD, TorchDDP
 
 EVERY = {m.__name__: m for place in places() for m in reference.shipped(place.family)}
-USUAL = ("DDP", "Dense", "Whole", "GPipe", "Native", "SGD", "ByHand")  # what the others are held against
+USUAL = ("DDP", "Dense", "Whole", "GPipe", "Native", "SGD", "ByHand")  # the members that others are compared with
 
 
 def text(widget: Any) -> str:
-    """All that its pieces of HTML say, without tags."""
+    """Returns the text of the widget's HTML without tags."""
     return unescape(re.sub(r"<[^>]+>", " ", " ".join(c.value for c in widget.children if hasattr(c, "value"))))
 
 
 def boards(widget: Any) -> int:
-    """How many runs it shows."""
+    """Returns the number of runs that it shows."""
     return [type(c).__name__ for c in widget.children].count("Board")
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_its_docstring_is_taken_apart_and_nothing_of_it_is_lost(name: str) -> None:
+def test_a_docstring_is_parsed_without_losing_a_word(name: str) -> None:
     said = told(EVERY[name])
     assert said.what and said.when
     words = " ".join([said.what, said.formula, said.when, said.paper, *said.rest]).split()
@@ -58,34 +58,34 @@ def test_a_lesson_has_algorithm_source_both_timelines_knobs_and_paper() -> None:
     assert step[1] < step[0], "eight times fewer bytes on a slow wire"
 
 
-def test_what_the_simulator_cannot_tell_is_said_instead() -> None:
+def test_a_lesson_explains_why_the_simulator_cannot_run_a_member() -> None:
     shown = lesson("TorchDDP")
     assert boards(shown) == 0
     assert "only the wall clock can tell what it takes" in text(shown) and TorchDDP.__name__ in text(shown)
 
 
-def test_a_fault_is_beside_none() -> None:
+def test_a_fault_is_compared_with_no_fault() -> None:
     assert "fabric.faults = none" in text(lesson(Slow))
 
 
 @pytest.mark.parametrize(
     ("asked", "words"), [("LocalSDG", "did you mean LocalSGD"), (3, "take a class such as"), (int, "take a class")]
 )
-def test_what_is_no_member_is_refused_in_words(asked: Any, words: str) -> None:
+def test_an_unknown_member_raises_knob_error(asked: Any, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         lesson(asked)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name for name, m in EVERY.items() if not getattr(m, "opaque", False)])
-def test_every_member_is_simulated_beside_what_it_is_held_against(name: str) -> None:
+def test_every_member_is_simulated_next_to_its_usual_alternative(name: str) -> None:
     pair = beside(EVERY[name])
     assert pair.usual.experiment != pair.shown.experiment or name in USUAL
     assert name in repr(pair.shown.experiment) and pair.usual.state == pair.shown.state == "done"
     assert len(lesson(EVERY[name]).children) == 7
 
 
-def test_a_class_of_a_notebooks_cell_has_a_source_too() -> None:
+def test_a_class_from_a_notebooks_cell_has_a_source() -> None:
     cell = """
 class Other:
     def step(self):
@@ -109,8 +109,8 @@ class Mine(LocalSGD):
     assert source(type("Made", (LocalSGD,), {})) == ""
 
 
-def test_one_that_is_around_another_is_shown_around_one_that_matters() -> None:
-    """Around Dense, error feedback has nothing to feed back."""
+def test_a_wrapper_is_shown_around_a_lossy_compressor() -> None:
+    """Around Dense, error feedback has no error."""
     found = beside(ErrorFeedback)
     all_of_it, some = (run.timeline.spans.rows().nbytes.sum() for run in (found.usual, found.shown))
     assert some < all_of_it / 5

@@ -1,4 +1,4 @@
-"""TEASQ-Fed on real ranks: clients with data of their own, both ends of a message alike, and live switches."""
+"""Tests TEASQ-Fed on real ranks: clients with their own data, equal state at both ends, live switches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.tasks import Digits
 pytestmark = pytest.mark.ranks
 
 
-def test_what_the_server_believes_a_rank_has_is_what_it_has_to_the_bit() -> None:
+def test_the_servers_copy_of_a_rank_is_bit_identical() -> None:
     sessions = run(experiment(3, 6, strategy=TEASQFed(), pace=2.0).set("faults", (Slow(rank=1, factor=3.0),)))
     server = sessions[0].state.memory
     for rank, session in enumerate(sessions):
@@ -27,7 +27,7 @@ def test_what_the_server_believes_a_rank_has_is_what_it_has_to_the_bit() -> None
     assert sessions[0].state.version == 3 * 6 // 2 and sessions[0].state.running == 0
 
 
-def test_it_is_turned_and_left_live_and_clients_end_with_it() -> None:
+def test_it_is_changed_and_switched_off_live() -> None:
     wanted = [(3, "strategy.density", 0.5), (6, "strategy.clients", 3), (9, "bucket_mb", 0.02), (12, "strategy", "DDP")]
     sessions = run(experiment(3, 15, strategy=TEASQFed(local=1)), *(Change(*change) for change in wanted))
     assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("change")) == 4
@@ -37,7 +37,7 @@ def test_it_is_turned_and_left_live_and_clients_end_with_it() -> None:
         assert any(torch.equal(drawn, batch(s.rank.id, k, 0)[0]) for k in range(64)), "its own data again"
 
 
-def test_clients_of_a_rank_have_shares_of_the_data_that_no_other_has_and_go_on_where_they_were() -> None:
+def test_clients_have_disjoint_shares_of_the_data_and_continue_in_them() -> None:
     def data(rank: int, ranks: int, batch: int, seed: int) -> list[tuple[int, int, int]]:
         return [(rank, ranks, k) for k in range(3)]
 
@@ -54,10 +54,10 @@ def test_clients_of_a_rank_have_shares_of_the_data_that_no_other_has_and_go_on_w
         batches.client(2, 2)
 
 
-def test_it_learns_from_clients_that_each_see_other_digits() -> None:
+def test_it_learns_from_clients_with_different_digits() -> None:
     task = Digits(width=8, hidden=32, shards="dirichlet", alpha=0.1)
     chosen = TEASQFed(clients=2, local=8, cache=2)
     sessions = run(experiment(2, 48, task=task, strategy=chosen, bucket_mb=1.0, lr=3e-3, eval_every=48))
     held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
-    # which updates meet is the machine's to say: 0.37 to 0.59 in eight runs beside two busy processes
+    # timing decides which updates meet: 0.37 to 0.59 in eight runs next to two busy processes
     assert held_out[-1] < 1.0 < 2.2 < held_out[0], "of log(10) = 2.3, though each client sees but a few digits"
