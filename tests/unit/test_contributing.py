@@ -224,7 +224,7 @@ def test_the_view_is_drawn_and_found_by_the_tests_of_views(project: Path) -> Non
     assert "learning rate" in (project / "view.html").read_text()
     passed = pytest_in(project, "tests/unit/test_views.py", "-k", "learning_rate")
     assert {"test_every_view_draws_an_empty_and_a_recorded_run[learning_rate]",
-            "test_a_live_run_told_in_pieces_is_the_same_picture[learning_rate]"} <= passed  # fmt: skip
+            "test_a_live_run_read_in_pieces_gives_the_same_picture[learning_rate]"} <= passed  # fmt: skip
 
 
 @pytest.mark.ranks

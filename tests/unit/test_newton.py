@@ -81,7 +81,7 @@ def test_few_iterations_are_conjugate_gradients() -> None:
 
 
 @pytest.mark.parametrize(("lr", "tries", "length"), [(1.0, 4, 1.0), (3.0, 4, 1.5), (20.0, 3, 0.0), (3.0, 1, 3.0)])
-def test_newton_takes_the_first_step_length_that_lowers_the_mean_loss_enough(lr: float, tries: int, length: float) -> None:
+def test_newton_takes_the_first_step_length_with_enough_decrease(lr: float, tries: int, length: float) -> None:
     """On a quadratic f(s) - f(0) = (s - s^2/2) g . d, so s is good up to 2 (1 - 0.1) = 1.8; 20, 10 and 5 are not."""
     strategy = Newton(iterations=40, damping=1e-10, tries=tries)
     sessions = run(made(2, strategy, lr=lr))

@@ -35,7 +35,7 @@ def test_before_the_freeze_it_equals_adam_on_the_joined_batch(ranks: int) -> Non
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_after_the_freeze_with_dense_it_equals_momentum_sgd_with_a_fixed_scale(ranks: int, scaled: bool) -> None:
+def test_after_the_freeze_with_dense_it_is_momentum_sgd_with_fixed_scale(ranks: int, scaled: bool) -> None:
     for s in run(experiment(ranks, 10, strategy=OneBitAdam(warmup=4, scaled=scaled))):
         torch.testing.assert_close(weights(s), joined(ranks, 10, 4), rtol=1e-4, atol=1e-5)
 

@@ -188,7 +188,7 @@ PARTS = [name for name, cls in sorted(shipped(Strategy).items()) if in_parts(set
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "HSDP"])
-def test_all_ranks_go_back_to_the_checkpoint_if_no_other_rank_has_the_part(name: str, tmp_path: Path, put: Seen) -> None:
+def test_all_ranks_load_the_checkpoint_if_no_other_rank_has_the_part(name: str, tmp_path: Path, put: Seen) -> None:
     e = setting(shipped(Strategy)[name](), steps=14, save_every=5)
     left, texts = lost(e, 1, at=8, folder=tmp_path)
     for s in left:
@@ -295,7 +295,7 @@ def test_a_switch_of_partition_interrupted_by_a_loss_is_undone(put: Seen, monkey
 
 
 @pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=str)
-def test_a_rank_that_is_not_needed_stays_until_the_new_generation_has_met(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unneeded_rank_stays_until_the_new_generation_has_met(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is lost, so ranks 2 and 3 should go on without 0. Then 2 is lost, and only 0 has the same part."""
     gone_before_it_meets(monkeypatch, 2)
     e = setting(DDP(), partition=way)

@@ -56,7 +56,7 @@ def test_before_the_freeze_it_equals_adam_on_the_joined_batch(ranks: int, decay:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("ranks", "warm"), [(1, 4), (3, 3), (4, 9)])
-def test_after_the_freeze_with_dense_it_equals_momentum_sgd_with_a_fixed_scale(ranks: int, warm: int, scaled: bool) -> None:
+def test_after_the_freeze_with_dense_it_is_momentum_sgd_with_fixed_scale(ranks: int, warm: int, scaled: bool) -> None:
     sessions = run(experiment(ranks, 10, strategy=QAdam(warmup=warm, scaled=scaled)))
     for s in sessions:
         torch.testing.assert_close(weights(s), joined(ranks, 10, warm), rtol=1e-4, atol=1e-5)

@@ -167,7 +167,7 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "spans-0.1.arrow").exists()
 
 
-def test_several_slow_writes_are_not_reported_as_a_hanging_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_slow_writes_are_not_reported_as_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, said, append = [0.0], list[str](), Writer.append
     monkeypatch.setattr(spool, "EVERY", 600.0)
     monkeypatch.setattr(spool, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))

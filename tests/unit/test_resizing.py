@@ -213,7 +213,7 @@ def test_the_loss_of_a_new_rank_does_not_end_the_run(more: dict[str, Any], monke
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [tuple(range(ranks))] * ranks
         again = {"kind": "resize", "members": list(range(ranks + 1)), "id": f"resize {tuple(range(ranks + 1))}"}
-        for n, asked in enumerate([again, {**again, "id": "another"}]):  # asked once more; and who was lost, once more
+        for n, asked in enumerate([again, {**again, "id": "another"}]):  # repeated, then with the lost rank
             crowd.first.request(asked)
             crowd.until(lambda n=n: len(crowd.said("refused")) > n + 1)
         crowd.reach(crowd.first.rank.step + 3)

@@ -306,7 +306,7 @@ def test_ranks_share_examples_in_turn_at_the_cost_of_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(("share", "ranks", "size", "givers"), [(0.3, 3, 4, 1), (1.0, 3, 3, 3), (0.01, 5, 5, 1)])
-def test_equally_many_ranks_share_in_each_step_and_each_equally_often(share: float, ranks: int, size: int, givers: int) -> None:
+def test_equally_many_ranks_join_each_step_and_equally_often(share: float, ranks: int, size: int, givers: int) -> None:
     turns = [SelSync(inject_ranks=share).givers(step, ranks) for step in range(ranks)]
     assert {len(turn) for turn in turns} == {givers}
     assert [sum(r in turn for turn in turns) for r in range(ranks)] == [givers] * ranks

@@ -1,4 +1,4 @@
-"""Tensor parallelism on real ranks: each has slices of every matrix, and all learn what one rank alone would."""
+"""Tests tensor parallelism on real ranks: each rank has slices of every matrix, and all learn as one would."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ seen = piped.seen
 
 
 @pytest.mark.parametrize(("ranks", "ways"), [(2, 2), (4, 2), (4, 4)])
-def test_it_learns_what_one_process_learns(ranks: int, ways: int) -> None:
+def test_tensor_parallelism_learns_as_one_process_does(ranks: int, ways: int) -> None:
     e = spread(ranks, partition=Tensor(ways=ways), eval_every=3)
     sessions = run(e)
     near(together(sessions), alone(e, ranks // ways))
@@ -46,13 +46,13 @@ def test_it_learns_what_one_process_learns(ranks: int, ways: int) -> None:
 
 
 @pytest.mark.parametrize("ways", [2, 4])
-def test_a_sequential_is_dealt_out_by_itself(ways: int) -> None:
+def test_a_sequential_is_split_automatically(ways: int) -> None:
     e = piped.piped(ways, partition=Tensor(ways=ways), optimizer=SGD(momentum=0.0))
     want = {name: x.detach() for name, x in piped.alone(e, (6, 1, 1)).items()}
     near(together(run(e)), want)
 
 
-def test_each_rank_has_its_part_of_every_matrix_and_of_what_goes_with_it() -> None:
+def test_each_rank_has_its_part_of_every_matrix_and_its_state() -> None:
     sessions = run(spread(4, partition=Tensor(ways=4), optimizer=AdamW()))
     whole = sum(p.numel() for p in Small().parameters())
     sliced = sum(p.numel() for n, p in Small().named_parameters() if n in sessions[0].training.spread.split.sliced)
@@ -64,8 +64,8 @@ def test_each_rank_has_its_part_of_every_matrix_and_of_what_goes_with_it() -> No
         assert all(p.grad is None for p in s.model.parameters())
 
 
-def test_what_crosses_is_what_the_paper_says() -> None:
-    """Two all-reduces of the activations forward and two backward in each layer; the vocabulary's and the head's."""
+def test_the_collectives_match_the_paper() -> None:
+    """Each layer makes two all-reduces of activations forward and two backward; vocabulary and head add theirs."""
     sessions = run(spread(2, 3, partition=Tensor()))
     one = 4 * ROWS * CONTEXT * WIDTH
     rows = [(name, n) for step, name, n in sessions[1].record.comm() if step == 2 and "parameters" not in name]
@@ -84,8 +84,8 @@ def test_a_fused_matrix_costs_two_all_reduces_each_way() -> None:
     assert said["all_reduce", "activation"] == 2 * 3 + 1 and said["all_reduce", "gradient"] == 2 * 3 + 1
 
 
-def test_it_is_switched_live_and_nothing_is_lost() -> None:
-    """Whole, two slices, four, a pipeline, whole again: by the fewest bytes that can be, as a Mark says."""
+def test_live_switches_between_partitions_lose_nothing() -> None:
+    """From whole to two slices, four, a pipeline and back: with the fewest bytes, as in the Marks."""
     e = spread(4, 15, eval_every=3, optimizer=AdamW(), lr=1e-2, task=small(parts=parts))
     ways = [Tensor(), Tensor(ways=4), Pipeline(micros=1), Tensor(ways=4), Whole()]
     changes = [Change(2 * k + 2, "partition", way) for k, way in enumerate(ways)]
@@ -118,21 +118,21 @@ def parts(model: nn.Module) -> list[nn.Module]:
 
 
 def test_the_engine_and_the_simulator_agree() -> None:
-    """To the bit, where only two add up; every byte under its name; with sizes only the same times, too."""
+    """Bit-identical if only two ranks sum; the same bytes under each name; with sizes only the same times, too."""
     e = spread(4, 9, eval_every=3, pace=4.0, partition=Tensor())
     changes = [Change(3, "partition", Whole()), Change(6, "partition", Tensor())]
     sessions = run(e, *changes)
     real, sizes = (simulate(e, changes=changes, real=values) for values in (True, False))
     for rank, s in enumerate(sessions):
         for name in ("loss", "held_out"):
-            assert sampled(real, name, rank)[:3] == seen(s, name)[:3]  # four replicas add up in another order after it
+            assert sampled(real, name, rank)[:3] == seen(s, name)[:3]  # after it four replicas sum in another order
             assert sampled(real, name, rank) == pytest.approx(seen(s, name), rel=1e-5)
     for each in (real, sizes):
         crosses_alike(each, sessions)
     spans_alike(real, sizes)
 
 
-def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
+def test_both_hosts_report_the_same_memory() -> None:
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=2, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=Tensor())
     ours = run(e)
@@ -142,12 +142,12 @@ def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
 TWO = spread(4, partition=Tensor())
 PARTED = [name for name, cls in shipped(Strategy).items()
           if partitioned.refused(replace(TWO, strategy=fitting(cls, 2))) is None]  # fmt: skip
-OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # fragments, and scales of buckets
-ADAM = {"OneBitAdam", "QAdam"}  # divide a gradient by its size: of one near zero what is left of rounding counts
+OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # their fragments and scales depend on buckets
+ADAM = {"OneBitAdam", "QAdam"}  # they divide a gradient by its size, so near zero the rounding error counts
 
 
 @pytest.mark.parametrize("name", sorted({*PARTED} - OF_WHAT_IT_HOLDS))
-def test_between_such_replicas_a_strategy_does_what_it_does_between_whole_ones(name: str) -> None:
+def test_a_strategy_does_the_same_between_sliced_and_whole_replicas(name: str) -> None:
     strategy = fitting(shipped(Strategy)[name], 2)
     lr = 1e-3 if name in ADAM else 0.1
     e = spread(4, 8, strategy=strategy, partition=Tensor(), lr=lr)
@@ -157,8 +157,10 @@ def test_between_such_replicas_a_strategy_does_what_it_does_between_whole_ones(n
 
 
 @pytest.mark.parametrize("name", PARTED)
-def test_no_strategy_drives_apart_what_all_ranks_have(name: str) -> None:
-    """Whatever it does to what one rank looks after, the others of the replica have the same in the next forward."""
+def test_no_strategy_makes_replicated_parameters_differ_within_a_replica(name: str) -> None:
+    """Whatever a strategy does to a rank's parameters, the other ranks of the replica have the same in the next
+    forward.
+    """
     strategy = fitting(shipped(Strategy)[name], 2)
     compressor = ErrorFeedback(of=TopK(density=0.1)) if strategy.exchanges == "gradients" else None
     e = spread(4, 8, strategy=strategy, partition=Tensor(), eval_every=0)
@@ -173,7 +175,7 @@ def test_no_strategy_drives_apart_what_all_ranks_have(name: str) -> None:
 
 
 @pytest.mark.parametrize("compressor", [ErrorFeedback(of=TopK(density=0.1)), QSGD()], ids=str)
-def test_what_replicas_exchange_is_compressed(compressor: Compressor) -> None:
+def test_gradients_between_sliced_replicas_are_compressed(compressor: Compressor) -> None:
     e = spread(4, 8, compressor=compressor, partition=Tensor())
     sessions, plain = run(e), run(e.set("compressor", "Dense"))
     first, second = together(sessions, 0), together(sessions, 1)
@@ -191,8 +193,8 @@ def test_a_replica_is_clipped_as_a_whole() -> None:
     assert sampled(simulate(e, real=True), "grad_norm", 3) == pytest.approx(norms[3], rel=1e-6)
 
 
-def test_random_numbers_are_each_ranks_own_inside_a_pair_of_layers_and_alike_outside() -> None:
-    """In the simulator, where a rank's are its own: what dropout lets through is noted by rank and module."""
+def test_dropout_differs_by_rank_inside_a_pair_of_layers_and_is_equal_outside() -> None:
+    """In the simulator each rank has its own random numbers. The test records dropout by rank and module."""
     let: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     def noting() -> nn.Module:
@@ -217,8 +219,8 @@ def test_random_numbers_are_each_ranks_own_inside_a_pair_of_layers_and_alike_out
                 assert (a != b).float().mean() > 0.3
 
 
-def test_a_layer_that_is_computed_again_draws_the_same_again() -> None:
-    """With dropout between two matrices the gradients of a checkpointed layer are those of one that keeps all."""
+def test_a_recomputed_layer_draws_the_same_random_numbers() -> None:
+    """With dropout between two matrices, a checkpointed layer has the same gradients as one that keeps all."""
 
     class Again(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +238,7 @@ def test_a_layer_that_is_computed_again_draws_the_same_again() -> None:
     assert sent[1] > sent[0], "what is computed again is exchanged again"
 
 
-def test_the_linears_of_a_convolutional_network_are_dealt_out() -> None:
+def test_the_linear_layers_of_a_convolutional_network_are_split() -> None:
     e = Experiment(task=Digits(), ranks=2, steps=3, partition=Tensor(), eval_every=0, pace=1.0)
     (_, sessions), (_, (plain,)) = simulated(e), simulated(replace(e, ranks=1, partition=Whole()))
     assert {name.split(".")[0] for name in sessions[0].spread.split.sliced} == {"6", "8"}
@@ -244,7 +246,7 @@ def test_the_linears_of_a_convolutional_network_are_dealt_out() -> None:
 
 
 @pytest.mark.parametrize("index", range(2))
-def test_when_a_rank_fails_the_others_leave(index: int) -> None:
+def test_when_a_rank_fails_the_other_ranks_leave(index: int) -> None:
     def failing(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
         name = threading.current_thread().name
         calls[name] = calls.get(name, 0) + 1
@@ -259,7 +261,7 @@ def test_when_a_rank_fails_the_others_leave(index: int) -> None:
     assert all(s.error is None or s.error["consequence"] for s in sessions if s is not sessions[index])
 
 
-def test_when_evaluation_fails_on_one_rank_the_others_leave() -> None:
+def test_when_evaluation_fails_on_one_rank_the_other_ranks_leave() -> None:
     def failing(model: nn.Module) -> float:
         if threading.current_thread().name == "rank 1 training":
             raise ValueError("on purpose")
@@ -270,7 +272,7 @@ def test_when_evaluation_fails_on_one_rank_the_others_leave() -> None:
     assert "on purpose" in sessions[1].error["text"]
 
 
-def test_it_is_stopped_and_paused_like_any_run() -> None:
+def test_a_run_with_slices_can_be_paused_and_stopped() -> None:
     sessions = live(spread(4, 0, partition=Tensor(), pace=20.0))
     until(lambda: sessions[0].rank.step > 3)
     sessions[0].request({"kind": "pause", "id": "a"})

@@ -1,4 +1,4 @@
-"""What a stranger broke in tensor parallelism, held: models, losses and switches that are awkward for it."""
+"""Tests unusual models, losses and switches that once broke tensor parallelism."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SWITCHES: list[tuple[Partition, Plan, Change, str]] = [
 
 
 @pytest.mark.parametrize(("was", "plan", "change", "words"), SWITCHES, ids=[words[:12] for *_, words in SWITCHES])
-def test_it_is_tried_whatever_it_is_switched_from(was: Partition, plan: Plan, change: Change, words: str) -> None:
+def test_a_wrong_plan_is_refused_from_any_partition(was: Partition, plan: Plan, change: Change, words: str) -> None:
     e = spread(was.size, 6, task=small(parts=parts, split=lambda _: plan), partition=was)
     sessions = run(e, change)
     ((*_, refused),) = sessions[0].record.noted("refused")
@@ -47,7 +47,7 @@ def test_it_is_tried_whatever_it_is_switched_from(was: Partition, plan: Plan, ch
 
 
 class Normed(Block):
-    """A block that norms the queries of each head, as Qwen3 does."""
+    """A block that normalises the queries of each head, as Qwen3 does."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -62,7 +62,7 @@ class Normed(Block):
 
 
 def normed() -> nn.Module:
-    """With the usual start, from which the gradients of that norm are very small."""
+    """Returns a model with the usual start, at which that norm's gradients are very small."""
     model = Small()
     model.blocks = nn.ModuleList(Normed() for _ in range(2))
     rng = torch.Generator().manual_seed(5)
@@ -72,7 +72,7 @@ def normed() -> nn.Module:
     return model
 
 
-def test_a_small_gradient_that_is_wrong_is_found_out() -> None:
+def test_a_wrong_but_small_gradient_is_found() -> None:
     task = small(model=normed, evaluate=None)
     sessions = live(spread(2, 6, task=task, partition=Tensor()))
     ended(sessions)
@@ -81,13 +81,13 @@ def test_a_small_gradient_that_is_wrong_is_found_out() -> None:
     assert "is Partial()" in said
 
 
-def test_what_works_on_a_ranks_own_heads_learns_from_all() -> None:
+def test_a_module_on_a_ranks_own_heads_learns_from_all_ranks() -> None:
     task = small(model=normed, split=lambda _: {**PLAN, "blocks.*.queries": Partial()})
     e = spread(2, 6, task=task, partition=Tensor())
     near(together(run(e)), alone(e, 1, model=normed()))
 
 
-def test_whatever_a_rank_draws_between_two_forwards_it_drops_what_the_others_drop() -> None:
+def test_dropout_is_equal_on_all_ranks_after_any_other_random_draws() -> None:
     model = Small(dropout=0.5)
     dealt = split(2, model, small().build())
     kept: list[list[torch.Tensor]] = [[], []]
@@ -99,13 +99,13 @@ def test_whatever_a_rank_draws_between_two_forwards_it_drops_what_the_others_dro
             for number in range(3):
                 with both.passing(None), torch.enable_grad():
                     entropy(part, texts(0, 1, 0)[number]).backward()
-                torch.rand(1 + 7 * k)  # as noise for the parameters that it has
+                torch.rand(1 + 7 * k)  # as noise for its own parameters
 
     in_one_process([partial(work, k) for k in range(2)])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True)) and not torch.equal(kept[0][0], kept[0][1])
 
 
-def test_a_loss_that_reads_parameters_is_refused_in_words() -> None:
+def test_a_loss_that_reads_parameters_is_refused_with_the_reason() -> None:
     def decayed(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
         return entropy(model, text) + 0.01 * sum((p**2).sum() for p in model.parameters())
 
@@ -126,7 +126,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
     assert seen(dealt[0], "held_out") == pytest.approx(seen(whole[0], "held_out"), abs=1e-6)
 
 
-def test_a_model_that_keeps_what_it_computed_is_switched() -> None:
+def test_a_model_that_keeps_its_output_can_be_switched() -> None:
     class Keeping(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.kept = super().forward(x)
@@ -137,7 +137,7 @@ def test_a_model_that_keeps_what_it_computed_is_switched() -> None:
 
 
 class Noisy(nn.Module):
-    """Noise between two layers that are dealt out, and functional dropout behind them."""
+    """Noise between two split layers, and functional dropout after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,15 +157,15 @@ def squares(model: nn.Module, pair: Any) -> torch.Tensor:
     return F.mse_loss(model(pair[0]), pair[1])
 
 
-def test_noise_between_layers_is_no_fault() -> None:
+def test_noise_between_layers_is_not_mistaken_for_an_error() -> None:
     plan = {"one": Colwise(), "two": Rowwise()}
     task = toy(model=Noisy, data=pairs, loss=squares, evaluate=None, split=lambda _: plan)
     sessions = run(spread(2, 6, task=task), Change(3, "partition", Tensor()))
     assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("partition")) == 1
 
 
-def test_what_all_have_is_told_once_a_step_and_nothing_beside() -> None:
-    """Also where a step has four forwards; each rank sends what it looks after and no more."""
+def test_replicated_parameters_are_sent_once_per_step() -> None:
+    """This also holds if a step has four forwards; each rank only sends its own part."""
     e = spread(4, 5, partition=Tensor(ways=4), strategy=DDP(accumulate=4))
     sessions = run(e)
     whole = sum(p.numel() for n, p in Small().named_parameters() if n in sessions[0].training.spread.split.owners)
@@ -175,9 +175,10 @@ def test_what_all_have_is_told_once_a_step_and_nothing_beside() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
-def test_a_compiled_model_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch notes for the whole process whose DDP runs a forward, so ranks of another test, which are threads, may have
-    left theirs (the first to begin is the last to be put back).
+def test_a_compiled_model_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps the DDP whose forward runs in a global variable. Ranks of another test are threads, so they may have
+    left
+    theirs: the first to begin is the last to restore it.
     """
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)
 
@@ -190,7 +191,7 @@ def test_a_compiled_model_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     near(together(run(e)), alone(e, 1, 3))
 
 
-def test_a_model_that_looks_at_values_trains_and_is_not_simulated_in_words() -> None:
+def test_a_model_that_reads_values_trains_but_cannot_be_simulated() -> None:
     class Looking(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * (1.0 if float(self.norm.weight.sum()) > 1e9 else 0.5)
@@ -201,7 +202,7 @@ def test_a_model_that_looks_at_values_trains_and_is_not_simulated_in_words() -> 
         simulate(e, real=True)
 
 
-def test_an_embedding_that_pads_is_dealt_out() -> None:
+def test_an_embedding_with_a_padding_index_is_split() -> None:
     def padded() -> nn.Module:
         model = Small()
         model.words = nn.Embedding(32, 16, padding_idx=20)
@@ -214,7 +215,7 @@ def test_an_embedding_that_pads_is_dealt_out() -> None:
     assert torch.equal(found["words.weight"][20], Small().words.weight[20]), "padding learns nothing"
 
 
-def test_a_word_that_no_rank_has_is_refused_as_ever() -> None:
+def test_a_word_outside_the_vocabulary_raises_an_index_error() -> None:
     def odd(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         some = texts(rank, ranks, seed)
         return [some[0], some[1].clone().index_fill_(1, torch.tensor([0]), 32)]
@@ -224,8 +225,8 @@ def test_a_word_that_no_rank_has_is_refused_as_ever() -> None:
     assert any("index out of range" in str(s.error) for s in sessions)
 
 
-def test_in_half_precision_what_lies_between_layers_stays_half() -> None:
-    """A bias that is added behind an all-reduce does not widen it."""
+def test_activations_between_layers_stay_in_half_precision() -> None:
+    """A bias that is added after an all-reduce must not widen the type."""
     dtypes: list[torch.dtype] = []
 
     def note(module: nn.Module, x: Any, y: torch.Tensor) -> None:
@@ -256,22 +257,22 @@ WORDS: list[tuple[Any, Plan, bool, str]] = [
 
 @pytest.mark.parametrize(("model", "plan", "sequence", "words"), WORDS, ids=[words[:20] for *_, words in WORDS])
 @pytest.mark.filterwarnings("ignore")
-def test_modules_that_compute_their_weights_are_refused_in_words(
+def test_modules_that_compute_their_weights_raise_knob_error(
     model: Any, plan: Plan, sequence: bool, words: str
 ) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):
         split(2, model(), toy(model=model, data=pairs, loss=squares, split=lambda _: plan).build(), sequence)
 
 
-def test_statistics_of_a_batch_do_not_go_with_sequences() -> None:
+def test_batch_norm_is_refused_with_sequence_parallelism() -> None:
     model = Small()
     model.norm = nn.BatchNorm1d(16)  # type: ignore[assignment]
     with pytest.raises(KnobError, match="norm: a BatchNorm1d takes statistics of a whole batch"):
         split(2, model, small().build(), True)
 
 
-def test_batches_and_micro_batches_of_another_size_are_priced_as_they_are() -> None:
-    """Turned live, in the simulator with sizes only: bytes follow."""
+def test_bytes_follow_live_changes_of_batch_and_micro_batch_size() -> None:
+    """Both change live in the simulator with sizes only, and the bytes follow."""
     task = ByteGPT(layers=2, width=16, heads=2, context=8)
     e = Experiment(task=task, ranks=4, steps=6, pace=1.0, eval_every=0, partition=Pipeline(micros=2, of=Tensor()))
     changes = [Change(2, "micros", 4), Change(4, "batch", 16)]

@@ -1,4 +1,4 @@
-"""Codecs in place of activations and their gradients inside of layers that ranks compute together."""
+"""Tests codecs for activations and their gradients inside layers that ranks compute together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAYS = 2
 
 
 def coded(x: torch.Tensor, by: Compressor, count: int) -> torch.Tensor:
-    """What is left of `x` when each of so many parts of its positions has crossed in a payload."""
+    """Returns `x` after each of `count` parts of its positions was encoded and decoded."""
     if isinstance(by, Dense):
         return x.clone()
     assert isinstance(by, Codec)
@@ -49,13 +49,13 @@ def coded(x: torch.Tensor, by: Compressor, count: int) -> torch.Tensor:
 
 
 def added(xs: list[torch.Tensor], by: Compressor) -> torch.Tensor:
-    """The sum of what has been coded; where a codec is linear, in its own floats."""
+    """Returns the sum of coded tensors; a linear codec sums in its own floats."""
     total = sum(xs[1:], xs[0])
     return coded(total, by, 1) if isinstance(by, Cast) else total
 
 
 class Ahead(torch.autograd.Function):
-    """The sum of what all ranks have coded; of the gradient goes back what went ahead, or all."""
+    """The sum of all ranks' coded tensors. The gradient returns for the sent part, or for all of it."""
 
     @staticmethod
     def forward(ctx: Any, way: Tensor, *ys: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Ahead(torch.autograd.Function):
 
 
 class Back(torch.autograd.Function):
-    """The same for some ranks, whose gradients are added up when they have crossed in payloads."""
+    """The same for some ranks, with a sum of their coded gradients."""
 
     @staticmethod
     def forward(ctx: Any, way: Tensor, count: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,7 +89,7 @@ class Back(torch.autograd.Function):
 
 
 def reference(model: Small, x: torch.Tensor, way: Tensor) -> torch.Tensor:
-    """What a Small answers whose two ranks code what they tell each other, on one process: Megatron-LM's f and g."""
+    """Returns the output of a Small with two coding ranks, in one process: Megatron-LM's f and g."""
 
     def columns(layer: Any, h: torch.Tensor) -> list[torch.Tensor]:
         if way.sequence:
@@ -116,7 +116,7 @@ def reference(model: Small, x: torch.Tensor, way: Tensor) -> torch.Tensor:
 
 
 def alone(e: Experiment, way: Tensor, steps: int = 6) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and parameters of one process that codes at the same places."""
+    """Returns losses and parameters of one process that codes at the same places."""
     model, losses = Small(), []
     optimizer = torch.optim.SGD(model.parameters(), e.lr)
     for step in range(steps):
@@ -142,7 +142,7 @@ CODED = [
 
 
 @pytest.mark.parametrize("way", CODED, ids=lambda way: f"{way.activations} {way.gradients} {way.mask} {way.sequence}")
-def test_it_learns_what_one_process_learns_that_codes_at_the_same_places(way: Tensor) -> None:
+def test_it_learns_as_one_process_that_codes_at_the_same_places(way: Tensor) -> None:
     e = spread(2, task=TASK, partition=way)
     sessions = run(e)
     losses, want = alone(e, way)
@@ -173,15 +173,15 @@ def test_the_engine_and_both_simulations_agree(ranks: int, way: Partition) -> No
         memory_alike(e, sessions)
 
 
-def test_a_payload_of_stages_and_of_layers_fills_memory_alike() -> None:
+def test_payloads_of_stages_and_layers_take_the_same_memory_on_both_hosts() -> None:
     way = Pipeline(micros=4, of=Tensor(activations=TopK(density=0.3), gradients=Cast()))
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
     memory_alike(e, run(e))
 
 
-def test_what_is_drawn_by_chance_is_the_same_on_all_ranks_and_right_on_average() -> None:
-    """QSGD rounds by each rank's own random numbers; all decode the same payloads."""
+def test_random_rounding_is_equal_on_all_ranks_and_right_on_average() -> None:
+    """QSGD rounds by each rank's own random numbers, and all ranks decode the same payloads."""
     e = spread(2, 20, task=TASK, partition=Tensor(activations=QSGD(bits=8), gradients=QSGD(bits=8)), pace=1.0)
     sessions = run(e)
     losses, plain = seen(sessions[0], "loss"), seen(run(e.set("partition", Tensor()))[0], "loss")
@@ -190,8 +190,8 @@ def test_what_is_drawn_by_chance_is_the_same_on_all_ranks_and_right_on_average()
     assert sampled(simulate(e, real=True), "loss", 0) == pytest.approx(losses, rel=0.02)
 
 
-def test_so_many_bytes_cross_as_payloads_have() -> None:
-    """From each rank to the other: of TopK's k entries 8 bytes each; fp16's are added up on the way."""
+def test_the_sent_bytes_are_those_of_the_payloads() -> None:
+    """Each rank sends 8 bytes for each of TopK's k entries to the other; fp16 values are summed on the way."""
     one = ROWS * CONTEXT * WIDTH
     sent = {}
     for name, codec in (("dense", Dense()), ("TopK", TopK(density=0.1)), ("fp16", Cast(to="fp16"))):
@@ -204,7 +204,7 @@ def test_so_many_bytes_cross_as_payloads_have() -> None:
     assert sent["fp16"] == (2 * LAYERS * 2 * one, {"all_reduce": 2 * LAYERS})
 
 
-def test_it_is_turned_while_ranks_train_and_nothing_moves() -> None:
+def test_codecs_change_live_and_no_parameter_moves() -> None:
     asked = [("activations", TopK(density=0.2)), ("mask", False), ("gradients", Cast()), ("activations", Dense()),
              ("partition", Tensor(activations=E3M0())), ("partition", "Tensor")]  # fmt: skip
     changes = [Change(2 * k + 2, *each) for k, each in enumerate(asked)]
@@ -220,8 +220,8 @@ def test_it_is_turned_while_ranks_train_and_nothing_moves() -> None:
     assert by_step[9] == by_step[13] == by_step[1] > 6 * by_step[11]
 
 
-def test_a_held_out_loss_is_that_of_what_crosses_as_it_is() -> None:
-    """The first is of the model as it begins, which no codec has taught yet."""
+def test_a_held_out_loss_is_computed_without_codecs() -> None:
+    """The first loss belongs to the initial model, on which a codec had no effect yet."""
     losses = [seen(run(spread(2, 3, task=TASK, partition=way, eval_every=3))[0], "held_out")
               for way in (Tensor(), CODED[0])]  # fmt: skip
     assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
@@ -231,12 +231,12 @@ def test_a_held_out_loss_is_that_of_what_crosses_as_it_is() -> None:
     (Tensor(activations=PowerSGD()), "activations=PowerSGD"), (Tensor(gradients=DGC()), "gradients=DGC"),
     (Pipeline(of=Tensor(activations=PowerSGD())), "inside of a layer every tensor crosses by itself"),
 ], ids=["activations", "gradients", "in stages"])  # fmt: skip
-def test_what_needs_a_place_in_the_model_is_refused_in_words(way: Partition, words: str) -> None:
+def test_an_unsuitable_codec_raises_knob_error(way: Partition, words: str) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):
         Experiment(partition=way).checked()
 
 
-def test_a_byte_gpt_learns_with_a_tenth_of_its_activations() -> None:
+def test_a_byte_gpt_learns_with_10_percent_of_its_activations() -> None:
     task = ByteGPT(layers=2, width=32, heads=2, context=16)
     way = Tensor(activations=TopK(density=0.1))
     e = Experiment(task=task, ranks=2, steps=30, partition=way, pace=1.0, eval_every=0, lr=1e-2)
@@ -244,8 +244,8 @@ def test_a_byte_gpt_learns_with_a_tenth_of_its_activations() -> None:
     assert all(map(math.isfinite, losses)) and sum(losses[-5:]) / 5 < losses[0] - 1.0
 
 
-def test_a_layer_that_begins_as_zero_learns_all_of_its_features() -> None:
-    """What a projection of nothing keeps is no choice: a gradient that went through it taught but so many of them."""
+def test_a_zero_initialised_layer_learns_all_of_its_features() -> None:
+    """A projection of zero makes no choice: a gradient through it would reach only some features."""
     task = ByteGPT(layers=1, width=32, heads=2, context=16)
     way = Tensor(activations=Projection(rank=4), gradients=Projection(rank=4))
     e = Experiment(task=task, ranks=2, steps=4, partition=way, eval_every=0, bucket_mb=0.01)

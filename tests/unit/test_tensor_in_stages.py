@@ -1,4 +1,4 @@
-"""Stages of a pipeline that are several ranks each, which compute their layers together: Pipeline(of=Tensor())."""
+"""Tests pipeline stages of several ranks that compute their layers together: Pipeline(of=Tensor())."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def both(ranks: int, way: Partition, **rest: Any) -> Experiment:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{type(way.schedule).__name__} {way.micros}")
-def test_four_ranks_learn_what_one_learns(way: Pipeline) -> None:
+def test_four_ranks_learn_as_one_rank_does(way: Pipeline) -> None:
     sessions = run(both(4, way, eval_every=3))
     near(together(sessions), alone(both(4, way), 1))
     (plain,) = run(spread(1, eval_every=3))
@@ -45,7 +45,7 @@ def test_four_ranks_learn_what_one_learns(way: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=["1F1B", "interleaved"])
-def test_the_engine_and_both_simulations_agree_on_everything_that_crosses(way: Pipeline) -> None:
+def test_the_engine_and_both_simulations_agree_on_losses_and_bytes(way: Pipeline) -> None:
     e = both(4, way, pace=4.0, eval_every=3)
     sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
     for rank, s in enumerate(sessions):
@@ -54,7 +54,7 @@ def test_the_engine_and_both_simulations_agree_on_everything_that_crosses(way: P
     spans_alike(real, sizes)
 
 
-def test_eight_virtual_ranks_are_two_replicas_of_two_stages_of_two() -> None:
+def test_eight_virtual_ranks_make_two_replicas_of_two_stages_of_two_ranks() -> None:
     e = both(8, WAYS[0], pace=4.0, eval_every=3)
     real, sizes = simulate(e, real=True), simulate(e)
     plain = simulate(spread(2, pace=4.0, eval_every=3), real=True)
@@ -62,7 +62,7 @@ def test_eight_virtual_ranks_are_two_replicas_of_two_stages_of_two() -> None:
     assert real.spans.t1.max() == sizes.spans.t1.max()
 
 
-def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
+def test_both_hosts_report_the_same_memory() -> None:
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     way = Pipeline(micros=4, of=Tensor())
     e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
@@ -70,7 +70,7 @@ def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
     memory_alike(e, ours)
 
 
-def test_it_is_switched_live_to_anything_and_back() -> None:
+def test_it_is_switched_live_to_every_partition_and_back() -> None:
     ways: list[Partition] = [WAYS[0], Tensor(ways=4), WAYS[1], Pipeline(micros=2), Tensor(), WAYS[2], Whole()]
     changes = [Change(2 * k + 2, "partition", way) for k, way in enumerate(ways)]
     sessions = run(spread(4, 17, task=TASK, optimizer=AdamW(), lr=1e-2), *changes)
@@ -87,8 +87,8 @@ def test_a_replica_is_clipped_as_a_whole() -> None:
     assert max(seen(sessions[0], "grad_norm")) > 0.5
 
 
-def test_what_crosses_between_such_stages_may_be_compressed() -> None:
-    """A codec between stages, another between replicas; whoever has the same of a stage gets the same."""
+def test_activations_and_gradients_between_such_stages_can_be_compressed() -> None:
+    """One codec is between stages, another between replicas. Ranks with the same part of a stage get the same."""
     way = Pipeline(micros=2, of=Tensor(), activations=Cast(to="bf16"), gradients=Cast(to="bf16"))
     e = both(8, way, compressor=ErrorFeedback(of=TopK(density=0.2)), pace=4.0)
     real, plain = simulate(e, real=True), simulate(both(8, WAYS[0], pace=4.0), real=True)
@@ -103,16 +103,16 @@ SOME = [name for name, cls in shipped(Strategy).items()
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_every_strategy_that_goes_with_pipelines_goes_with_these(name: str) -> None:
-    """In the simulator: two replicas under the strategy; when it is left, they are alike."""
+def test_every_strategy_that_supports_pipelines_supports_these(name: str) -> None:
+    """In the simulator two replicas train under the strategy, and are equal after a switch to DDP."""
     strategy = fitting(shipped(Strategy)[name], 2)
     e = both(8, WAYS[0], strategy=strategy, steps=6, pace=4.0)
     turned = simulate(e, changes=[Change(4, "strategy", DDP()), Change(5, "partition", Whole())], real=True)
     assert not turned.details("refused") and len(turned.details("partition")) == 2
 
 
-def test_a_slice_with_nothing_to_train_is_refused_in_words_and_the_run_goes_on() -> None:
-    """The last layer is whole on both ranks of its stage, and one looks after all of it."""
+def test_a_slice_without_parameters_to_train_is_refused_and_the_run_goes_on() -> None:
+    """The last layer is whole on both ranks of its stage, and one rank owns all of it."""
     def layers() -> nn.Module:
         return net(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4, bias=False)))
 

@@ -1,4 +1,4 @@
-"""torch's own tensor parallelism (DTensor) as an oracle: the same layers dealt out by `parallelize_module`."""
+"""Compares with torch's own tensor parallelism (DTensor): the same layers split by `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def learn(rank: int, ways: int, meet: str, out: str) -> None:
     params = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     if rank == 0:
         torch.save((losses, grads, params), out)
-    dist.barrier()  # who is done first must not close what others still read
+    dist.barrier()  # the first rank to finish must not close files that others still read
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ways", [2, 4])
-def test_it_learns_what_dtensor_learns(ways: int, tmp_path: Path) -> None:
-    """The loss within 1e-5 in every step, and the gradients of the last, which parameters show, within 1e-6."""
+def test_it_learns_as_dtensor_does(ways: int, tmp_path: Path) -> None:
+    """The loss agrees within 1e-5 in every step, and the last gradients, which parameters show, within 1e-6."""
     out = tmp_path / "oracle.pt"
     mp.spawn(learn, (ways, str(tmp_path / "ranks"), str(out)), nprocs=ways)
     losses, grads, params = torch.load(out)
-    for sequence in (False, True) if ways == 2 else (False,):  # six positions are not dealt out to four
+    for sequence in (False, True) if ways == 2 else (False,):  # six positions cannot be split over four ranks
         e = spread(ways, STEPS, partition=Tensor(ways=ways, sequence=sequence), lr=LR)
         short, full = run(replace(e, steps=STEPS - 1)), run(e)
         assert full[0].record.losses() == pytest.approx(losses, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Models that cannot be dealt out over ranks, or not so: refused in a sentence that says what would do."""
+"""Tests models that cannot be split over ranks, or not in this way: the error suggests an alternative."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:24] for _, words in REFUSED])
-def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+def test_incompatible_settings_raise_knob_error(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):
         replace(Experiment(), **given).checked()
 
@@ -82,28 +82,28 @@ SLIPS: list[tuple[Any, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("model", "plan", "ways", "words"), SLIPS, ids=[words[:30] for *_, words in SLIPS])
-def test_a_plan_that_cannot_be_is_refused_in_words(model: Any, plan: Any, ways: int, words: str) -> None:
+def test_an_impossible_plan_raises_knob_error(model: Any, plan: Any, ways: int, words: str) -> None:
     task = toy(model=model, data=texts, loss=entropy, evaluate=None, **({"split": lambda _: plan} if plan else {}))
     with pytest.raises(KnobError, match=re.escape(words)):
         split(ways, model(), task.build())
 
 
-def test_each_number_that_is_advised_would_do() -> None:
-    """ByteGPT's 256 rows could be dealt out to 8 ranks; its four heads cannot."""
+def test_each_suggested_number_of_ways_works() -> None:
+    """ByteGPT's 256 rows could be split over 8 ranks, but not its four heads."""
     learner = ByteGPT().build()
     with pytest.raises(KnobError, match=r"ways=3: byte has 256 rows.*; take ways=2 or 4$"):
         split(3, learner.model(), learner)
     assert split(2, learner.model(), learner) and split(4, learner.model(), learner)
 
 
-def test_positions_that_cannot_be_dealt_out_are_all_that_is_said() -> None:
+def test_the_error_about_uneven_positions_mentions_nothing_else() -> None:
     e = Experiment(task=ByteGPT(context=63), ranks=2, steps=2, pace=5.0, partition=Tensor(sequence=True))
     with pytest.raises(KnobError, match="63 positions cannot be dealt out to 2 ranks evenly; take") as refused:
         simulate(e)
     assert "meta device" not in str(refused.value)
 
 
-def test_a_plan_that_is_none_is_refused() -> None:
+def test_a_plan_that_is_no_dict_is_refused() -> None:
     with pytest.raises(KnobError, match=re.escape("split(model) returned None: must return a dict")):
         split(2, Small(), small(split=lambda _: None).build())
     with pytest.raises(TaskError, match="must return a dict"):
@@ -120,8 +120,10 @@ SILENT: list[tuple[Mapping[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("plan", "words"), SILENT, ids=[", ".join(plan) for plan, _ in SILENT])
-def test_a_plan_that_computes_something_else_is_found_out_before_anything_moves(plan: Any, words: str) -> None:
-    """Live: the run goes on as it was. Also where the last layer begins as zero, behind which nothing shows."""
+def test_a_plan_with_a_wrong_result_is_refused_before_any_move(plan: Any, words: str) -> None:
+    """The change is refused live and the run goes on. This includes a last layer that begins as zero and hides
+    errors.
+    """
 
     def zero() -> nn.Module:
         model = Small()
@@ -134,8 +136,8 @@ def test_a_plan_that_computes_something_else_is_found_out_before_anything_moves(
     assert all(s.phase == "done" for s in sessions)
 
 
-def test_what_lies_between_two_layers_must_work_feature_by_feature() -> None:
-    """A softmax over the features that one rank has computes, and is wrong: at the start the run is refused."""
+def test_a_module_between_two_layers_must_work_feature_by_feature() -> None:
+    """A softmax over one rank's features computes a wrong result, so the run is refused at the start."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 2))
     task = toy(model=lambda: model, data=pairs, loss=squares, evaluate=None,
                split=lambda _: {"0": Colwise(), "2": Rowwise()})  # fmt: skip
@@ -153,8 +155,8 @@ def squares(model: nn.Module, pair: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(pair[0]), pair[1])
 
 
-def test_weights_that_are_tied_are_dealt_out_alike() -> None:
-    """The vocabulary of the embedding, and that of the head."""
+def test_tied_weights_are_split_the_same_way() -> None:
+    """The vocabulary is that of the embedding and of the head."""
     e = spread(2, 6, task=small(model=tied), partition=Tensor())
     (plain,) = run(spread(1, 6, task=small(model=tied)))
     near(together(run(e)), {p.name: p.param.data for p in plain.layout.order})
@@ -174,7 +176,7 @@ def test_frozen_parameters_and_buffers_stay_on_every_rank() -> None:
 
 
 def test_a_model_of_transformers_brings_its_own_plan() -> None:
-    """Under the names that transformers has for the ways."""
+    """The plan uses transformers' names for the ways."""
 
     class Planned(Small):
         _tp_plan: ClassVar[dict[str, str]] = {
@@ -188,14 +190,14 @@ def test_a_model_of_transformers_brings_its_own_plan() -> None:
     assert "blocks.1.up.weight" in sessions[0].training.spread.split.sliced
 
 
-def test_what_needs_whole_tensors_is_refused_while_they_are_in_slices() -> None:
+def test_members_that_need_whole_tensors_are_refused_under_slices() -> None:
     e = spread(2, 12, partition=Tensor(), task=small(parts=parts))
     asked = [("optimizer", LAMB()), ("strategy", ZeRO3()), ("ways", 4), ("compressor", DGC())]
     sessions = run(e, *[Change(2 + k, path, value) for k, (path, value) in enumerate(asked)])
     assert len(sessions[0].record.noted("refused")) >= 3 and all(s.phase == "done" for s in sessions)
 
 
-def test_batches_that_differ_on_the_ranks_of_a_replica_are_found_out() -> None:
+def test_different_batches_on_the_ranks_of_a_replica_raise_an_error() -> None:
     count = iter(range(10**6))
 
     def own(rank: int, ranks: int, seed: int) -> Any:
@@ -206,9 +208,9 @@ def test_batches_that_differ_on_the_ranks_of_a_replica_are_found_out() -> None:
     assert any("read unlike batches" in str(s.error) for s in sessions)
 
 
-def test_byte_gpt_says_how_many_ways_there_are() -> None:
+def test_byte_gpt_suggests_a_possible_number_of_ways() -> None:
     e = Experiment(task=ByteGPT(width=48, heads=6), ranks=4, partition=Tensor(ways=4), optimizer=SGD())
     learner = e.task.build()
     said = re.escape("blocks.0.qkv has 48 outputs, 8 of which stay together")
-    with pytest.raises(KnobError, match=f"{said}.* take ways=2$"):  # 256 rows cannot be dealt out to 3
+    with pytest.raises(KnobError, match=f"{said}.* take ways=2$"):  # 256 rows cannot be split over 3 ranks
         split(4, learner.model(), learner)

@@ -1,4 +1,4 @@
-"""TernGrad against its variance written out, whole numbers that must add up exactly, and what the record must say."""
+"""Compares TernGrad with its variance, with exact sums of whole numbers, and with the record."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def contributions(codec: TernGrad, g: torch.Tensor, parts: list[Part]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What each rank says that it contributed, and the result."""
+    """Returns each rank's reported contribution, and the result."""
     buckets = [Bucket(0, row.clone(), tuple(parts), 0) for row in g]
     made = [codec.reduce(Rank(r, len(g)), b, Memory(r)) for r, b in enumerate(buckets)]
     return together(made), buckets[0].data
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_its_variance_is_the_largest_times_the_sum_less_the_squares(seed: int) -> None:
+def test_its_variance_is_the_largest_times_the_sum_minus_the_squares(seed: int) -> None:
     draws, memory = 600, [Memory(seed)]
     x = noise(seed, 1, 4096) ** 3
     off = [float((exchange(TernGrad(), x, placed((4096,)), memory) - x[0]).square().sum()) for _ in range(draws)]
@@ -47,7 +47,7 @@ def test_its_variance_is_the_largest_times_the_sum_less_the_squares(seed: int) -
 
 @both
 def test_over_several_ranks_the_mean_is_the_sum(shared: bool) -> None:
-    draws, ranks = 1500, 3  # each in a layer of its own
+    draws, ranks = 1500, 3  # each in its own layer
     g = noise(4, ranks, 128) ** 3 * torch.tensor([[1.0], [0.1], [3.0]])
     memories = [Memory(r) for r in range(ranks)]
     out = exchange(TernGrad(one_scale=shared), g.repeat(1, draws), placed(*[(128,)] * draws), memories)
@@ -60,20 +60,20 @@ def test_over_several_ranks_the_mean_is_the_sum(shared: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "shared"), [(1, True), (2, True), (3, True), (7, True), (8, True), (127, True),
                                                (128, True), (1, False), (3, False), (8, False)])
-def test_what_is_whole_already_is_added_exactly_by_any_number_of_ranks(ranks: int, shared: bool) -> None:
-    """Nothing carries over into a neighbour's field, even if all ranks say the same."""
+def test_ternary_values_are_summed_exactly_by_any_number_of_ranks(ranks: int, shared: bool) -> None:
+    """No carry reaches a neighbour's field, even if all ranks send the same value."""
     g = torch.tensor([2.0, -2.0, 0.0]).repeat(11)[:31].repeat(ranks, 1)
     g[0, 4:9] = torch.tensor([0.0, 2.0, 2.0, -2.0, 0.0])
     out = exchange(TernGrad(one_scale=shared), g, placed((31,)), [Memory(r) for r in range(ranks)])
     assert torch.equal(out.float(), g.sum(0))
 
 
-def test_a_field_holds_what_all_ranks_may_say() -> None:
+def test_a_field_has_room_for_the_sum_of_all_ranks() -> None:
     assert [field(p) for p in (1, 2, 7, 8, 127, 128, 4096)] == [2, 4, 4, 8, 8, 16, 16]
     assert all(2 * p < 2 ** field(p) for p in range(1, 4097))
 
 
-def test_shared_scales_are_the_largest_of_all_ranks_and_draws_whole() -> None:
+def test_a_shared_scale_is_the_largest_of_all_ranks_and_draws_are_whole_multiples() -> None:
     g = noise(5, 4, 300) * torch.tensor([[1.0], [2.0], [0.5], [1.0]])
     own, out = contributions(TernGrad(), g, placed((100,), (20, 10)))
     for a, b in ((0, 100), (100, 300)):
@@ -86,7 +86,7 @@ def test_shared_scales_are_the_largest_of_all_ranks_and_draws_whole() -> None:
     torch.testing.assert_close(sum(own), out)
 
 
-def test_scales_of_ones_own_are_less_noisy() -> None:
+def test_separate_scales_are_less_noisy() -> None:
     g = noise(5, 4, 4000)
     g[1, 0] = 30.0
     exact = g.double().sum(0)
@@ -98,7 +98,7 @@ def test_scales_of_ones_own_are_less_noisy() -> None:
 
 
 @both
-def test_every_layer_has_a_scale_of_its_own(shared: bool) -> None:
+def test_every_layer_has_its_own_scale(shared: bool) -> None:
     g = noise(6, 2, 200)
     g[:, 100:] *= 1e-4
     out = exchange(TernGrad(one_scale=shared), g, placed((10, 10), (100,)), [Memory(0), Memory(1)])
@@ -107,7 +107,7 @@ def test_every_layer_has_a_scale_of_its_own(shared: bool) -> None:
 
 @both
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_layer_and_no_other(shared: bool, bad: float) -> None:
+def test_a_non_finite_value_affects_only_its_layer(shared: bool, bad: float) -> None:
     g = noise(7, 3, 90)
     for r in range(3):
         spoilt = g.clone()
@@ -116,7 +116,7 @@ def test_what_is_not_finite_spoils_its_layer_and_no_other(shared: bool, bad: flo
         assert bool(out[:30].isnan().all()) and bool(out[30:].isfinite().all())
 
 
-def test_clipping_cuts_off_at_so_many_root_mean_squares() -> None:
+def test_clipping_limits_values_to_a_multiple_of_the_rms() -> None:
     x = noise(8, 1, 1000)
     x[0, 3] = 100.0
     rms = float(x.square().mean().sqrt())
@@ -131,7 +131,7 @@ def test_clipping_cuts_off_at_so_many_root_mean_squares() -> None:
     assert torch.equal(exchange(TernGrad(clip_rms=2.5), one, placed((1,)), [Memory()]).float(), one[0])
 
 
-def test_clipping_is_biased_and_nothing_else_is() -> None:
+def test_only_clipping_is_biased() -> None:
     x = torch.tensor([[1.0] * 15 + [10.0]])
     memory, limit = [Memory(1)], 2 * math.sqrt((15 + 100) / 16)
     plain, cut = (
@@ -142,7 +142,7 @@ def test_clipping_is_biased_and_nothing_else_is() -> None:
 
 
 def sizes(codec: TernGrad, ranks: int, n: int, layers: int) -> list[tuple[str, torch.dtype, int]]:
-    """What rank 0 asks for: verb, dtype and bytes handed in."""
+    """Returns rank 0's operations: verb, dtype and input bytes."""
     seen: list[Op] = []
     parts = tuple(placed(*[(n // layers,)] * layers))
     buckets = [Bucket(0, noise(r, n), parts, 0) for r in range(ranks)]
@@ -150,7 +150,7 @@ def sizes(codec: TernGrad, ranks: int, n: int, layers: int) -> list[tuple[str, t
     return [(op.verb, op.args[0].dtype, op.args[0].numel() * op.args[0].element_size()) for op in seen]
 
 
-def test_draws_travel_in_as_many_bits_as_their_sum_needs() -> None:
+def test_draws_are_sent_in_as_many_bits_as_their_sum_needs() -> None:
     head, u8 = ("all_reduce", torch.float32, 12), torch.uint8
     assert sizes(TernGrad(), 7, 300, 3) == [head, ("all_reduce", u8, 150)]
     assert sizes(TernGrad(), 8, 300, 3) == [head, ("all_reduce", u8, 300)]
@@ -159,7 +159,7 @@ def test_draws_travel_in_as_many_bits_as_their_sum_needs() -> None:
 
 
 def formula(session: Any, shared: bool) -> int:
-    """Bytes that one of four ranks sends per step."""
+    """Returns the bytes that one of four ranks sends per step."""
     total = 0
     for bucket in session.layout.buckets:
         n, layers = bucket.data.numel(), len(bucket.parts)
@@ -171,7 +171,7 @@ def formula(session: Any, shared: bool) -> int:
 
 
 @both
-def test_bytes_on_the_record_are_the_formula_before_and_after_a_live_change(shared: bool) -> None:
+def test_recorded_bytes_equal_the_formula_before_and_after_a_live_change(shared: bool) -> None:
     changes = [Change(4, "one_scale", not shared), Change(6, "bucket_mb", 0.02), Change(7, "clip_rms", 2.5)]
     sessions = run(experiment(4, 9, compressor=TernGrad(one_scale=shared)), *changes)
     sent = [sum(n for k, _, n in sessions[0].record.comm() if k == step) for step in range(9)]
@@ -181,7 +181,7 @@ def test_bytes_on_the_record_are_the_formula_before_and_after_a_live_change(shar
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_an_empty_bucket_is_exchanged_with_nobody() -> None:
+def test_an_empty_bucket_is_not_exchanged() -> None:
     with pytest.raises(StopIteration) as end:
         TernGrad().reduce(Rank(0, 4), Bucket(0, torch.zeros(0), (), 0), Memory()).send(None)
     assert end.value.value is None
@@ -189,7 +189,7 @@ def test_an_empty_bucket_is_exchanged_with_nobody() -> None:
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_buckets_keep_their_dtype(shared: bool, dtype: torch.dtype) -> None:
+def test_16_bit_buckets_keep_their_dtype(shared: bool, dtype: torch.dtype) -> None:
     own, out = contributions(TernGrad(one_scale=shared), noise(9, 2, 100).to(dtype), placed((100,)))
     assert out.dtype == dtype and all(row.dtype == dtype for row in own) and bool(out.any())
 
@@ -212,8 +212,8 @@ def test_the_same_seed_draws_the_same_on_engine_and_simulator(shared: bool) -> N
     assert first.record.losses() == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_nan_is_seen_though_the_collective_that_takes_the_maximum_loses_it() -> None:
-    """A maximum may be taken by comparisons, and a NaN is not larger than anything; infinity is."""
+def test_a_nan_is_noticed_even_if_the_max_collective_drops_it() -> None:
+    """A maximum may be computed by comparisons, and a NaN is not larger than any number; infinity is."""
     x = noise(1, 2, 64)
     x[0, 3] = math.nan
     buckets = [Bucket(0, row.clone(), tuple(placed((64,))), 0) for row in x]

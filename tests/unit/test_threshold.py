@@ -1,4 +1,4 @@
-"""Threshold-v against its rule, its bound on every element, and what the record must say."""
+"""Compares Threshold-v with its rule, its bound on every element, and the record."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def kept(x: torch.Tensor, v: float) -> list[int]:
 
 @pytest.mark.parametrize("n", [50, 300_000])
 @pytest.mark.parametrize("v", [0.3, 2.0, 9.0])
-def test_what_reaches_v_crosses_and_nothing_else(n: int, v: float) -> None:
+def test_only_entries_that_reach_v_are_sent(n: int, v: float) -> None:
     x = noise(n, n)
     assert kept(x, v) == [i for i, value in enumerate(x.tolist()) if abs(value) >= v]
 
 
-def test_an_entry_that_equals_v_crosses() -> None:
+def test_an_entry_equal_to_v_is_sent() -> None:
     assert kept(torch.tensor([0.5, -0.5, 0.49999, 0.0]), 0.5) == [0, 1]
 
 
 def test_a_bucket_without_positive_entries_is_not_sent_whole() -> None:
-    """As where v is bounded by the largest entry with its sign."""
+    """This would fail if v were limited by the largest signed entry."""
     x = -noise(1, 1000).abs()
     assert 0 < len(kept(x, 2.0)) < 100 and kept(x, 100.0) == []
 
@@ -53,20 +53,20 @@ def test_the_error_is_bounded_in_every_element_and_in_length(v: float, ranks: in
         assert off <= min(2000 * v * v, (1 - passed / 2000) * float(g.square().sum())) * (1 + 1e-6)
 
 
-def test_under_error_feedback_no_more_than_v_is_ever_owed() -> None:
+def test_under_error_feedback_the_residual_stays_below_v() -> None:
     memories = [Memory(), Memory()]
     for step in range(50):
         exchange(ErrorFeedback(of=Threshold(threshold=0.5)), 0.1 * noise(step, 2, 300), placed((300,)), memories)
         assert all(float(m.buffers["residual"]["p0"].abs().max()) < 0.5 for m in memories)
 
 
-def test_what_is_small_on_one_rank_is_sent_by_the_others() -> None:
+def test_an_entry_below_v_on_one_rank_is_sent_by_the_other_ranks() -> None:
     g = torch.stack([torch.zeros(100), torch.ones(100)])
     out = exchange(Threshold(threshold=0.5), g, placed((100,)), [Memory(), Memory()])
     assert torch.equal(out, torch.ones(100).double())
 
 
-def test_nothing_that_reaches_v_costs_eight_bytes_and_changes_nothing() -> None:
+def test_without_entries_above_v_a_bucket_costs_eight_bytes_and_changes_nothing() -> None:
     sessions = run(experiment(3, 4, compressor=Threshold(threshold=1e6)))
     buckets = len(sessions[0].layout.buckets)
     for s in sessions:
@@ -76,12 +76,12 @@ def test_nothing_that_reaches_v_costs_eight_bytes_and_changes_nothing() -> None:
     assert torch.equal(weights(sessions[0]), weights(still[0]))
 
 
-def test_a_low_threshold_is_plain_averaging() -> None:
+def test_a_low_threshold_equals_plain_averaging() -> None:
     low, dense = (run(experiment(3, 6, compressor=c))[0] for c in (Threshold(threshold=1e-12), Dense()))
     torch.testing.assert_close(weights(low), weights(dense), rtol=1e-5, atol=1e-7)
 
 
-def test_turned_live_it_acts_on_the_next_step_and_keeps_what_is_owed() -> None:
+def test_a_live_change_takes_effect_in_the_next_step_and_keeps_the_residual() -> None:
     e = experiment(2, 12, compressor=Threshold.usual())
     sessions = run(e, Change(4, "threshold", 1e5), Change(8, "threshold", 1e-12))
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -100,6 +100,6 @@ def test_engine_and_simulator_send_the_same() -> None:
 
 
 @pytest.mark.parametrize("v", [0, -1, "much", float("nan")])
-def test_a_threshold_that_cannot_be_is_refused_with_the_range(v: object) -> None:
+def test_an_impossible_threshold_raises_knob_error_with_the_range(v: object) -> None:
     with pytest.raises(KnobError, match=r"compressor.of.threshold=.*\[1e-12, 1e\+06\]"):
         experiment(compressor=Threshold.usual()).set("threshold", v)

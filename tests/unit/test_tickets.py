@@ -1,4 +1,4 @@
-"""Requests on their way from rank 0 to all: none is lost where a connection is, while they are under way."""
+"""Checks that requests on their way from rank 0 to all ranks survive the loss of a connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.strategies import ZeRO1
 
 
 class Broken:
-    """A wire that takes what is given to it, and has lost a peer when somebody waits for the n-th of it."""
+    """A wire that accepts everything and loses a peer at the n-th wait."""
 
     def __init__(self, lost: int) -> None:
         self.lost = lost
@@ -40,7 +40,7 @@ CHANGE, STOP = {"kind": "change", "id": "change 1"}, {"kind": "stop", "id": "sto
 
 
 @pytest.mark.parametrize("lost", [1, 2], ids=["before the length was heard", "before the words were"])
-def test_what_was_on_its_way_when_a_connection_was_lost_is_still_to_be_heard(lost: int) -> None:
+def test_requests_in_transit_at_the_loss_of_a_connection_are_still_pending(lost: int) -> None:
     tickets = of(Broken(lost), CHANGE, STOP)
     tickets.ask()
     assert tickets.unheard == [CHANGE, STOP] and tickets.inbox.empty()
@@ -51,7 +51,7 @@ def test_what_was_on_its_way_when_a_connection_was_lost_is_still_to_be_heard(los
     assert Training.unheeded.fget(asked) == [{"id": "a"}, {"id": "b"}, CHANGE, STOP]  # type: ignore[attr-defined]
 
 
-def test_what_all_have_heard_is_no_longer_on_its_way() -> None:
+def test_requests_that_all_ranks_have_received_are_no_longer_in_transit() -> None:
     for tickets in (of(Broken(0), CHANGE), of(None, CHANGE)):
         tickets.ask()
         tickets.ask()
@@ -64,8 +64,8 @@ def test_what_all_have_heard_is_no_longer_on_its_way() -> None:
     assert other.unheard == [], "only the first rank knows what is said"
 
 
-def test_a_rank_that_looks_late_still_sees_what_the_first_has_raised_before_it_raised_again(tmp_path: Path) -> None:
-    """The first looks after child 2 and asks, is asked for more, and begins child 3 before the other has looked."""
+def test_a_late_rank_still_sees_an_earlier_raise_of_the_first_ranks_flag(tmp_path: Path) -> None:
+    """The first rank looks after child 2, gets another request, and begins child 3 before the other rank has looked."""
     wire: Any = SimpleNamespace(size=2, broadcast=lambda what, root: None)
     first, other = (of(wire, rank=rank, flag=Flag(tmp_path / "flag")) for rank in (0, 1))
     for tickets in (first, other):

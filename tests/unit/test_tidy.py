@@ -1,4 +1,4 @@
-"""Where something goes on for hours, what allocators keep of what was let go is given back now and then."""
+"""Tests that long-running processes regularly return freed memory of their allocators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ thread.join()
 
 
 @pytest.mark.ranks
-def test_each_rank_gives_back_between_two_steps_once_half_a_minute_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_returns_memory_between_two_steps_after_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
     monkeypatch.setattr(tidy, "give_back", lambda: given.append("back"))
     ranks.run(ranks.experiment(steps=3))
@@ -52,14 +52,14 @@ def test_each_rank_gives_back_between_two_steps_once_half_a_minute_is_over(monke
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is about glibc")
-def test_the_end_of_a_threads_own_stretch_is_given_back_too() -> None:
+def test_the_end_of_a_threads_own_heap_is_returned_too() -> None:
     said = subprocess.run([sys.executable, "-c", THREAD], capture_output=True, text=True, check=True).stdout.split()
     left = [float(mb) for mb in said[1::2]]
     assert len(left) == 2 and max(left) < 2, f"MB left by malloc_trim, and then: {said}"
 
 
-def test_a_board_gives_back_what_its_charts_took_on_the_thread_that_drew_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a recorded run, which nothing else looks after."""
+def test_a_board_returns_its_charts_memory_on_the_drawing_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes a recorded run, which no other code looks after."""
     given: list[tuple[str, int]] = []
     for name in ("give_back", "give_back_own"):
         monkeypatch.setattr(tidy, name, lambda name=name: given.append((name, threading.get_ident())))

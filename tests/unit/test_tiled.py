@@ -1,4 +1,4 @@
-"""A layer in tiles is the layer, and fits where the layer does not."""
+"""Checks that a tiled layer equals the layer, and fits where the layer does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 256
 
 
 class Wide(nn.Module):
-    """Two layers, of which one is large."""
+    """Two layers, one of them large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tiles", [1, 3, 7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_are_the_layers(tiles: int, bias: bool) -> None:
+def test_outputs_and_gradients_equal_the_layers(tiles: int, bias: bool) -> None:
     torch.manual_seed(0)
     whole, x = nn.Linear(20, 31, bias), torch.randn(5, 6, 20, requires_grad=True)
     cut, y = TiledLinear.of(whole, tiles), x.detach().clone().requires_grad_()
@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_the_layers(tiles: int, bias: bool) -> None:
     torch.testing.assert_close(torch.cat([tile.weight.grad for tile in cut.tiles]), whole.weight.grad)
 
 
-def test_only_what_is_large_and_nobody_elses_is_cut() -> None:
+def test_only_large_layers_with_untied_weights_are_tiled() -> None:
     model = tiled(Wide(), 0.3)
     assert isinstance(model.into, nn.Linear) and type(model.tied) is type(model.again) is nn.Linear
     assert isinstance(model.out, TiledLinear) and len(model.out.tiles) == 4
@@ -72,26 +72,26 @@ def test_a_layer_used_twice_stays_one_and_a_frozen_one_frozen() -> None:
     assert isinstance(tiled(nn.Linear(300, 300), 0.2), TiledLinear)
 
 
-def test_torchs_own_layers_which_read_it_by_name_keep_theirs() -> None:
+def test_layers_that_torch_reads_by_name_stay_whole() -> None:
     layer = tiled(nn.TransformerEncoderLayer(64, 4, 512, batch_first=True), 0.05).eval()
     with torch.no_grad():
         assert layer(torch.randn(2, 3, 64)).shape == (2, 3, 64)
 
 
 @pytest.mark.parametrize("largest_mb", [0.0, -1.0, float("nan")])
-def test_a_size_that_cannot_be_is_refused_in_words(largest_mb: float) -> None:
+def test_an_invalid_size_raises_value_error(largest_mb: float) -> None:
     with pytest.raises(ValueError, match=r"largest_mb=.*: must be above 0 MB"):
         tiled(nn.Linear(4, 4), largest_mb)
 
 
-def test_tiles_that_cannot_be_are_refused_in_words() -> None:
+def test_an_invalid_number_of_tiles_raises_value_error() -> None:
     with pytest.raises(ValueError, match="tiles=9: must be from 1 to the 8 outputs"):
         TiledLinear(4, 8, tiles=9)
 
 
 @pytest.mark.ranks
 def test_a_layer_too_large_for_the_device_trains_in_tiles() -> None:
-    """Its weight is 1 MB, and its gradient as much; a device of 1.5 MB holds neither both nor the update's copies."""
+    """Its weight and its gradient are 1 MB each; a device of 1.5 MB holds neither both nor the update's copies."""
 
     class Large(Wide):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The three tables: appended to, read by cursor, shown as frames."""
+"""Tests the three tables: appending, reading by cursor, conversion to frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def span(i: int, lane: str = "comm") -> Span:
     return Span(i % 4, i // 4, lane, f"bucket {i % 3}", float(i), i + 0.1, i + 0.2, 100 * i)
 
 
-def test_rows_come_back_as_they_were_added() -> None:
+def test_rows_are_read_back_as_added() -> None:
     tl = Timeline()
     tl.spans.add([span(i) for i in range(10)])
     rows = tl.spans.rows()
@@ -33,7 +33,7 @@ def test_a_cursor_gives_only_what_is_new() -> None:
     assert table.rows(cursor).name.tolist() == ["drift"]
 
 
-def test_growing_leaves_earlier_views_as_they_were() -> None:
+def test_growing_leaves_earlier_views_unchanged() -> None:
     table = Table("spans")
     table.add([span(i) for i in range(1000)])
     view = table.rows()
@@ -61,7 +61,7 @@ def test_coded_text_of_another_table_is_renumbered() -> None:
     assert table.rows().name.tolist() == ["a", "b", "a", "b"]
 
 
-def test_room_for_rows_to_come_takes_no_memory_before_they_do() -> None:
+def test_room_for_later_rows_takes_no_memory_before_they_arrive() -> None:
     """As many rows as leave half of the room empty."""
     table, process = Table("spans"), psutil.Process()
     rows = 1024 * 2**10 // 16
@@ -107,14 +107,14 @@ def test_a_table_may_be_read_while_another_thread_appends() -> None:
     assert not wrong and len(table) == 6000 and np.all(table.rows().t1 > 0)
 
 
-def test_pieces_are_gathered_in_order_of_time_whatever_their_words_and_dtypes() -> None:
+def test_pieces_with_any_texts_and_dtypes_are_gathered_in_order_of_time() -> None:
     first, second = Table("marks"), Table("marks")
     first.add([Mark(0, 1, "change", 1.0, "a"), Mark(0, 3, "end", 3.0, "b")])
     second.add([Mark(1, 1, "end", 1.0, "c"), Mark(1, 2, "start", 2.0, "d"), Mark(1, 0, "end", 0.5, "e")])
     coded = {k: second.rows().coded(k) if k == "name" else v for k, v in second.rows().columns.items()}
     whole = Table("marks")
     whole.gather([first.rows().columns | {"name": first.rows().coded("name")}, coded], by="t")
-    assert whole.rows().detail.tolist() == ["e", "a", "c", "d", "b"]  # of the same time the first piece's first
+    assert whole.rows().detail.tolist() == ["e", "a", "c", "d", "b"]  # at equal times the first piece comes first
     assert whole.rows().name.tolist() == ["end", "change", "end", "start", "end"]
     assert whole.rows().rank.tolist() == [1, 0, 1, 1, 0] and whole.rows().rank.dtype == np.int16
     whole.add([Mark(2, 9, "late", 9.0, "f")])

@@ -1,4 +1,4 @@
-"""torch's fully_shard as a strategy: against DDP and one process, entered and left live, with what models may have."""
+"""Compares torch's fully_shard as a strategy with DDP and one process, with live switches and unusual models."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def seen(session: Session, name: str) -> list[float]:
 
 
 def remembered(session: Session) -> dict[str, torch.Tensor]:
-    """What the optimizer remembers at the end, by slot and parameter."""
+    """Returns the final optimizer state by slot and parameter."""
     state = session.training.optimizer.state
     return {f"{slot}/{place.name}": x for place in session.layout.order
             for slot, x in state[place.param].items() if isinstance(x, torch.Tensor)}  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_it_learns_what_ddp_learns(ranks: int) -> None:
+def test_it_learns_as_ddp_does(ranks: int) -> None:
     e = experiment(ranks, 20, task=toy(adamw), eval_every=5)
     theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
     assert theirs[0].record.losses() == pytest.approx(ours[0].record.losses(), rel=1e-6)
@@ -45,14 +45,14 @@ def test_it_learns_what_ddp_learns(ranks: int) -> None:
         torch.testing.assert_close(weights(s), weights(ours[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_it_learns_what_one_process_learns() -> None:
+def test_it_learns_as_one_process_does() -> None:
     sessions = run(experiment(3, 10, strategy=TorchFSDP()))
     torch.testing.assert_close(weights(sessions[0]), joined(3, 10), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_visit_that_makes_no_step_changes_no_bit(ranks: int) -> None:
-    """Rows are dealt out unevenly among three; parameters and both moments come back as they were."""
+def test_a_switch_in_and_out_without_a_step_changes_nothing(ranks: int) -> None:
+    """Three ranks have unequal shards of rows; parameters and both moments return unchanged."""
     e = experiment(ranks, 9, task=toy(adamw))
     visited = run(e, Change(5, "strategy", "TorchFSDP"), Change(5, "strategy", "DDP"))
     plain = run(e)
@@ -63,8 +63,8 @@ def test_a_visit_that_makes_no_step_changes_no_bit(ranks: int) -> None:
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_two_ranks_are_handed_over_bit_for_bit_from_ddp_and_to_local_sgd() -> None:
-    """Two numbers have one sum, so on two ranks its steps are DDP's, and each hand-over must keep every bit."""
+def test_on_two_ranks_the_hand_over_from_ddp_and_to_local_sgd_is_bit_identical() -> None:
+    """Two numbers have one sum, so on two ranks its steps equal DDP's, and each hand-over must keep every bit."""
     e = experiment(2, 20, task=toy(adamw))
     via = run(e, Change(6, "strategy", "TorchFSDP"), Change(12, "strategy", "LocalSGD"))
     plain = run(e, Change(12, "strategy", "LocalSGD"))
@@ -74,7 +74,7 @@ def test_two_ranks_are_handed_over_bit_for_bit_from_ddp_and_to_local_sgd() -> No
 
 
 @pytest.mark.parametrize("target", ["ZeRO3", "ZeRO1", "TorchDDP", "DiLoCo", "Gossip", "AsyncServer", "Hogwild"])
-def test_it_is_entered_from_and_left_to_strategies_of_every_kind(target: str) -> None:
+def test_it_is_switched_to_and_from_strategies_of_every_kind(target: str) -> None:
     changes = [Change(3, "strategy", "TorchFSDP"), Change(6, "strategy", target), Change(9, "strategy", "TorchFSDP"),
                Change(12, "strategy", "DDP")]  # fmt: skip
     sessions = run(experiment(3, 15, optimizer=SGD(momentum=0.9), eval_every=4), *changes)
@@ -85,7 +85,7 @@ def test_it_is_entered_from_and_left_to_strategies_of_every_kind(target: str) ->
 @pytest.mark.parametrize(("path", "value"), [
     ("optimizer", AdamW(weight_decay=0.1)), ("bucket_mb", 0.03), ("bandwidth", 200), ("lr", 0.004), ("clip", 0.05),
 ])  # fmt: skip
-def test_what_is_turned_meanwhile_acts_as_it_does_under_ddp(path: str, value: Any) -> None:
+def test_live_changes_have_the_same_effect_as_under_ddp(path: str, value: Any) -> None:
     e = experiment(2, 14, task=toy(adamw), optimizer=AdamW(), clip=1.0)
     theirs, ours = (run(e.set("strategy", which), Change(6, path, value)) for which in (TorchFSDP(), DDP()))
     assert not theirs[0].record.noted("refused")
@@ -93,7 +93,7 @@ def test_what_is_turned_meanwhile_acts_as_it_does_under_ddp(path: str, value: An
     assert seen(theirs[0], "grad_norm") == pytest.approx(seen(ours[0], "grad_norm"), rel=1e-5)
 
 
-def test_on_an_emulated_link_its_messages_are_on_the_record() -> None:
+def test_on_an_emulated_link_its_messages_are_recorded() -> None:
     linked = experiment(2, 6, task=toy(adamw), strategy=TorchFSDP()).set("bandwidth", 50)
     sessions, plain = run(linked), run(experiment(2, 6, task=toy(adamw), strategy=TorchFSDP()))
     torch.testing.assert_close(weights(sessions[0]), weights(plain[0]), rtol=1e-5, atol=1e-7)
@@ -120,15 +120,15 @@ class Odd(Net):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_may_have_frozen_and_tied_weights_buffers_and_fewer_rows_than_ranks(ranks: int) -> None:
-    e = experiment(ranks, 12, task=toy(model=partial(net, Odd)), eval_every=4)  # Adam would blow up b.bias' noise
+    e = experiment(ranks, 12, task=toy(model=partial(net, Odd)), eval_every=4)  # Adam would amplify b.bias' noise
     theirs, ours = (run(e.set("strategy", which), Change(8, "strategy", "LocalSGD")) for which in (TorchFSDP(), DDP()))
     torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-4, atol=1e-5)
     for mine, its in zip(ours[0].model.buffers(), theirs[0].model.buffers(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
-def test_the_record_says_what_a_rank_holds() -> None:
-    """8 layers of 0.26 MB on 4 ranks: shards of all, and what is whole beside them at the worst moment."""
+def test_the_record_has_a_ranks_memory() -> None:
+    """8 layers of 0.26 MB on 4 ranks: shards of all layers, and the whole parameters at the worst moment."""
     def layers() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 256), *[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 4))
 
@@ -144,7 +144,7 @@ def test_the_record_says_what_a_rank_holds() -> None:
     assert seen(session, "memory peak")[-1] < 0.6 * seen(whole, "memory peak")[-1]
 
 
-def test_after_a_switch_away_nothing_of_the_copy_is_left() -> None:
+def test_after_a_switch_to_ddp_the_wrapped_copy_is_freed() -> None:
     found: list[Any] = []
 
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
@@ -153,16 +153,16 @@ def test_after_a_switch_away_nothing_of_the_copy_is_left() -> None:
         return mse(model, pair)
 
     run(experiment(2, 8, task=toy(loss=loss), strategy=TorchFSDP()), Change(4, "strategy", "DDP"))
-    gc.collect()  # there are circles in it
+    gc.collect()  # it has reference cycles
     assert found[0]() is None
 
 
-def test_the_simulator_refuses_it_and_says_what_would_do() -> None:
+def test_the_simulator_refuses_it_and_suggests_zero3() -> None:
     with pytest.raises(KnobError, match=r"TorchFSDP: its exchange is torch's own.*simulate ZeRO3"):
         simulate(experiment(2, 4, strategy=TorchFSDP(), pace=2.0))
 
 
-def test_the_runs_own_model_is_not_read_unawares() -> None:
+def test_reading_the_runs_own_model_raises_an_error() -> None:
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
         return mse(model, pair) + 0.0 * outside[0].c.weight.sum()
 
@@ -191,14 +191,14 @@ def scaled() -> nn.Module:
     return model
 
 
-def test_it_refuses_in_words_what_torch_cannot_share_out() -> None:
+def test_it_refuses_parameters_and_optimizers_that_torch_cannot_shard() -> None:
     session = run(experiment(2, 6, task=toy(model=scaled)), Change(3, "strategy", "TorchFSDP"))[0]
     assert "scale is a scalar" in session.record.noted("refused")[0][3]
     with pytest.raises(KnobError, match="TorchFSDP: it shares out the optimizer's state element by element"):
         experiment(2, 4, strategy=TorchFSDP()).set("optimizer", "LARS")
 
 
-def test_units_computed_again_are_the_same() -> None:
+def test_recomputed_units_give_the_same_result() -> None:
     e = experiment(2, 10, task=toy(adamw, model=lambda: nn.Sequential(*net().children())), strategy=TorchFSDP())
     again = run(e, Change(3, "checkpoint", "units"), Change(7, "checkpoint", "none"))
     assert not again[0].record.noted("refused")
@@ -206,7 +206,7 @@ def test_units_computed_again_are_the_same() -> None:
 
 
 class Experts(nn.Module):
-    """Each batch reaches one of three last layers, and ranks others than their neighbours'."""
+    """Each batch reaches one of three last layers, which differs by rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Experts(nn.Module):
         return self.last[int(x[0, 0].abs() * 10) % 3](torch.tanh(self.first(x)))
 
 
-def test_ranks_whose_examples_reach_other_parameters_learn_what_ddp_learns() -> None:
+def test_ranks_that_use_different_parameters_learn_as_under_ddp() -> None:
     e = experiment(3, 8, task=toy(model=partial(net, Experts)))
     theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
     for s in theirs:
@@ -224,8 +224,8 @@ def test_ranks_whose_examples_reach_other_parameters_learn_what_ddp_learns() -> 
 
 
 @pytest.mark.parametrize("which", [1, 3])
-def test_experts_that_are_units_and_that_some_ranks_skip_are_refused_in_words(which: int) -> None:
-    """torch gathers unit by unit: ranks that go to unlike experts ended the process, or waited for ever."""
+def test_experts_as_units_that_some_ranks_skip_are_refused(which: int) -> None:
+    """Torch gathers unit by unit: ranks with different experts would end the process or wait for ever."""
 
     class Skipping(nn.Module):
         def __init__(self) -> None:
@@ -241,5 +241,5 @@ def test_experts_that_are_units_and_that_some_ranks_skip_are_refused_in_words(wh
     said = r"TorchFSDP: rank 0 (gathers|sums) .* where rank 1 (gathers|sums) .*; take ZeRO2, or a bucket_mb above 0\.0"
     with pytest.raises(AssertionError, match=said):
         run(e)
-    for s in run(e.set("bucket_mb", 0.02)):  # with which they are units no longer, nor is the list that holds them
+    for s in run(e.set("bucket_mb", 0.02)):  # with this size neither they nor their list are units
         assert torch.isfinite(weights(s)).all()

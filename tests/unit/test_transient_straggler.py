@@ -1,4 +1,4 @@
-"""Ranks that stumble: as often as asked, each at steps of its own, the same again for the same seed."""
+"""Tests transient stragglers: the requested frequency, separate steps per rank, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def slow_steps(fault: TransientStraggler, rank: int) -> set[int]:
     return {s for s in range(STEPS) if fault.stretch(rank, s, "forward") > 1}
 
 
-def test_a_tenth_of_the_steps_is_five_times_as_long_in_every_phase() -> None:
+def test_10_percent_of_the_steps_are_five_times_as_long_in_every_phase() -> None:
     fault = TransientStraggler()
     slow = slow_steps(fault, 0)
     assert len(slow) / STEPS == pytest.approx(0.1, abs=0.02)
@@ -27,7 +27,7 @@ def test_a_tenth_of_the_steps_is_five_times_as_long_in_every_phase() -> None:
         assert {s for s in range(STEPS) if fault.stretch(0, s, phase) == 5.0} == slow
 
 
-def test_ranks_stumble_at_steps_of_their_own_and_the_same_seed_draws_the_same() -> None:
+def test_slow_steps_differ_by_rank_and_follow_from_the_seed() -> None:
     fault = TransientStraggler()
     assert slow_steps(fault, 0) == slow_steps(TransientStraggler(), 0) != slow_steps(fault, 1)
     assert slow_steps(TransientStraggler(seed=1), 0) != slow_steps(fault, 0)
@@ -35,13 +35,13 @@ def test_ranks_stumble_at_steps_of_their_own_and_the_same_seed_draws_the_same() 
     assert len(both) / STEPS == pytest.approx(0.01, abs=0.008)
 
 
-def test_one_rank_alone_can_stumble_and_never_or_always_can_be_asked_for() -> None:
+def test_one_rank_alone_can_be_slow_with_probability_0_or_1() -> None:
     fault = TransientStraggler(rank=2, probability=1.0, factor=3.0)
     assert [fault.stretch(r, 0, "update") for r in range(4)] == [1.0, 1.0, 3.0, 1.0]
     assert not slow_steps(TransientStraggler(probability=0.0), 0)
 
 
-def test_it_is_refused_of_a_rank_that_is_not_there() -> None:
+def test_a_fault_of_a_missing_rank_raises_knob_error() -> None:
     with pytest.raises(KnobError, match="rank=7: there are ranks 0 to 2"):
         paced(faults=(TransientStraggler(rank=7),)).checked()
 

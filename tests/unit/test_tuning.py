@@ -1,4 +1,4 @@
-"""`tune`: knobs searched by measuring, in the simulator and while ranks train."""
+"""Tests `tune`, which searches knobs by measuring, in the simulator and while ranks train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.sim.tune.on_ranks import lasted
 from workbench.strategies import BackupWorkers, ByteScheduler, PostLocalSGD
 from workbench.tasks import ByteGPT
 
-# latency makes small pieces dear, and with large ones what is urgent waits long: the best lies between
+# latency makes small pieces costly, and urgent ones wait behind large pieces: the best size is in between
 SLOW = Experiment(
     task=ByteGPT(layers=4, width=64, heads=2), ranks=4, batch=4, pace=60.0, bucket_mb=0.2, eval_every=0,
     strategy=ByteScheduler(partition_mb=0.003, credit_mb=0.003), fabric=Fabric(link=Link(bandwidth=100, latency=0.02)),
@@ -33,7 +33,7 @@ def step(e: Experiment) -> float:
 
 
 @pytest.mark.long
-def test_it_finds_pieces_with_which_a_step_is_as_short_as_the_best_of_a_fine_grid() -> None:
+def test_it_finds_piece_sizes_as_good_as_the_best_of_a_fine_grid() -> None:
     found = tune(SLOW, ["partition_mb", "credit_mb"], within=WITHIN, trials=20)
     assert found.trials[0].settings == {"strategy.partition_mb": 0.003, "strategy.credit_mb": 0.003}
     assert found.trials[0].seconds == pytest.approx(step(SLOW)), "what is in force is tried first"
@@ -46,7 +46,7 @@ def test_it_finds_pieces_with_which_a_step_is_as_short_as_the_best_of_a_fine_gri
     assert (found.best.seconds or math.inf) < 1.02 * min(grid.values()) < 0.9 * step(SLOW)
 
 
-def test_the_same_seed_tries_the_same_and_another_one_something_else() -> None:
+def test_the_seed_determines_the_trials() -> None:
     same, again, other = (
         [trial.settings for trial in tune(SLOW, ["credit_mb"], within={"credit_mb": (0.01, 1.0)}, trials=3, steps=2,
                                           seed=seed).trials]
@@ -56,7 +56,7 @@ def test_the_same_seed_tries_the_same_and_another_one_something_else() -> None:
     assert all(0.01 <= trial["strategy.credit_mb"] <= 1.0 for trial in same[1:]), "what is in force may lie outside"
 
 
-def test_choices_and_whole_numbers_are_searched_and_what_is_refused_has_no_time() -> None:
+def test_choices_and_integers_are_searched_and_refused_settings_have_no_time() -> None:
     e = SLOW.set("strategy", "LocalSGD")
     found = tune(e, ["strategy.every"], within={"strategy.every": (1, 4)}, trials=12)
     assert all(isinstance(trial.settings["strategy.every"], int) for trial in found.trials)
@@ -87,12 +87,12 @@ def test_choices_and_whole_numbers_are_searched_and_what_is_refused_has_no_time(
     ("seed=-1: must be an integer in", {"seed": -1}),
     ("credit_mb=-1.0: must be a number in", {"paths": ["credit_mb"], "within": {"credit_mb": (-1.0, 1.0)}}),
 ])  # fmt: skip
-def test_what_cannot_be_tuned_is_said_in_words(said: str, asked: dict[str, Any]) -> None:
+def test_invalid_arguments_raise_knob_error(said: str, asked: dict[str, Any]) -> None:
     with pytest.raises(KnobError, match=said):
         tune(SLOW, **asked)
 
 
-def test_where_every_trial_is_refused_the_reason_is_said() -> None:
+def test_if_every_trial_is_refused_the_reason_is_raised() -> None:
     with pytest.raises(KnobError, match=r"all 2 trials were refused.*pace=0: nothing says how long compute"):
         tune(SLOW.set("pace", 0.0), ["credit_mb"], trials=2)
 
@@ -108,7 +108,7 @@ def test_steps_that_a_rank_skips_are_not_waited_for() -> None:
     assert lasted(done, 3) == pytest.approx((made.t1 - made.t0)[made.step >= 3].tolist())
 
 
-def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_optuna_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(KnobError, match=r"pip install 'training-workbench\[tune\]'"):
         tune(SLOW, ["credit_mb"])

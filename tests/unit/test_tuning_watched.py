@@ -1,4 +1,4 @@
-"""A search on ranks that train: what it finds on three fabrics, what it costs, whom it obeys. On a virtual clock."""
+"""Tests a search on training ranks on a virtual clock: results on three fabrics, cost, user's changes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from workbench.sim.tune.tuning import Tuning
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT
 
-PATIENT = 600.0  # seconds, on a machine that is busy with other things
+PATIENT = 600.0  # seconds, enough for a busy machine
 E = Experiment(task=ByteGPT(layers=2, width=64, heads=2), ranks=4, batch=4, bucket_mb=0.05, eval_every=0)
 KINDS = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
 SPACE = {"bucket_mb": [0.05, 0.2, 1.0], "compressor": KINDS, "strategy": [DDP(), LocalSGD(every=4), LocalSGD(every=8)]}
-# how long things really take: passes that vary, codecs that cost, of which the tuner knows nothing
+# the real durations, unknown to the tuner: passes that vary, codecs that cost time
 SLOWLY = {Costs.kind(Cast()): (2e-9, 2e-9), Costs.kind(TopK.usual()): (4e-8, 1e-8)}
 TRUTH = Costs(forward=Duration(0.01, 0.05), backward=Duration(0.02, 0.05), update=0.002, codec=SLOWLY, between=0.001)
 KNOWN = Costs(forward=Duration(0.01, 0.05), backward=Duration(0.02, 0.05), update=0.002)
@@ -44,7 +44,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swept(e: Experiment) -> dict[str, Trial]:
-    """All settings, each measured as a trial is."""
+    """Returns all settings, each measured like a trial."""
     ranks = VirtualRanks(e, TRUTH)
     by_hand = OnRanks(ranks, Asked(), list(SPACE), lambda: None, lambda trial: None)
     every = candidates(space_of(e, SPACE, {}))
@@ -54,7 +54,7 @@ def swept(e: Experiment) -> dict[str, Trial]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fabric", [pytest.param(name, marks=pytest.mark.long if name == "fast" else pytest.mark.every)
                                     for name in FABRICS])  # fmt: skip
-def test_it_comes_within_a_twentieth_of_a_sweep_at_a_quarter_of_its_steps(fabric: str) -> None:
+def test_a_search_comes_within_5_percent_of_a_sweep_in_a_quarter_of_its_steps(fabric: str) -> None:
     e = E.set("fabric", Fabric(link=FABRICS[fabric]))
     sweep = swept(e)
     found = Tuning(VirtualRanks(e, TRUTH), SPACE, costs=KNOWN).start().wait(PATIENT)
@@ -73,7 +73,7 @@ def tuning(ranks: VirtualRanks, space: Any = None, **how: Any) -> Tuning:
 SLOW = E.set("fabric", Fabric(link=FABRICS["high latency"]))
 
 
-def test_the_simulator_says_what_is_tried_first_and_the_best_stays() -> None:
+def test_the_simulator_orders_the_trials_and_the_best_setting_stays() -> None:
     ranks = VirtualRanks(SLOW, TRUTH)
     search = tuning(ranks).start()
     found = search.wait(PATIENT)
@@ -85,7 +85,7 @@ def test_the_simulator_says_what_is_tried_first_and_the_best_stays() -> None:
     assert "faster by" in found.best.verdict and "bucket_mb=1" in repr(found)
 
 
-def test_a_setting_that_harms_the_loss_is_not_used_and_one_that_keeps_to_the_trend_is() -> None:
+def test_a_setting_that_harms_the_loss_is_rejected_and_a_harmless_one_is_used() -> None:
     noise = Random(1)
 
     def loss(step: int, e: Experiment) -> float:
@@ -104,7 +104,7 @@ def test_a_setting_that_harms_the_loss_is_not_used_and_one_that_keeps_to_the_tre
     assert ranks.experiment.compressor == PowerSGD.usual()
 
 
-def test_a_refusal_is_said_and_survived_and_leaves_nothing_half_set() -> None:
+def test_a_refusal_is_reported_and_leaves_no_partial_setting() -> None:
     ranks = VirtualRanks(SLOW, TRUTH, refuses=lambda e: "no room" if e.bucket_mb == 1.0 else None)
     search = tuning(ranks, {"compressor": [Dense(), Cast()], "bucket_mb": [0.05, 0.8, 1.0]}, trials=6)
     found = search.start().wait(PATIENT)
@@ -113,7 +113,7 @@ def test_a_refusal_is_said_and_survived_and_leaves_nothing_half_set() -> None:
     assert found.best.settings["bucket_mb"] == 0.8 and ranks.experiment.bucket_mb == 0.8
 
 
-def test_a_death_ends_the_trial_and_not_the_search_and_only_alike_trials_are_compared() -> None:
+def test_a_lost_rank_ends_the_trial_but_not_the_search() -> None:
     ranks = VirtualRanks(SLOW, TRUTH)
 
     def die(step: int) -> None:
@@ -131,7 +131,7 @@ def test_a_death_ends_the_trial_and_not_the_search_and_only_alike_trials_are_com
     assert found.best.ranks == 3 and found.best.settings == {"bucket_mb": 0.8}
 
 
-def test_who_sets_by_hand_what_is_tuned_ends_the_search_and_that_stays() -> None:
+def test_a_users_change_of_a_tuned_knob_ends_the_search_and_stays() -> None:
     ranks = VirtualRanks(SLOW, TRUTH)
     ranks.on_step = lambda step: None if step < 35 or ranks.changes else ranks.set("bucket_mb", 0.5) and None
     search = tuning(ranks)
@@ -141,14 +141,14 @@ def test_who_sets_by_hand_what_is_tuned_ends_the_search_and_that_stays() -> None
     assert ranks.experiment.bucket_mb == 0.5
 
 
-def test_a_trial_during_which_another_knob_is_set_begins_anew() -> None:
+def test_a_trial_restarts_if_another_knob_is_set() -> None:
     quiet, moved = VirtualRanks(SLOW, KNOWN), VirtualRanks(SLOW, KNOWN)
     moved.on_step = lambda step: None if step < 42 or moved.changes else moved.set("lr", 0.01) and None
     plain, anew = (tuning(ranks, trials=1).start().wait(PATIENT).trials[0].steps for ranks in (quiet, moved))
     assert anew >= plain + 6, "steps before it do not count"
 
 
-def test_paused_it_begins_no_trial_and_stopped_it_leaves_the_best() -> None:
+def test_a_paused_search_begins_no_trial_and_a_stopped_one_leaves_the_best() -> None:
     ranks = VirtualRanks(SLOW, TRUTH)
     search = tuning(ranks, {"bucket_mb": [0.05, 0.8, 0.9, 1.0]}, trials=4)
     ranks.on_step = lambda step: search.pause() if len(search.trials) == 2 else None
@@ -164,7 +164,7 @@ def test_paused_it_begins_no_trial_and_stopped_it_leaves_the_best() -> None:
         search.use(9)
 
 
-def test_what_was_set_before_comes_back_where_it_is_not_to_be_kept_or_breaks_off() -> None:
+def test_the_old_setting_is_restored_without_keep_or_after_an_error() -> None:
     ranks = VirtualRanks(SLOW, TRUTH)
     assert tuning(ranks, keep=False).start().wait(PATIENT).best.settings == {"bucket_mb": 1.0}
     assert ranks.experiment.bucket_mb == 0.05
@@ -181,13 +181,13 @@ def test_what_was_set_before_comes_back_where_it_is_not_to_be_kept_or_breaks_off
     assert broken.experiment.bucket_mb == 0.05
 
 
-def test_a_run_that_ends_first_is_said_in_words() -> None:
+def test_a_run_that_ends_before_the_search_raises_run_error() -> None:
     with pytest.raises(RunError, match=r"the run ended before step 45; train longer, or take fewer trials"):
         tuning(VirtualRanks(SLOW, TRUTH, steps=36)).start().wait(PATIENT)
 
 
 @pytest.mark.parametrize("steps", [36, 50, 70])
-def test_a_search_that_runs_out_of_steps_leaves_what_was_set_before(steps: int) -> None:
+def test_a_search_without_steps_left_restores_the_old_setting(steps: int) -> None:
     ranks = VirtualRanks(SLOW, TRUTH, steps=steps)
     search = tuning(ranks, {"bucket_mb": [0.05, 0.2, 1.0], "strategy": [DDP(), LocalSGD(every=4)]}, trials=6)
     with pytest.raises(RunError, match="the run ended before"):
@@ -196,7 +196,7 @@ def test_a_search_that_runs_out_of_steps_leaves_what_was_set_before(steps: int) 
     assert search.state == "failed" and search.said.endswith("bucket_mb=0.05, strategy=DDP is set, as before")
 
 
-def test_a_search_that_cannot_set_what_was_before_says_so() -> None:
+def test_a_search_that_cannot_restore_the_old_setting_reports_it() -> None:
     ranks = VirtualRanks(SLOW, TRUTH, steps=50)
     really = ranks.set
 
@@ -212,7 +212,7 @@ def test_a_search_that_cannot_set_what_was_before_says_so() -> None:
     assert search.said.endswith("; what was set before could not be set again: the lab is closed")
 
 
-def test_a_loss_that_is_not_told_is_said_with_what_to_do() -> None:
+def test_an_inconclusive_loss_is_reported_with_a_remedy() -> None:
     noise = Random(3)
     ranks = VirtualRanks(SLOW, TRUTH, loss=lambda step, e: 4.0 + noise.gauss(0.0, 2.0))
     search = tuning(ranks, {"strategy": [DDP(), LocalSGD(every=4)]}, most=12, trials=2).start()
@@ -230,12 +230,12 @@ def test_a_loss_that_is_not_told_is_said_with_what_to_do() -> None:
     ("within: is for a list of knobs", {"within": {"bucket_mb": (0.1, 1.0)}}),
     ("paths: 900 settings, all together; must be at most 512", {"space": {"lr": [0.1 + i / 1e4 for i in range(900)]}}),
 ])  # fmt: skip
-def test_what_cannot_be_asked_is_said_in_words(said: str, asked: dict[str, Any]) -> None:
+def test_invalid_arguments_raise_knob_error(said: str, asked: dict[str, Any]) -> None:
     with pytest.raises(KnobError, match=said):
         tuning(VirtualRanks(SLOW, KNOWN), **asked)
 
 
-def test_an_interval_holds_the_mean_as_often_as_it_says_though_one_stops_at_it() -> None:
+def test_an_interval_has_its_stated_coverage_despite_early_stopping() -> None:
     draw, missed, looks = np.random.default_rng(3), 0, (8, 12, 18, 27, 41, 60)
     for _ in range(600):
         x = draw.normal(1.0, 0.1, 60)
@@ -244,7 +244,7 @@ def test_an_interval_holds_the_mean_as_often_as_it_says_though_one_stops_at_it()
     assert missed <= 60, "at none of the looks, in nine of ten runs"
 
 
-def test_a_loss_above_its_trend_is_told_as_often_as_it_says() -> None:
+def test_a_loss_above_its_trend_is_detected_at_the_stated_rate() -> None:
     draw, told, harmed = np.random.default_rng(4), 0, 0
     x, later = 4.0 * np.arange(1, 121), 4.0 * np.arange(121, 151)
     for _ in range(400):

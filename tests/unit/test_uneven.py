@@ -1,4 +1,4 @@
-"""Rows of any length: the verb `all_to_allv`, what it costs, and compressors whose choice depends on the data."""
+"""Tests rows of any length: the verb `all_to_allv`, its cost, and compressors that choose by values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 @dataclass(frozen=True, kw_only=True)
 class KeepsLarge(Sparse):
-    """Keeps what is larger than the mean magnitude: another number of elements on every rank, none of zeros."""
+    """Keeps entries above the mean magnitude: a different number on every rank, none for zeros."""
 
     def choose(self, x: torch.Tensor, memory: Memory, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         index = (x.abs() > x.abs().mean()).nonzero().flatten()
@@ -46,7 +46,7 @@ class Ragged(DDP):
         await super().step(rank, state)
 
 
-def test_load_is_what_the_busiest_port_carries_and_messages_follow_who_talks() -> None:
+def test_load_is_that_of_the_busiest_port_and_messages_count_pairs() -> None:
     ring = ((0, 4, 0), (0, 0, 4), (4, 0, 0))
     assert uneven(ring, 4, 0) == Load(sent=16, busiest=16, total=48, messages=1)
     hot = ((9, 0, 0), (5, 0, 0), (5, 0, 0))
@@ -54,14 +54,14 @@ def test_load_is_what_the_busiest_port_carries_and_messages_follow_who_talks() -
     assert uneven(hot, 2, 0).sent == 0
 
 
-def test_rows_arrive_where_they_belong_on_the_engine_and_cost_what_was_sent() -> None:
+def test_rows_reach_their_ranks_on_the_engine_at_the_cost_of_their_bytes() -> None:
     for s in run(experiment(3, 3, strategy=Ragged())):
         sent = [n for step, what, n in s.record.comm() if "ragged" in what]
         assert sent == [4 * sum(s.rank.index + j for j in range(3) if j != s.rank.index)] * 3
 
 
 @pytest.mark.parametrize("real", [True, False])
-def test_rows_arrive_where_they_belong_in_the_simulator_in_the_time_of_the_busiest_port(real: bool) -> None:
+def test_rows_reach_their_ranks_in_the_simulator_in_the_time_of_the_busiest_port(real: bool) -> None:
     fabric = Fabric(link=Link(bandwidth=1, latency=2))
     spans = simulate(experiment(3, 2, strategy=Ragged(), pace=10, fabric=fabric), real=real).spans
     ragged = spans[spans.name.str.contains("ragged") & (spans.lane == "comm")]
@@ -71,7 +71,7 @@ def test_rows_arrive_where_they_belong_in_the_simulator_in_the_time_of_the_busie
     assert (ragged.t1 - ragged.t0).tolist() == pytest.approx([2 * 2e-3 + busiest] * 6)
 
 
-def test_lengths_that_are_not_those_of_the_rows_are_refused() -> None:
+def test_wrong_lengths_raise_strategy_error() -> None:
     with pytest.raises(StrategyError, match=r"rank 1's rows have \[0, 0\] elements, but `lengths` says \[1, 0\]"):
         simulate(experiment(2, 2, strategy=Ragged(short=1), pace=10))
 
@@ -103,7 +103,7 @@ def test_one_rank_alone_keeps_its_choice() -> None:
     assert not torch.equal(weights(session), weights(run(experiment(1, 4))[0]))
 
 
-def test_a_simulation_with_sizes_takes_the_density_that_was_measured_and_says_that_it_estimates() -> None:
+def test_a_simulation_with_sizes_uses_the_measured_density_and_notes_the_estimate() -> None:
     e = experiment(4, 12, compressor=KeepsLarge(), pace=10)
     real = simulate(e, real=True)
     costs = Costs.measured(real)

@@ -1,4 +1,4 @@
-"""Parameters that a model unfreezes or freezes while it is trained, under every strategy and on both hosts."""
+"""Tests parameters that a model unfreezes or freezes during training, under every strategy, on both hosts."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ ON_STEP = {
     "all ranks": lambda batch: batch.index >= 2,
     "one rank": lambda batch: batch.rank == 1 and batch.index >= 2,
 }
-# fully_shard cannot take in a parameter later; it says so (tests/unit/test_usage.py)
+# fully_shard cannot add a parameter later and refuses it by name (tests/unit/test_usage.py)
 UNFREEZE = [(name, when) for name, cls in SHIPPED.items() if name != "TorchFSDP" for when in ON_STEP
             if when == "all ranks" or fitting(cls, RANKS).trains(1, RANKS)]  # fmt: skip
 UNFREEZE_SIMULATED = [(name, when) for name, when in UNFREEZE if not SHIPPED[name].opaque]
-# Ranks that come closer to one value without end; the server of TEASQFed goes a share of the way with each mixing.
+# Strategies whose ranks keep approaching one value; TEASQFed's server moves by a share with each mixing.
 APPROACH = ("DABMD", "EASGD", "ShadowEASGD", "ShadowSync", "TEASQFed")
 FREEZE = [(name,) for name in SHIPPED if name != "TorchFSDP"]
 
 
 def many(rank: int, ranks: int, seed: int) -> list[Batch]:
-    """As many batches as any strategy draws here; `index` goes on from pass to pass."""
+    """Returns as many batches as any strategy draws here; `index` continues from pass to pass."""
     few = batches(rank, ranks, seed)
     return [few[index % len(few)]._replace(index=index) for index in range(200)]
 
 
 def task_of(trains: Callable[[Batch], bool], note: Callable[[Any, Batch], None] = lambda model, batch: None,
             prepare: Callable[[nn.Module], None] = lambda model: None) -> Task:  # fmt: skip
-    """A model whose parameter b is trained while `trains` says so; `note` is called in each forward of a step."""
+    """A model that trains its parameter b while `trains` returns True; each forward of a step calls `note`."""
 
     def rule(model: Any, batch: Batch) -> Tensor:
         if model.b.requires_grad != trains(batch):
@@ -71,7 +71,7 @@ def chosen(name: str, steps: int, **rest: Any) -> Experiment:
 
 
 def is_trained(model: Any) -> bool:
-    """Whether this is a rank's own model, and not one that shows what a step will do."""
+    """Whether this is a rank's own model, and not one that predicts a step."""
     return type(model.b.data) is Tensor and not model.b.is_meta
 
 
@@ -81,7 +81,7 @@ def began() -> Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "when"), thinned(UNFREEZE, of=12, long=2))
-def test_a_parameter_that_a_rank_unfreezes_is_trained_and_averaged_on_all(name: str, when: str) -> None:
+def test_a_parameter_that_a_rank_unfreezes_is_trained_and_averaged_on_all_ranks(name: str, when: str) -> None:
     task = task_of(ON_STEP[when], prepare=freeze_b)
     switch = () if name == "DDP" else (Change(STEPS - 1, "strategy", "DDP"),)
     sessions = run(chosen(name, STEPS, task=task), *switch, within=60.0)
@@ -92,7 +92,7 @@ def test_a_parameter_that_a_rank_unfreezes_is_trained_and_averaged_on_all(name: 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "when"), thinned(UNFREEZE_SIMULATED, of=12, long=2))
-def test_a_simulated_rank_that_unfreezes_a_parameter_trains_it_on_all(name: str, when: str) -> None:
+def test_a_parameter_that_a_simulated_rank_unfreezes_is_trained_on_all_ranks(name: str, when: str) -> None:
     models: dict[int, Any] = {}
 
     def note(model: Any, batch: Batch) -> None:
@@ -108,14 +108,14 @@ def test_a_simulated_rank_that_unfreezes_a_parameter_trains_it_on_all(name: str,
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", thinned(FREEZE, of=6, long=2))
-def test_a_frozen_parameter_is_left_alone_or_the_run_names_it(name: str) -> None:
+def test_a_frozen_parameter_stays_unchanged_or_the_run_names_it(name: str) -> None:
     values: dict[int, list[Tensor]] = {0: [], 1: []}
 
     def note(model: Any, batch: Batch) -> None:
         if is_trained(model) and batch.rank in values:
             values[batch.rank].append(model.b.detach().clone())
 
-    pace = 0.0 if SHIPPED[name].lockstep else 5.0  # so that what runs beside the steps keeps up with them
+    pace = 0.0 if SHIPPED[name].lockstep else 5.0  # so that background work keeps up with the steps
     sessions = live(chosen(name, 30, task=task_of(lambda batch: batch.index < 2, note), pace=pace))
     ended(sessions)
     said = [session.error["text"] for session in sessions if session.error]
@@ -123,14 +123,14 @@ def test_a_frozen_parameter_is_left_alone_or_the_run_names_it(name: str) -> None
         assert any("parameter b: was frozen during the run" in text for text in said)
         return
     assert not said
-    for seen in filter(None, values.values()):  # a server has seen nothing
+    for seen in filter(None, values.values()):  # a server saw no batch
         moved = [float((after - before).abs().max()) for before, after in pairwise(seen)]
         assert max(moved[-5:]) < (0.5 if name in APPROACH else 1e-3) * max(moved)
 
 
 @pytest.mark.ranks
-def test_local_sgd_averages_an_unfrozen_parameter_as_if_it_had_been_trained_from_then_on() -> None:
-    """By hand: each rank steps from batch 2 on, and every 2 steps all take the mean."""
+def test_local_sgd_averages_an_unfrozen_parameter_as_if_trained_from_then_on() -> None:
+    """Computes it by hand: each rank steps from batch 2 on, and every 2 steps all ranks take the mean."""
     plain = partial(torch.optim.SGD, lr=0.1)
     case = replace(CASES["unfrozen"], optimizer=plain)
     sessions = run(experiment(RANKS, 6, task=case.task(), strategy=LocalSGD(every=2)))
@@ -147,7 +147,7 @@ def test_local_sgd_averages_an_unfrozen_parameter_as_if_it_had_been_trained_from
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["used by one rank at times", "unfrozen"])
-def test_simulated_ranks_exchange_what_real_ranks_do_about_used_parameters(name: str) -> None:
+def test_simulated_ranks_exchange_used_parameters_as_real_ranks_do(name: str) -> None:
     real = run(experiment(RANKS, 6, task=CASES[name].task(), strategy=DDP()))[0].record.comm()
     done = simulate(experiment(RANKS, 6, task=CASES[name].task(), strategy=DDP(), pace=5.0, fabric=SLOW), real=True)
     rows = done.timeline.spans.rows()
@@ -159,7 +159,7 @@ def test_simulated_ranks_exchange_what_real_ranks_do_about_used_parameters(name:
 
 
 @pytest.mark.ranks
-def test_a_strategy_that_would_move_a_frozen_parameter_is_refused_in_the_simulator_too() -> None:
+def test_the_simulator_also_refuses_a_strategy_that_would_move_a_frozen_parameter() -> None:
     task = task_of(lambda batch: batch.index < 2)
     with pytest.raises(StrategyError, match="parameter b: was frozen during the run, and DiLoCo would go on moving it"):
         simulate(chosen("DiLoCo", 6, task=task, pace=5.0), real=True)

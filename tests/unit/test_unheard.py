@@ -1,4 +1,4 @@
-"""What lost ranks have said comes late, or never: the kernel goes by what is in force since."""
+"""Tests late or missing messages of lost ranks: the kernel follows the newest generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.strategies import DDP
 
 
 def live_of(ranks: int) -> tuple[Experiment, Live, list[tuple[str, str]]]:
-    """A run whose line takes every order; and what went out, in order."""
+    """Returns a run whose connection accepts every order, and the list of sent orders."""
     sent: list[tuple[str, str]] = []
 
     def ask(rank: int, what: str, **rest: Any) -> None:
@@ -33,7 +33,7 @@ def went_on(e: Experiment, gone: list[int], members: list[int], step: int, turn:
             "settings": e.set("ranks", len(members)).plain()}  # fmt: skip
 
 
-def test_an_older_generation_that_is_heard_of_late_answers_and_does_not_come_again() -> None:
+def test_a_late_report_of_an_older_generation_answers_but_does_not_take_effect() -> None:
     e, live, _ = live_of(2)
     asked = live.changes.resizing([0, 1, 2], [2])
     live.admit([2])
@@ -46,10 +46,10 @@ def test_an_older_generation_that_is_heard_of_late_answers_and_does_not_come_aga
     assert live.state != "paused"
 
 
-def test_a_loss_of_which_nobody_heard_ends_no_run_that_goes_on() -> None:
+def test_an_unreported_loss_does_not_end_a_run_that_goes_on() -> None:
     e, live, _ = live_of(4)
     died = {"step": 5, "op": "", "type": "EngineDied", "text": "gone", "consequence": False}
-    for rank in (0, 1):  # rank 1 said that they went on without rank 0, and was lost with its word
+    for rank in (0, 1):  # rank 1 reported that they went on without rank 0, and was lost with its report
         live.ending.failed(rank, {**died, "rank": rank})
     came(live, 2, 7, 2.0, "members", went_on(e, [1], [2, 3], 7, 2))
     now = live.ending.clock()
@@ -57,7 +57,7 @@ def test_a_loss_of_which_nobody_heard_ends_no_run_that_goes_on() -> None:
     assert live.ending.due() == "" and live.ending.ranks == {2, 3}
 
 
-def test_who_was_taken_out_and_whose_leave_nobody_heard_of_is_not_waited_for() -> None:
+def test_the_kernel_does_not_wait_for_a_removed_rank_whose_report_was_lost() -> None:
     e, live, _ = live_of(3)
     asked = live.changes.resizing([0, 1], [])
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 2))
@@ -66,7 +66,7 @@ def test_who_was_taken_out_and_whose_leave_nobody_heard_of_is_not_waited_for() -
     assert asked.applied_at == 5 and live.ending.ranks == {1} and live.ending.outcome()[0] == "done"
 
 
-def test_who_came_and_was_lost_unheard_is_not_waited_for_either() -> None:
+def test_the_kernel_does_not_wait_for_a_new_rank_whose_loss_was_unreported() -> None:
     e, live, _ = live_of(2)
     live.admit([2])
     asked = live.changes.resizing([0, 1, 2], [2])
@@ -75,7 +75,7 @@ def test_who_came_and_was_lost_unheard_is_not_waited_for_either() -> None:
     assert asked.applied_at == 5 and live.ending.ranks == {1}
 
 
-def test_what_was_said_more_than_once_counts_once() -> None:
+def test_a_repeated_message_counts_once() -> None:
     _, live, _ = live_of(3)
     said = {"path": "bucket_mb", "value": 0.5, "id": "c1", "text": "bucket_mb = 0.5"}
     for more in ({"again": True}, {"again": True}, {}, {"again": True}):
@@ -83,7 +83,7 @@ def test_what_was_said_more_than_once_counts_once() -> None:
         assert len(live.run.changes) == 1 == len(_made(live.run.timeline, 3))
 
 
-def test_late_changes_that_were_planned_are_listed() -> None:
+def test_late_reports_of_planned_changes_are_listed() -> None:
     e, live, _ = live_of(3)
     came(live, 0, 2, 0.5, "change", {"path": "bucket_mb", "value": 0.5, "id": ""})
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
@@ -91,7 +91,7 @@ def test_late_changes_that_were_planned_are_listed() -> None:
     assert [c.value for c in live.changes.listed] == [0.5, 0.25] and live.changes.experiment.bucket_mb == e.bucket_mb
 
 
-def test_what_is_still_to_go_out_is_not_asked_again_before_what_it_needs() -> None:
+def test_a_pending_request_is_not_repeated_before_its_dependencies() -> None:
     e, live, sent = live_of(3)
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
     live.set("strategy", type("Mine", (DDP,), {"__module__": "__main__"})())
@@ -103,7 +103,7 @@ def test_what_is_still_to_go_out_is_not_asked_again_before_what_it_needs() -> No
     assert sent[2:] == [("request", "change")], "has gone out, and has no answer"
 
 
-def test_what_became_of_requests_is_kept_of_the_last_ones() -> None:
+def test_answers_are_only_kept_for_the_latest_requests() -> None:
     done: dict[str, Any] = {}
     for n in range(2 * NAMES):
         remember(done, f"change {n}", Answer("change", n, 0.0, {}))

@@ -1,4 +1,4 @@
-"""Parameters that no micro-batch uses, under every schedule of a pipeline and on both hosts."""
+"""Tests parameters that no micro-batch uses, under every schedule of a pipeline and on both hosts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def require_only_used_moved(ended: dict[str, Tensor]) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", thinned([(name,) for name in SCHEDULES], of=3))
-def test_a_parameter_that_no_micro_batch_uses_stays_on_real_stages(name: str) -> None:
+def test_a_parameter_that_no_micro_batch_uses_stays_unchanged_on_real_stages(name: str) -> None:
     ended = {place.name: place.param.detach() for session in run(staged(name)) for place in session.layout.order}
     assert len(ended) == 12
     require_only_used_moved(ended)
@@ -67,7 +67,7 @@ def test_a_parameter_that_no_micro_batch_uses_stays_on_real_stages(name: str) ->
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", thinned([(name,) for name in SCHEDULES], of=3))
-def test_a_parameter_that_no_micro_batch_uses_stays_on_simulated_stages(name: str, tmp_path: Path) -> None:
+def test_a_parameter_that_no_micro_batch_uses_stays_unchanged_on_simulated_stages(name: str, tmp_path: Path) -> None:
     simulate(staged(name, save_every=3, pace=5.0), real=True, checkpoints=tmp_path)
     (saved,) = tmp_path.iterdir()
     require_only_used_moved(dict(Checkpoint.open(saved).model(TASK).named_parameters()))

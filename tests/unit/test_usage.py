@@ -1,4 +1,4 @@
-"""Which parameters a step used: hands that ranks raise, and what ranks agree on; ranks are threads of one process."""
+"""Tests the exchange of used parameters: flags ("hands") and agreement; ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, TorchFSDP, ZeRO1
 
 
-def test_a_raised_hand_is_seen_by_others_in_its_step_only(tmp_path: Path) -> None:
+def test_other_ranks_see_a_raised_hand_only_in_its_step(tmp_path: Path) -> None:
     one, other = (Hands(tmp_path / "hands", place, 2) for place in range(2))
     assert not other.raised_in(0, range(2))
     one.raise_in(3)
@@ -35,7 +35,7 @@ def test_only_hides_the_other_parameters_of_an_optimizer_for_a_while() -> None:
 
 
 @pytest.mark.ranks
-def test_an_unused_parameter_stays_where_it_is_under_a_compressor() -> None:
+def test_an_unused_parameter_stays_unchanged_under_a_compressor() -> None:
     case = CASES["unused for ever"]
     began = dict(case.model().named_parameters())["b"]
     for session in run(experiment(2, 6, task=case.task(), compressor=TopK.usual())):
@@ -43,7 +43,7 @@ def test_an_unused_parameter_stays_where_it_is_under_a_compressor() -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_compare_notes_only_in_steps_in_which_one_left_a_parameter_out() -> None:
+def test_ranks_only_exchange_used_parameters_in_steps_with_an_unused_one() -> None:
     for name, steps in (("all used", []), ("unused later", [3, 4, 5])):
         session = run(experiment(2, 6, task=CASES[name].task()))[0]
         assert [step for step, what, _ in session.record.comm() if what == "all_reduce used"] == steps
@@ -51,7 +51,7 @@ def test_ranks_compare_notes_only_in_steps_in_which_one_left_a_parameter_out() -
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1()], ids=str)
-def test_a_parameter_that_one_rank_unfreezes_is_trained_on_all(strategy: DDP | ZeRO1) -> None:
+def test_a_parameter_that_one_rank_unfreezes_is_trained_on_all_ranks(strategy: DDP | ZeRO1) -> None:
     def rule(model: object, batch: object) -> torch.Tensor:
         model.b.requires_grad_(batch.rank == 1 and batch.index >= 2)  # type: ignore[attr-defined]
         return pull(model.a, batch) + pull(model.b, batch)  # type: ignore[attr-defined,arg-type]
@@ -63,7 +63,7 @@ def test_a_parameter_that_one_rank_unfreezes_is_trained_on_all(strategy: DDP | Z
 
 
 @pytest.mark.ranks
-def test_what_was_unused_under_ddp_is_trained_by_a_strategy_that_follows() -> None:
+def test_a_parameter_unused_under_ddp_is_trained_by_the_next_strategy() -> None:
     case = CASES["used later"]
     sessions = run(experiment(2, 6, task=case.task()), Change(2, "strategy", LocalSGD(every=1)))
     moved = sessions[0].model.b.detach()

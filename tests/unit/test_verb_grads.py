@@ -1,4 +1,4 @@
-"""The verb `grads`: data parallelism without iterating backward, and steps without the optimizer, on both hosts."""
+"""Tests the verb `grads` on both hosts: exchange after backward, and steps without the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 @dataclass(frozen=True, kw_only=True)
 class MeanOfGrads(Strategy):
-    """DDP with the exchange after backward."""
+    """A DDP that exchanges after backward."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -33,7 +33,7 @@ class MeanOfGrads(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOfItsOwn(Strategy):
-    """Plain gradient descent by `params`; the optimizer is never asked."""
+    """Plain gradient descent by `params`, without the optimizer."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -46,7 +46,7 @@ class StepOfItsOwn(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class StepInItsPlace(Strategy):
-    """The same, in the optimizer's place."""
+    """The same descent in the optimizer's place."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -64,7 +64,7 @@ class StepInItsPlace(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumShared(Strategy):
-    """Each rank steps on its own gradient; what the optimizers remember is averaged after each step."""
+    """Each rank steps on its own gradient; the optimizer state is averaged after each step."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         before = await rank.slots()
@@ -83,7 +83,7 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 
 class Idle(nn.Module):
-    """One parameter never gets a gradient."""
+    """A model with one parameter that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Idle(nn.Module):
 @pytest.mark.parametrize("bucket_mb", [0.01, 1.0])
 @pytest.mark.parametrize("model", [net, lambda: net(Idle)], ids=["net", "idle"])
 @pytest.mark.parametrize("own", [MeanOfGrads, StepOfItsOwn])
-def test_what_is_written_is_what_update_uses(own: type[Strategy], model: Any, bucket_mb: float) -> None:
+def test_the_update_uses_the_written_gradients(own: type[Strategy], model: Any, bucket_mb: float) -> None:
     e = experiment(2, 6, strategy=own(), task=toy(plain, model=model), bucket_mb=bucket_mb)
     sessions = run(e)
     want = run(experiment(2, 6, strategy=DDP(), task=toy(plain, model=model), bucket_mb=bucket_mb))
@@ -110,8 +110,8 @@ def test_what_is_written_is_what_update_uses(own: type[Strategy], model: Any, bu
     simulate(e.set("pace", 1.0))  # sizes only
 
 
-def test_slots_are_what_the_optimizer_remembers() -> None:
-    """With the mean of parameters and momenta after each step, momentum SGD is data parallelism with momentum."""
+def test_slots_are_the_optimizer_state() -> None:
+    """With the mean of parameters and momenta after each step, momentum SGD equals data parallelism with momentum."""
     e = experiment(3, 6, strategy=MomentumShared())
     for s, want in zip(run(e), run(experiment(3, 6, strategy=DDP())), strict=True):
         torch.testing.assert_close(weights(s), weights(want), rtol=1e-5, atol=1e-6)
@@ -121,7 +121,7 @@ def test_slots_are_what_the_optimizer_remembers() -> None:
     simulate(e.set("pace", 1.0))
 
 
-def test_a_step_in_the_optimizers_place_moves_by_itself_and_clears_gradients() -> None:
+def test_a_step_in_the_optimizers_place_moves_parameters_and_clears_gradients() -> None:
     own, placed = (run(experiment(2, 6, strategy=s()))[0] for s in (StepOfItsOwn, StepInItsPlace))
     assert torch.equal(weights(own), weights(placed))
     assert all(p.grad is None for p in placed.model.parameters())

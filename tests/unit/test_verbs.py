@@ -1,4 +1,4 @@
-"""The verbs of a Rank: what they ask, what a shard of a bucket is, and what the engine refuses in words."""
+"""Tests the verbs of a Rank: their operations, shards of a bucket, and the engine's refusals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_forward_is_awaited_whole_or_iterated_bucket_by_bucket() -> None:
 
 
 class AsksForTooMuch(Strategy):
-    """Asks the engine for one verb that only the simulator performs."""
+    """Requests a verb that only the simulator performs."""
 
     asks: ClassVar[Any] = None
 
@@ -77,7 +77,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("asks", "words"), REFUSED, ids=["hold", "stages"])
-def test_the_engine_refuses_in_words(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_refuses_a_verb_with_the_reason(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(asks))
     (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
     assert session.join(60)
@@ -87,7 +87,7 @@ def test_the_engine_refuses_in_words(asks: Any, words: str, monkeypatch: pytest.
 
 
 class LooksAtItsBatch(Strategy):
-    """Takes the batch itself and reads the clock."""
+    """Reads the batch itself and the clock."""
 
     seen: ClassVar[list[float]] = []
 
@@ -98,7 +98,7 @@ class LooksAtItsBatch(Strategy):
         await rank.update()
 
 
-def test_a_batch_and_the_clock_can_be_asked_for() -> None:
+def test_a_strategy_can_read_the_batch_and_the_clock() -> None:
     LooksAtItsBatch.seen.clear()
     looked, plain = (live(experiment(1, 3, strategy=s))[0] for s in (LooksAtItsBatch(), DDP()))
     assert looked.join(60)
@@ -109,7 +109,7 @@ def test_a_batch_and_the_clock_can_be_asked_for() -> None:
 
 
 class TwoForwards(Strategy):
-    """Keeps two forwards open; their backwards come in the other order."""
+    """Keeps two forwards open and makes their backwards in the other order."""
 
     seen: ClassVar[list[torch.Tensor]] = []
 
@@ -143,7 +143,7 @@ def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch
     assert "backward of micro-batch 3 was asked for before its forward" in session.error["text"]
 
 
-def test_one_of_several_workers_may_not_ask_for_what_is_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_workers_may_not_request_the_ranks_own_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsksForTooMuch, "workers", 2)
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(lambda rank, params: rank.grads()))
     (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
@@ -152,7 +152,7 @@ def test_one_of_several_workers_may_not_ask_for_what_is_the_ranks(monkeypatch: p
     assert "`grads`: one of several workers cannot ask for it; take workers=1" in session.error["text"]
 
 
-def test_only_a_strategy_that_says_so_has_a_background() -> None:
+def test_only_a_strategy_that_declares_it_has_a_background() -> None:
     class WithShadow(DDP):
         """DDP with a shadow."""
 

@@ -1,4 +1,4 @@
-"""Every view draws an empty, a live and a recorded run, and what it draws is what the record holds."""
+"""Tests every view on empty, live and recorded runs: it draws what the record contains."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_view_draws_an_empty_and_a_recorded_run(kind: type[View]) -> None:
 
 
 @pytest.mark.parametrize("kind", VIEWS.values(), ids=lambda k: k.name)
-def test_a_live_run_told_in_pieces_is_the_same_picture(kind: type[View]) -> None:
+def test_a_live_run_read_in_pieces_gives_the_same_picture(kind: type[View]) -> None:
     whole, live = recorded(steps=60, ranks=3), Run({"ranks": 3}, live=True)
     watching = kind()
     for piece in range(5):
@@ -84,7 +84,7 @@ def test_the_timeline_shows_every_span_of_its_steps_once_per_lane() -> None:
         assert (columns["x1"] >= columns["x0"]).all()
 
 
-def test_waiting_ends_where_transferring_begins_at_the_last_arrival() -> None:
+def test_waiting_ends_and_transfer_begins_at_the_last_arrival() -> None:
     run = recorded(steps=20, slow=(1, "backward", 2.0), hiccups=0.0)
     patch = view("timeline").update(run)
     number = {kind.key: i for i, kind in enumerate(KINDS)}
@@ -95,8 +95,8 @@ def test_waiting_ends_where_transferring_begins_at_the_last_arrival() -> None:
     assert 1 not in waits["rank"][waits["x1"] - waits["x0"] > 0.01]
 
 
-def test_rates_leave_waiting_out_and_are_the_same_in_the_table_and_under_the_pointer() -> None:
-    """On a Link of 100 Mbit/s, however long the others wait for a late rank."""
+def test_rates_exclude_waiting_and_are_equal_in_table_and_tooltip() -> None:
+    """Uses a link of 100 Mbit/s, however long the others wait for a late rank."""
     late = (Slow(rank=1, factor=3.0, phase="forward"),)
     run, shown = simulate(paced(3, 8, 60.0, 100.0, task=stack(4, 300), faults=late, eval_every=4)), view("timeline")
     shown.ask({"at": 5, "steps": 1})
@@ -112,7 +112,7 @@ def test_rates_leave_waiting_out_and_are_the_same_in_the_table_and_under_the_poi
     assert (spans.nbytes * 8e-6 / (spans.t1 - spans.t0)).min() < 60, "waiting and all"
 
 
-def test_what_sends_nothing_has_no_rate() -> None:
+def test_spans_that_send_nothing_have_no_rate() -> None:
     run, shown = recorded(steps=20), view("timeline")
     patch = shown.update(run)
     number = {kind.key: i for i, kind in enumerate(KINDS)}
@@ -121,7 +121,7 @@ def test_what_sends_nothing_has_no_rate() -> None:
     assert {r[-1] for r in shown.table(run).rows if r[2] == "compute"} == {""}  # type: ignore[union-attr]
 
 
-def test_the_timeline_held_still_shows_the_step_asked_for() -> None:
+def test_a_frozen_timeline_shows_the_requested_step() -> None:
     run, shown = recorded(steps=50), view("timeline")
     shown.update(run)
     shown.ask({"at": 7, "steps": 2})
@@ -135,7 +135,7 @@ def test_the_timeline_held_still_shows_the_step_asked_for() -> None:
     assert shown.update(run).facts["last"] == 49
 
 
-def test_a_rank_that_fell_silent_does_not_hold_up_the_timeline() -> None:
+def test_a_rank_without_new_spans_does_not_stop_the_timeline() -> None:
     whole, run = recorded(steps=60, ranks=3), Run({"ranks": 3}, live=True)
     rows = whole.timeline.spans.rows()
     run.timeline.spans.extend(rows[(rows.rank != 2) | (rows.step < 20)].columns)
@@ -154,7 +154,7 @@ def test_a_long_step_is_shown_while_it_grows() -> None:
     assert drawn_steps.max() == 10 and end < patch.facts["newest"] <= end + 0.4
 
 
-def test_loss_points_are_the_samples() -> None:
+def test_loss_points_equal_the_recorded_samples() -> None:
     run = recorded(steps=80, ranks=2)
     patch, samples = view("loss").update(run), run.samples
     held = samples[samples.name == "held_out"]
@@ -165,14 +165,14 @@ def test_loss_points_are_the_samples() -> None:
     assert patch.append[3]["y"].tolist() == mine.value.tolist()
 
 
-def test_bytes_are_what_the_analysis_says_step_by_step() -> None:
+def test_the_bytes_view_equals_bytes_per_step_of_the_analysis() -> None:
     run = recorded(steps=30, ranks=2)
     patch = view("bytes").update(run)
     for rank in (0, 1):
         assert patch.append[rank]["y"].tolist() == bytes_per_step(run.timeline, 0, 30)[:, rank].tolist()
 
 
-def test_where_ranks_meet_now_and_then_bytes_are_no_solid_block() -> None:
+def test_bytes_of_infrequent_averaging_are_not_drawn_as_a_solid_block() -> None:
     run = recorded("LocalSGD", steps=44, ranks=2, every=8, changes=((36, "strategy", "DDP"),))
     points = view("bytes").update(run).append[0]
     whole = synthetic.BUCKETS * synthetic.NBYTES
@@ -180,7 +180,7 @@ def test_where_ranks_meet_now_and_then_bytes_are_no_solid_block() -> None:
     assert points["y"].tolist() == [whole / 8] * 4 + [whole / 5] + [whole] * 7
 
 
-def test_bytes_told_in_pieces_are_those_told_at_once() -> None:
+def test_bytes_read_in_pieces_equal_bytes_read_at_once() -> None:
     whole, live = recorded("LocalSGD", steps=44, every=8, changes=()), Run({"ranks": 4}, live=False)
     shown = view("bytes")
     rows, x, y = whole.timeline.spans.rows(), [], []
@@ -192,7 +192,7 @@ def test_bytes_told_in_pieces_are_those_told_at_once() -> None:
     assert (x, y) == (once["x"].tolist(), once["y"].tolist()) and len(x) == 5
 
 
-def test_what_the_lane_does_without_a_compressor_is_not_called_compressing() -> None:
+def test_lane_work_without_a_compressor_is_not_labelled_compressing() -> None:
     number = {kind.key: i for i, kind in enumerate(KINDS)}
     for settings, key in ((DENSE, "preparing"), (TOPK, "codec")):
         author = Author(settings)
@@ -211,20 +211,20 @@ def test_a_rank_bar_is_as_long_as_its_step() -> None:
     assert total == pytest.approx(1e3 * float(np.mean(steps.t1 - steps.t0)), rel=1e-6)
 
 
-def test_the_straggler_line_names_cause_and_victims_and_is_silent_otherwise() -> None:
+def test_the_straggler_view_names_cause_and_victims_or_says_no_rank() -> None:
     assert "No rank" in str(view("straggler").update(recorded(steps=60, changes=())).html)
     text = str(view("straggler").update(recorded(steps=60, slow=(2, "backward", 1.6), changes=())).html)
     assert "Rank 2 is the cause" in text and "victims" in text
 
 
-def test_a_card_tells_before_from_after_in_words() -> None:
+def test_a_card_compares_before_and_after_a_change_in_words() -> None:
     run = recorded(steps=200)
     html = str(view("cards").update(run).html)
     assert html.count("<table") == len(run.changes) == 2
     assert "1 LocalSGD" in html and "down, &divide;" in html and "6 MB" in html
 
 
-def test_equal_lines_of_ranks_are_one_line_and_markup_is_text() -> None:
+def test_equal_log_lines_of_ranks_are_merged_and_markup_is_escaped() -> None:
     run = empty()
     said = json.dumps({"stream": "stdout", "text": "<b>hello</b>"})
     run.timeline.marks.add([Mark(r, 3, "log", 0.1, said) for r in (0, 1, 2, 5, 5)])
@@ -253,7 +253,7 @@ def test_thinning_keeps_ends_extremes_and_order() -> None:
     assert (np.diff(kept["x"]) > 0).all() and kept["x"][0] == 0
 
 
-def test_packed_numbers_come_back_with_a_microsecond_late_in_a_long_run() -> None:
+def test_packed_numbers_keep_microseconds_late_in_a_long_run() -> None:
     t = 86_400.0 + np.linspace(0, 0.5, 999)
     columns = {"x": t, "row": np.arange(5_000_000, 5_000_999), "y": np.array([1.0, np.nan]), "text": ["a", "b"]}
     packing = Packing()
@@ -263,7 +263,7 @@ def test_packed_numbers_come_back_with_a_microsecond_late_in_a_long_run() -> Non
     assert np.isnan(unpack(header["y"], packing.buffer)[1]) and header["text"] == ["a", "b"]
 
 
-def test_a_feed_says_everything_once_and_then_only_what_is_new() -> None:
+def test_a_feed_sends_everything_once_and_then_only_new_data() -> None:
     whole, live = recorded(steps=160), Run({"ranks": 4}, live=True)
     live.timeline = whole.timeline
     feed = Feed(live)
@@ -273,7 +273,7 @@ def test_a_feed_says_everything_once_and_then_only_what_is_new() -> None:
     assert feed.news() is None
 
 
-def test_a_view_that_fails_says_so_once_and_the_others_go_on() -> None:
+def test_a_failing_view_reports_it_once_and_other_views_continue() -> None:
     class Broken(View):
         name, title, about = "broken", "Broken", "fails"
 
@@ -289,7 +289,7 @@ def test_a_view_that_fails_says_so_once_and_the_others_go_on() -> None:
     assert feed.news() is None
 
 
-def test_eight_ranks_at_twenty_steps_a_second_fit_the_budget_on_the_wire() -> None:
+def test_eight_ranks_at_twenty_steps_a_second_fit_the_bandwidth_budget() -> None:
     whole, live = recorded(steps=200, ranks=8, step_s=0.05, changes=()), Run({"ranks": 8}, live=True)
     rows, sent, feed = whole.timeline.spans.rows(), 0, Feed(live)
     feed.everything()
@@ -302,7 +302,7 @@ def test_eight_ranks_at_twenty_steps_a_second_fit_the_budget_on_the_wire() -> No
     assert sent / (ticks[-1] - ticks[0]) < 200e3
 
 
-def test_colours_contrast_with_the_names_written_on_them() -> None:
+def test_colours_contrast_with_the_labels_on_them() -> None:
     for kind in KINDS:
         if kind.text:
             assert _contrast(kind.fill, kind.text) >= 4.5, kind.key
@@ -342,7 +342,7 @@ def test_kinds_of_boxes_differ_by_more_than_colour() -> None:
     (5, "step<br>points: just after averaging"),
     (7, "step<br>points: 0 to 6 steps after averaging"),
 ])  # fmt: skip
-def test_drift_within_rounds_is_not_joined_and_where_in_them_it_was_taken_is_said(every: int, said: str) -> None:
+def test_drift_within_rounds_is_drawn_as_points_with_their_place_in_the_round(every: int, said: str) -> None:
     run = recorded("LocalSGD", steps=200, ranks=2, every=every, changes=())
     patch = view("drift").update(run)
     assert set(patch.append) == {2, 3}, "markers alone: a line would go up and down with the place in the round"
@@ -356,18 +356,18 @@ def test_drift_within_rounds_is_not_joined_and_where_in_them_it_was_taken_is_sai
     assert told == [round(v / 0.01) for v in drift.value[-10:]], "the record made up says 0.01 per step since they met"
 
 
-def test_drift_of_ranks_that_meet_in_every_step_is_a_line() -> None:
+def test_drift_of_ranks_that_synchronise_in_every_step_is_a_line() -> None:
     patch = view("drift").update(recorded(steps=100, ranks=2, changes=()))
     assert set(patch.append) == {0, 1} and "xaxis.title.text" not in patch.layout
 
 
-def test_after_a_hand_over_ranks_have_only_just_met() -> None:
+def test_steps_since_averaging_start_again_at_a_change_of_strategy() -> None:
     run = recorded(steps=60, ranks=2, changes=((38, "strategy", "LocalSGD"),), every=30)
     since, _ = since_met(run.timeline, np.array([38, 40, 45]))
     assert since.tolist() == [0, 2, 7]
 
 
-def test_memory_is_a_bar_of_categories_with_a_stroke_at_the_peak() -> None:
+def test_memory_is_a_bar_of_categories_with_a_mark_at_the_peak() -> None:
     run, model = recorded(steps=20, ranks=2, changes=()), synthetic.BUCKETS * synthetic.NBYTES
     figure = drawn(view("memory"), run)
     assert figure is not None
@@ -379,7 +379,7 @@ def test_memory_is_a_bar_of_categories_with_a_stroke_at_the_peak() -> None:
     assert grid is not None and grid.rows[1][:2] == (1, "6 MB") and grid.rows[1][-2:] == ("39 MB", "")
 
 
-def test_memory_of_a_gpu_is_marked_and_a_category_of_tomorrow_is_drawn() -> None:
+def test_memory_of_a_gpu_is_marked_and_an_unknown_category_is_drawn() -> None:
     run = recorded(steps=20, ranks=2, changes=())
     told = {"allocated": 8e7, "allocated peak": 9e7, "moved to host": 5e6}
     run.timeline.samples.add([Sample(1, 19, f"memory {name}", 9.0, value) for name, value in told.items()])

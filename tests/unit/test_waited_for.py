@@ -1,4 +1,4 @@
-"""The line of progress of a run that is waited for: it is of the whole run, whenever the waiting began."""
+"""Tests the progress line of a run that the program waits for. It covers the whole run, whenever the waiting began."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.experiment import Experiment
 
 
 @pytest.mark.parametrize(("first", "made", "seconds"), [(0, 764, 52.0), (562, 570, 8.0)], ids=["whole", "resumed"])
-def test_what_is_left_behind_is_of_the_whole_run(
+def test_the_final_progress_line_covers_the_whole_run(
     monkeypatch: pytest.MonkeyPatch, first: int, made: int, seconds: float
 ) -> None:
     out = io.StringIO()

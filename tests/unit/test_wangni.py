@@ -1,4 +1,4 @@
-"""Wangni's sparsification against the paper's closed form (with a sort) and what its chances must give."""
+"""Tests Wangni's sparsification against the paper's closed form, and the statistics of its probabilities."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def skewed(seed: int, n: int) -> torch.Tensor:
-    """Few large entries among many small ones, some of them zero."""
+    """Returns a few large entries among many small ones; some are zero."""
     x = noise(seed, n) ** 3
     x[::10] = 0.0
     return x
 
 
 def chances(codec: Wangni, x: torch.Tensor) -> np.ndarray:
-    """p_i, from the one number that the codec finds."""
+    """Returns p_i, computed from the one number that the codec finds."""
     size = x.abs().double().numpy()
     return np.minimum(1.0, size / codec.scale_of(x.abs()))
 
 
 def sorted_closed_form(x: torch.Tensor, budget: float) -> np.ndarray:
-    """The paper's closed form: the smallest k for which what is left may be proportional, found in sorted order."""
+    """Returns the probabilities of the paper's closed form, found in sorted order. The form takes the smallest k for
+    which the remaining entries may be proportional.
+    """
     size = x.abs().double().numpy()
     order = np.sort(size)[::-1]
     total = (size**2).sum()
@@ -47,7 +49,7 @@ def sorted_closed_form(x: torch.Tensor, budget: float) -> np.ndarray:
 
 
 def greedy(x: torch.Tensor, density: float, rounds: int) -> np.ndarray:
-    """The paper's greedy rule."""
+    """Returns the probabilities of the paper's greedy rule."""
     size = x.abs().double().numpy()
     n = len(size)
     p = np.minimum(1.0, density * n * size / size.sum())
@@ -65,7 +67,7 @@ def once(codec: Wangni, x: torch.Tensor, memory: Memory) -> torch.Tensor:
 
 
 def noted(codec: Wangni, x: torch.Tensor, seed: int = 0) -> tuple[dict[str, float], torch.Tensor]:
-    """The Samples of one exchange of two ranks, and rank 0's message."""
+    """Returns the samples of one exchange of two ranks, and rank 0's message."""
     seen: list[Op] = []
     buckets = [Bucket(0, x.clone(), tuple(placed((x.numel(),))), 0) for _ in range(2)]
     together([codec.reduce(Rank(r, 2), b, Memory(seed + r)) for r, b in enumerate(buckets)], seen)
@@ -75,7 +77,7 @@ def noted(codec: Wangni, x: torch.Tensor, seed: int = 0) -> tuple[dict[str, floa
 
 @pytest.mark.parametrize("n", [7, 500, 300_000])
 @pytest.mark.parametrize("variance", [0.01, 0.1, 1.0, 4.0, 100.0])
-def test_the_variance_is_the_budget_exactly_and_the_chances_are_those_of_the_sorted_closed_form(
+def test_the_variance_equals_the_budget_and_probabilities_equal_the_sorted_closed_form(
     n: int, variance: float
 ) -> None:
     for x in (noise(n, n), skewed(n, n)):
@@ -88,7 +90,7 @@ def test_the_variance_is_the_budget_exactly_and_the_chances_are_those_of_the_sor
 
 
 @pytest.mark.parametrize("density", [0.01, 0.05, 0.2, 0.7])
-def test_the_chances_add_up_to_the_density(density: float) -> None:
+def test_probabilities_sum_to_the_density(density: float) -> None:
     for x in (noise(1, 4000), skewed(2, 4000)):
         p = chances(Wangni(density=density), x)
         assert p.sum() == pytest.approx(density * 4000, rel=1e-5)
@@ -96,7 +98,7 @@ def test_the_chances_add_up_to_the_density(density: float) -> None:
 
 
 @pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
-def test_it_is_the_papers_greedy_rule_once_that_has_settled(density: float) -> None:
+def test_probabilities_equal_the_converged_greedy_rule_of_the_paper(density: float) -> None:
     for x in (noise(3, 4000), skewed(4, 4000)):
         np.testing.assert_allclose(chances(Wangni(density=density), x), greedy(x, density, 50), rtol=1e-5)
     x = noise(3, 4000)
@@ -107,8 +109,10 @@ FEW = [Wangni(density=0.05), Wangni(density=0.3), Wangni(rule="variance", varian
 
 
 @pytest.mark.parametrize("codec", FEW, ids=str)
-def test_as_many_survive_as_the_chances_say(codec: Wangni) -> None:
-    """The number is a sum of independent draws: its mean over T steps spreads by sqrt(sum of p (1 - p) / T)."""
+def test_the_number_of_survivors_agrees_with_the_probabilities(codec: Wangni) -> None:
+    """The count is a sum of independent draws: its mean over T steps has standard deviation sqrt(sum of p (1 - p) /
+    T).
+    """
     x, draws, memory = skewed(5, 2000), 400, Memory(1)
     p = chances(codec, x)
     counts = [int(once(codec, x, memory).count_nonzero()) for _ in range(draws)]
@@ -117,7 +121,7 @@ def test_as_many_survive_as_the_chances_say(codec: Wangni) -> None:
 
 @pytest.mark.parametrize("codec", [Wangni(density=0.02), Wangni(density=0.3), Wangni(rule="variance")], ids=str)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_it_is_unbiased_with_the_variance_that_its_chances_give(codec: Wangni, seed: int) -> None:
+def test_it_is_unbiased_with_the_variance_of_its_probabilities(codec: Wangni, seed: int) -> None:
     x, draws, memory = skewed(seed, 300), 800, Memory(seed)
     off = torch.stack([once(codec, x, memory) - x for _ in range(draws)])
     spread = off.square().mean(0)
@@ -130,8 +134,10 @@ def test_it_is_unbiased_with_the_variance_that_its_chances_give(codec: Wangni, s
     assert abs(float(each.mean()) - want) < 5 * float(each.std()) / draws**0.5
 
 
-def test_it_is_unbiased_in_sixteen_bits_too() -> None:
-    """u is rounded before the chances follow from it; rounded after, all survivors would be 0.16 % too small."""
+def test_it_is_unbiased_in_bfloat16() -> None:
+    """u is rounded before the probabilities are computed from it. With later rounding all survivors would be 0.16 % too
+    small.
+    """
     n, draws, memory = 4 * 10**6, 10, Memory(3)
     x = torch.ones(n, dtype=torch.bfloat16)
     total = sum(float(once(Wangni(density=0.3), x, memory).sum()) for _ in range(draws))
@@ -139,7 +145,7 @@ def test_it_is_unbiased_in_sixteen_bits_too() -> None:
     assert abs(total / (n * draws) - 1) < 5 * spread < 0.0013
 
 
-def test_on_normal_entries_the_noise_is_what_the_docstring_says_and_less_than_random_ks() -> None:
+def test_noise_on_normal_entries_matches_the_docstring_and_is_below_random_ks() -> None:
     x = noise(9, 200_000).double()
     for density in (0.01, 0.05):
         p = chances(Wangni(density=density), x)
@@ -147,7 +153,7 @@ def test_on_normal_entries_the_noise_is_what_the_docstring_says_and_less_than_ra
         assert factor == pytest.approx(2 / np.pi / density - 1, rel=0.02) and factor < 1 / density - 1
 
 
-def test_a_message_is_a_head_pairs_for_what_crosses_whole_and_an_index_and_a_bit_for_the_rest() -> None:
+def test_a_message_is_a_header_pairs_of_exact_entries_and_an_index_and_a_bit_of_others() -> None:
     for seed, codec in enumerate([Wangni(), Wangni(density=0.5), Wangni(rule="variance", variance=0.1)]):
         for n in (1, 9, 1000):
             samples, sent = noted(codec, skewed(seed, n) if n > 9 else noise(seed, n), seed)
@@ -156,7 +162,7 @@ def test_a_message_is_a_head_pairs_for_what_crosses_whole_and_an_index_and_a_bit
     assert whole and rest
 
 
-def test_large_entries_cross_as_they_are_and_small_ones_are_worth_one_number() -> None:
+def test_large_entries_are_sent_exactly_and_small_ones_share_one_magnitude() -> None:
     x = torch.full((1000,), 0.01)
     x[::2] *= -1
     x[[3, 500]] = torch.tensor([7.0, -9.0])
@@ -168,7 +174,7 @@ def test_large_entries_cross_as_they_are_and_small_ones_are_worth_one_number() -
     assert torch.equal(out.sign()[out != 0], x.double().sign()[out != 0])
 
 
-def test_more_density_than_there_are_entries_sends_them_all_as_they_are() -> None:
+def test_a_density_above_the_nonzero_entries_sends_all_exactly() -> None:
     x = skewed(1, 1000)
     torch.testing.assert_close(once(Wangni(density=1.0), x, Memory()), x.double())
     few = torch.zeros(1000)
@@ -176,7 +182,7 @@ def test_more_density_than_there_are_entries_sends_them_all_as_they_are() -> Non
     torch.testing.assert_close(once(Wangni(density=0.05), few, Memory()), few.double())
 
 
-def test_ranks_draw_for_themselves_and_torchs_own_random_numbers_are_left_alone() -> None:
+def test_ranks_draw_independently_and_leave_torchs_global_generator_unchanged() -> None:
     before = torch.get_rng_state()
     out = exchange(Wangni(density=0.05), torch.ones(2, 4000), placed((4000,)), [Memory(1), Memory(2)])
     assert 0 < int((out == 20).sum()) and 2 * int((out > 20).sum()) < int((out == 20).sum())
@@ -184,7 +190,7 @@ def test_ranks_draw_for_themselves_and_torchs_own_random_numbers_are_left_alone(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_passed_on_and_spoils_nothing_else(bad: float) -> None:
+def test_a_value_that_is_not_finite_is_passed_on_and_affects_no_other_entry(bad: float) -> None:
     x = noise(4, 1000)
     x[17] = bad
     out = once(Wangni(density=0.1), x, Memory())
@@ -192,7 +198,7 @@ def test_what_is_not_finite_is_passed_on_and_spoils_nothing_else(bad: float) -> 
     assert 40 < int(out.count_nonzero()) < 200
 
 
-def test_turned_live_its_knobs_act_on_the_next_step() -> None:
+def test_live_changes_of_its_knobs_take_effect_in_the_next_step() -> None:
     changes = [Change(4, "compressor.density", 0.5), Change(8, "rule", "variance"), Change(12, "variance", 50.0)]
     sessions = run(experiment(2, 16, compressor=Wangni()), *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -217,12 +223,12 @@ def test_engine_and_simulator_draw_and_send_the_same() -> None:
 
 
 @pytest.mark.parametrize(("path", "value"), [("rule", "best"), ("density", 0), ("density", 2), ("variance", 0)])
-def test_knobs_that_cannot_be_are_refused_with_what_could(path: str, value: object) -> None:
+def test_invalid_knob_values_are_refused_with_the_valid_ones(path: str, value: object) -> None:
     with pytest.raises(KnobError, match=rf"compressor.{path}=.*must be (one of density, variance|a number in \[0\.)"):
         experiment(compressor=Wangni()).set(f"compressor.{path}", value)
 
 
-def test_under_error_feedback_much_noise_is_refused_with_what_could_be() -> None:
+def test_error_feedback_around_a_noisy_setting_is_refused_with_alternatives() -> None:
     with pytest.raises(KnobError, match=r"of=Wangni: under error feedback .* use it without, .* or TopK with error"):
         experiment(compressor=ErrorFeedback.usual()).set("of", "Wangni")
     assert experiment(compressor=ErrorFeedback.usual()).set("compressor", "Wangni").compressor == Wangni()
@@ -230,7 +236,7 @@ def test_under_error_feedback_much_noise_is_refused_with_what_could_be() -> None
 
 
 @pytest.mark.parametrize(("codec", "grows"), [(Wangni(), True), (Wangni(rule="variance", variance=0.5), False)])
-def test_fed_back_its_error_grows_without_end_where_it_is_refused(codec: Wangni, grows: bool) -> None:
+def test_with_error_feedback_its_error_diverges_exactly_where_that_is_refused(codec: Wangni, grows: bool) -> None:
     memory = [Memory(1)]
     for step in range(150):
         x = noise(step, 1, 400)

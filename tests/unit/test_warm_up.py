@@ -1,4 +1,4 @@
-"""WarmUp: whole first, or by Deep Gradient Compression's falling densities, counted by parameter."""
+"""Tests WarmUp: dense first, or with Deep Gradient Compression's falling densities; steps are counted by parameter."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ def sent(session: object, step: int) -> int:
     return sum(n for s, _, n in session.record.comm() if s == step)
 
 
-def test_densities_fall_as_in_the_paper_with_stages_for_epochs() -> None:
+def test_densities_fall_as_in_the_paper_with_stages_as_epochs() -> None:
     warm = WarmUp(of=TopK(density=0.001), schedule="exponential", steps=5)
     assert densities(warm, 7) == pytest.approx([10**-0.5, 0.1, 10**-1.5, 0.01, 10**-2.5, 0.001, 0.001])
     assert warm.at(5) == warm.of
 
 
-def test_a_stage_lasts_its_share_of_the_steps() -> None:
+def test_stages_divide_the_steps_equally() -> None:
     warm = WarmUp(of=TopK(density=0.01), schedule="exponential", steps=12, stages=3)
     assert densities(warm, 13) == pytest.approx([0.01**0.25] * 4 + [0.1] * 4 + [0.01**0.75] * 4 + [0.01])
     assert densities(WarmUp(of=TopK(density=0.01), schedule="exponential", steps=2, stages=4), 3) == pytest.approx(
         [0.01**0.2, 0.01**0.6, 0.01])
 
 
-def test_the_density_of_what_is_wrapped_is_what_falls() -> None:
+def test_the_density_of_the_wrapped_compressor_falls() -> None:
     warm = WarmUp(of=Layers(of=TopK.usual(), rest=OneBit()), schedule="exponential", steps=1, stages=1)
     assert warm.at(0) == Layers(of=ErrorFeedback(of=TopK(density=0.01**0.5)), rest=OneBit())
 
 
-def test_no_steps_is_no_warm_up() -> None:
+def test_zero_steps_disable_the_warm_up() -> None:
     for schedule in ("dense", "exponential"):
         assert WarmUp(steps=0, schedule=schedule).at(0) == TopK()
 
 
-def test_the_first_steps_are_a_dense_run_to_the_bit() -> None:
+def test_the_first_steps_are_bit_identical_to_a_dense_run() -> None:
     a, b = (run(experiment(3, 8, compressor=c))[0] for c in (Dense(), ErrorFeedback(of=WarmUp(steps=8))))
     assert state_hash(a.layout) == state_hash(b.layout)
 
 
-def test_bytes_are_whole_first_and_then_those_of_the_compressor() -> None:
+def test_bytes_are_dense_first_and_then_the_compressors() -> None:
     session = run(experiment(4, 7, compressor=ErrorFeedback(of=WarmUp(steps=4))))[0]
     whole = sum(reduced(b.nbytes, 4) for b in session.layout.buckets)
     cut = sum(pairs(b.data.numel(), 4, 0.01) for b in session.layout.buckets)
@@ -73,7 +73,7 @@ def test_bytes_follow_the_falling_density() -> None:
         assert sent(session, step) == sum(pairs(b.data.numel(), 4, density) for b in session.layout.buckets)
 
 
-def test_the_count_survives_other_buckets_another_compressor_and_another_strategy() -> None:
+def test_the_step_count_survives_changes_of_buckets_compressor_and_strategy() -> None:
     e = experiment(2, 14, compressor=ErrorFeedback(of=WarmUp(steps=8)))
     session = run(e, Change(3, "bucket_mb", 0.05), Change(5, "compressor.of.of", "OneBit"))[0]
     whole = {step for step, what, _ in session.record.comm() if what.startswith("all_reduce bucket")}
@@ -82,7 +82,7 @@ def test_the_count_survives_other_buckets_another_compressor_and_another_strateg
     assert set(session.rank.memory.parts[WarmUp.buffer].values()) == {14}, "LocalSGD's one step ends with a round"
 
 
-def test_parameters_that_come_later_warm_up_later() -> None:
+def test_parameters_added_later_warm_up_later() -> None:
     parts, memories, g = placed((10, 10), (10, 10)), [Memory(), Memory()], noise(1, 2, 200)
     warm = WarmUp(of=TopK(density=0.01), steps=2)
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_parameters_that_come_later_warm_up_later() -> None:
     assert memories[0].parts[WarmUp.buffer] == {"p0": 3, "p1": 1}
 
 
-def test_more_steps_than_were_made_warm_up_again() -> None:
+def test_raising_steps_above_the_count_resumes_the_warm_up() -> None:
     e = experiment(2, 9, compressor=ErrorFeedback(of=WarmUp(steps=2)))
     session = run(e, Change(5, "compressor.of.steps", 7))[0]
     whole = sum(reduced(b.nbytes, 2) for b in session.layout.buckets)
@@ -119,7 +119,7 @@ def test_nothing_is_lost_through_random_live_changes() -> None:
     assert set(memories[0].parts[WarmUp.buffer].values()) == {500}
 
 
-def test_it_is_the_same_on_sizes_alone() -> None:
+def test_bytes_are_equal_in_a_simulation_of_sizes_only() -> None:
     e = experiment(3, 8, compressor=ErrorFeedback(of=WarmUp(steps=6, schedule="exponential", stages=2)))
     session, sizes = run(e)[0], simulate(e.set("pace", 10), real=False).spans
     for step in range(1, 8):
@@ -127,7 +127,7 @@ def test_it_is_the_same_on_sizes_alone() -> None:
 
 
 @pytest.mark.parametrize("of", [PowerSGD(), OneBit(), Layers(rest=TopK())], ids=str)
-def test_falling_densities_of_what_has_none_are_refused_in_words_and_nothing_changes(of: Compressor) -> None:
+def test_falling_densities_are_refused_for_a_compressor_without_one_and_nothing_changes(of: Compressor) -> None:
     good = experiment(2, 4, compressor=ErrorFeedback(of=WarmUp(of=of)))
     with pytest.raises(KnobError, match=r"schedule='exponential': .* has no density, or more than one, .*use "):
         good.set("schedule", "exponential")
@@ -136,6 +136,6 @@ def test_falling_densities_of_what_has_none_are_refused_in_words_and_nothing_cha
     assert good.compressor.of.schedule == "dense"
 
 
-def test_one_within_another_is_refused() -> None:
+def test_a_warm_up_within_another_is_refused() -> None:
     with pytest.raises(KnobError, match=r"WarmUp inside WarmUp: .*; use one of them"):
         experiment(2, 4, compressor=WarmUp(of=Layers(of=WarmUp())))

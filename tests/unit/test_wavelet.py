@@ -1,4 +1,6 @@
-"""Wavelet: two waves are one gradient, and what they keep for backward is no more than half again one wave's."""
+"""Tests Wavelet: two waves give one gradient, and store at most 1.5 times one wave's activations for backward. 2~>
+bytes: tanh stores its output, which the next layer stores as its input
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ from workbench.tasks import Learner
 pytestmark = pytest.mark.ranks
 
 LAYERS, WIDTH, EXAMPLES = 12, 32, 64
-WAVE = 4 * EXAMPLES * WIDTH * LAYERS  # bytes: tanh keeps what it makes, which the next layer keeps as its input
+WAVE = 4 * EXAMPLES * WIDTH * LAYERS  # bytes: tanh stores its output, which the next layer stores as its input
 
 
 def deep() -> nn.Module:
-    """Parts that keep the same."""
+    """Returns a model whose parts store equal amounts."""
     parts = [nn.Sequential(nn.Linear(8 if k == 0 else WIDTH, WIDTH), nn.Tanh()) for k in range(LAYERS)]
     return nn.Sequential(*parts, nn.Linear(WIDTH, 4))
 
 
 class Watched:
-    """What autograd keeps for backward but parameters, counted where it is kept and where it is given back."""
+    """Counts the tensors other than parameters that autograd stores for backward, when stored and when freed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -58,7 +60,7 @@ class Held:
 
 
 class Two(Strategy):
-    """Two batches side by side, as DDP would not."""
+    """Runs the forward pass of both batches, then both backward passes, as DDP would not."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         for micro in (0, 1):
@@ -73,7 +75,7 @@ def data(rank: int, ranks: int, seed: int) -> list[Any]:
 
 
 def kept(strategy: Strategy) -> int:
-    """The most that hooks of our own have seen kept at once: one rank, without the record's way of looking."""
+    """Returns the most bytes stored at once according to our own hooks, on one rank, without the record."""
     watched: dict[int, Watched] = {}
 
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
@@ -87,12 +89,12 @@ def kept(strategy: Strategy) -> int:
 
 
 def recorded(strategy: Strategy) -> float:
-    """What the record says of it, on a real rank."""
+    """Returns the maximum in the record of a real rank."""
     (session,) = run(experiment(1, 3, strategy=strategy, task=toy(model=partial(net, deep), data=data)))
     return max(v for _, name, _, v in session.record.samples if name == "memory activations")
 
 
-def test_two_waves_keep_at_most_half_again_what_one_keeps() -> None:
+def test_two_waves_store_at_most_one_and_a_half_times_the_activations_of_one() -> None:
     one, wavelet, two = kept(DDP()), kept(Wavelet(pieces=16)), kept(Two())
     assert WAVE <= one < 1.1 * WAVE and two > 1.9 * one
     assert one < wavelet <= 1.5 * one, wavelet / one
@@ -102,7 +104,7 @@ def test_two_waves_keep_at_most_half_again_what_one_keeps() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_two_waves_are_one_gradient(ranks: int, pieces: int) -> None:
+def test_two_waves_train_like_one_accumulated_gradient(ranks: int, pieces: int) -> None:
     task = toy(model=partial(net, deep))
     wavelet, plain = (
         run(experiment(ranks, 6, strategy=s, task=task)) for s in (Wavelet(pieces=pieces), DDP(accumulate=2))
@@ -114,7 +116,7 @@ def test_two_waves_are_one_gradient(ranks: int, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("real", [True, False])
-def test_tock_rises_only_once_tick_falls_and_then_in_its_turn(real: bool) -> None:
+def test_the_second_wave_starts_when_the_first_goes_backward_and_then_alternates(real: bool) -> None:
     task = toy(model=partial(net, deep))
     done = simulate(experiment(2, 2, strategy=Wavelet(pieces=4, lead=2), task=task, pace=100.0), real=real)
     rows = done.spans[(done.spans["rank"] == 0) & (done.spans["step"] == 0) & (done.spans["lane"] == "compute")]
@@ -126,7 +128,7 @@ def test_tock_rises_only_once_tick_falls_and_then_in_its_turn(real: bool) -> Non
     assert float((rows["t1"] - rows["t0"]).sum()) == pytest.approx(0.1 * (2 * 0.9 + 0.1)), "two batches, one update"
 
 
-def test_a_pace_is_kept_by_what_each_piece_is_of_the_model() -> None:
+def test_each_piece_takes_its_share_of_the_pace() -> None:
     unequal = partial(net, lambda: nn.Sequential(nn.Linear(8, 24, bias=False), nn.Linear(24, 4, bias=False)))
     found = rows(simulate(experiment(1, 2, strategy=Wavelet(), task=toy(model=unequal), pace=30.0)), "compute", 0)
     lasted = dict(zip(map(str, found.name), found.t1 - found.t0, strict=True))
@@ -134,13 +136,13 @@ def test_a_pace_is_kept_by_what_each_piece_is_of_the_model() -> None:
         assert lasted[f"{phase}.0"] == pytest.approx(2 * lasted[f"{phase}.1"], rel=0.02), "192 weights and 96"
 
 
-def test_a_model_that_does_not_say_where_it_may_be_cut_goes_whole() -> None:
+def test_a_model_without_declared_parts_is_run_as_one_piece() -> None:
     (session,) = run(experiment(1, 3, strategy=Wavelet()))
     names = [r[2] for r in session.record if r[1] == "compute" and r[0] == 1]
     assert [n for n in names if n != "update"] == ["forward 0", "backward 0", "forward 1", "backward"]
 
 
-def test_it_is_entered_turned_and_left_live() -> None:
+def test_wavelet_can_be_entered_changed_and_left_live() -> None:
     task = toy(model=partial(net, deep))
     wanted = [(2, "strategy", "Wavelet"), (4, "strategy.pieces", 3), (6, "compressor", "TopK"), (8, "strategy", "DDP")]
     sessions = run(experiment(3, 10, strategy=DDP(), task=task), *(Change(*change) for change in wanted))
@@ -157,7 +159,7 @@ def twice(model: nn.Module, pair: Any) -> torch.Tensor:
     (toy(parts=lambda model: [model.a, model.b, model.c]), "the model's parts one after the other have loss"),
     (toy(parts=lambda model: [model.c, model.a]), "the model part by part fails: "),
 ])  # fmt: skip
-def test_a_model_that_its_parts_are_not_is_refused_at_the_start_and_live(task: Any, words: str) -> None:
+def test_a_model_unequal_to_its_parts_is_refused_at_start_and_live(task: Any, words: str) -> None:
     e = experiment(2, 4, strategy=Wavelet(), task=task, pace=1.0)
     with pytest.raises(KnobError, match=f"strategy=Wavelet: .*{words}"):
         simulate(e, real=True)
@@ -172,7 +174,7 @@ def learner() -> Learner:
     return task.build()
 
 
-def test_a_tied_parameter_and_a_layer_that_writes_in_place_get_what_autograd_gives() -> None:
+def test_tied_parameters_and_in_place_layers_get_autograds_gradients() -> None:
     made = learner()
     model = made.model()
     hidden = [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)]
@@ -199,7 +201,7 @@ class Adds(nn.Linear):
         return x
 
 
-def test_a_piece_that_writes_into_what_it_is_handed_is_said_in_words() -> None:
+def test_a_piece_that_modifies_its_input_is_an_explained_error() -> None:
     made = learner()
     waves = Waves(nn.Sequential(nn.Linear(8, 8), Adds(8, 8), nn.Linear(8, 4)), made)
     waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
@@ -207,7 +209,7 @@ def test_a_piece_that_writes_into_what_it_is_handed_is_said_in_words() -> None:
         waves.rise(lambda: batch(0, 0, 0), 0, 1, 3, True)
 
 
-def test_pieces_out_of_turn_are_said_in_words() -> None:
+def test_pieces_in_the_wrong_order_are_an_explained_error() -> None:
     made = learner()
     waves = Waves(made.model(), made)
     waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)

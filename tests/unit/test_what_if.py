@@ -1,4 +1,4 @@
-"""What if: a run asked for other settings, and the panel that asks."""
+"""Tests `what_if`: a run is simulated with other settings; also tests its panel."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def run() -> Run:
     return simulate(Experiment(ranks=4, pace=50, steps=60, eval_every=0, fabric=Fabric(link=link)))
 
 
-def test_the_simulator_repeats_what_it_was_calibrated_from(run: Run) -> None:
+def test_the_simulator_reproduces_its_calibration_data(run: Run) -> None:
     found = run.what_if()
     assert found.same == pytest.approx(found.measured, rel=1e-3) and found.other == pytest.approx(found.same)
     assert abs(found.error) < 1e-3
 
 
-def test_a_faster_link_is_faster_until_compute_is_all_there_is(run: Run) -> None:
+def test_a_faster_link_helps_until_only_compute_remains(run: Run) -> None:
     slow, same, fast = (run.what_if({"link.bandwidth": b}).other for b in (50, 200, 100_000))
     assert slow > 2 * same > same > fast >= 0.05
 
 
-def test_more_ranks_send_more_each_by_the_rings_formula(run: Run) -> None:
+def test_bytes_per_rank_follow_the_ring_formula(run: Run) -> None:
     few, many = run.what_if({"ranks": 2}), run.what_if({"ranks": 32})
     assert many.sent / few.sent == pytest.approx((2 * 31 / 32) / (2 * 1 / 2), rel=1e-3)
 
 
-def test_it_asks_about_the_run_as_it_is_now() -> None:
+def test_it_uses_the_current_settings_of_the_run() -> None:
     experiment = Experiment(ranks=2, pace=20, steps=120, eval_every=0, fabric=Fabric(link=Link(bandwidth=50)))
     changed = simulate(experiment, changes=[Change(40, "strategy", LocalSGD(every=8))])
     found = changed.what_if()
@@ -47,7 +47,7 @@ def test_it_asks_about_the_run_as_it_is_now() -> None:
     assert found.same == pytest.approx(found.measured, rel=0.05)
 
 
-def test_what_cannot_be_is_refused_in_words(run: Run) -> None:
+def test_invalid_settings_are_refused_with_the_reason(run: Run) -> None:
     with pytest.raises(KnobError, match="ranks=0"):
         run.what_if({"ranks": 0})
     with pytest.raises(KnobError, match="TorchDDP"):
@@ -56,7 +56,7 @@ def test_what_cannot_be_is_refused_in_words(run: Run) -> None:
         Run(Experiment(pace=1)).what_if()
 
 
-def test_the_panel_stands_where_the_run_does_and_says_what_comes_out(run: Run) -> None:
+def test_the_panel_starts_at_the_runs_settings_and_shows_the_result(run: Run) -> None:
     panel = WhatIf(lambda: run)
     panel.follow()
     assert panel.settings() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
@@ -70,14 +70,16 @@ def test_the_panel_stands_where_the_run_does_and_says_what_comes_out(run: Run) -
     panel.close()
 
 
-def test_what_is_said_is_of_what_was_simulated_though_a_slider_moves_meanwhile(run: Run) -> None:
+def test_the_answer_describes_the_simulated_settings_even_if_a_slider_moves_meanwhile(run: Run) -> None:
     panel = WhatIf(lambda: run)
     said: list[str] = []
     panel.said.observe(lambda change: said.append(change.new), "value")
     asked: list[int] = []
 
     class Moved:
-        """The run, on which a question takes so long that the slider is moved again."""
+        """A run whose answer takes so long that the slider is moved again. 3~> of each bucket, one after the other 4~>
+        all in one question
+        """
 
         def __getattr__(self, name: str) -> object:
             return getattr(run, name)
@@ -96,7 +98,7 @@ def test_what_is_said_is_of_what_was_simulated_though_a_slider_moves_meanwhile(r
     assert told == asked == [5, 8]
 
 
-def test_the_panel_says_when_there_is_nothing_to_ask_about() -> None:
+def test_the_panel_says_when_there_is_no_run() -> None:
     panel = WhatIf(lambda: None)
     panel.ask()
     assert panel.working is not None
@@ -106,11 +108,11 @@ def test_the_panel_says_when_there_is_nothing_to_ask_about() -> None:
 
 
 @pytest.mark.parametrize("bandwidth", [1.0, 300.0, 25_000.0, 0.0])
-def test_the_bandwidth_slider_says_what_it_shows(bandwidth: float) -> None:
+def test_the_bandwidth_slider_shows_its_value(bandwidth: float) -> None:
     assert mbits(slide(bandwidth)) == pytest.approx(bandwidth, rel=0.01)
 
 
-def test_a_named_network_is_its_alpha_and_beta_and_is_said_beside_the_answer(run: Run) -> None:
+def test_a_named_network_sets_alpha_and_beta_and_is_listed_in_the_assumptions(run: Run) -> None:
     found = run.what_if({"ranks": 8}, "100 GbE")
     assert found.experiment.fabric.link == Link(bandwidth=100_000, latency=0.014)
     assert any("alpha 14 us, beta 0.08 ns/B (100 Gbit/s)" in a and "802.3ba" in a for a in found.assumptions)
@@ -121,7 +123,7 @@ def test_a_named_network_is_its_alpha_and_beta_and_is_said_beside_the_answer(run
         run.what_if({}, "100GbE")
 
 
-def test_a_step_of_4096_ranks_is_computing_and_the_rings_messages(run: Run) -> None:
+def test_a_step_of_4096_ranks_takes_compute_plus_ring_messages(run: Run) -> None:
     rows = run.scaling({}, "10 GbE", [8, 4096])
     few, many = rows
     buckets = math.ceil(few.sent / (2 * 7 / 8) / 1e6)
@@ -135,10 +137,10 @@ def test_a_step_of_4096_ranks_is_computing_and_the_rings_messages(run: Run) -> N
     assert "its ranks do unlike things" in refused.refused and refused.refused in repr([refused])
 
 
-def test_the_panel_asks_for_all_of_it_and_draws_the_curve_with_what_is_assumed(run: Run) -> None:
+def test_the_panel_applies_all_fields_and_draws_the_curve_with_its_assumptions(run: Run) -> None:
     panel = WhatIf(lambda: run)
     panel.follow()
-    panel._setting = True  # all at once
+    panel._setting = True  # all in one question
     panel.network.value, panel.kinds["strategy"].value, panel.bucket.value = "NVLink", "LocalSGD", "0.5"
     panel.more.value, panel.site.value = "strategy.every=4", "2"
     panel._setting = False

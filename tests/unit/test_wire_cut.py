@@ -1,4 +1,6 @@
-"""Wires are cut and nobody is lost: ranks that held parts, each once, go on from the last boundary of all of them."""
+"""Tests cut connections where no rank is lost. Ranks that stored each part once continue from their last common
+boundary. 2~> part of the state of a rank is elsewhere, or off the device
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from workbench.strategies import DDP, LocalSGD, Strategy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-AWAY = ("TorchFSDP", "ZeROInfinity", "ZeROOffload")  # a part of what a rank holds is elsewhere, or away from the device
+AWAY = ("TorchFSDP", "ZeROInfinity", "ZeROOffload")  # part of the state of a rank is elsewhere, or off the device
 ONCE = [name for name in PARTS if name not in ("HSDP", *AWAY) and not shipped(Strategy)[name].tables]
 
 
@@ -28,7 +30,9 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def cut(e: Experiment, victim: int, at: int) -> tuple[list[Session], list[dict[str, object]]]:
-    """Runs `e`, and about step `at` all wires of one rank are cut: (all, what the record says of it)."""
+    """Runs `e` and cuts all connections of one rank at about step `at`; returns all sessions and the record's
+    messages.
+    """
     sessions, end = live(e), time.monotonic() + 150
     while sessions[victim].rank.step < at and not sessions[victim].join(0.001):
         assert time.monotonic() < end
@@ -53,25 +57,25 @@ def settled(e: Experiment, victim: int, put: Seen) -> None:
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_shards_that_are_with_everybody_once_are_all_there(name: str, put: Seen) -> None:
+def test_shards_stored_once_among_ranks_survive_a_cut(name: str, put: Seen) -> None:
     settled(setting(shipped(Strategy)[name](), task=alike(Whole()), bucket_mb=0.01, steps=14, pace=10.0), 1, put)
 
 
 @pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=str)
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=lambda s: type(s).__name__)
-def test_so_are_stages_and_slices(strategy: DDP | LocalSGD, way: Pipeline | Tensor, put: Seen) -> None:
+def test_stages_and_slices_survive_a_cut(strategy: DDP | LocalSGD, way: Pipeline | Tensor, put: Seen) -> None:
     settled(setting(strategy, partition=way, ranks=2, task=alike(way), bucket_mb=0.01, steps=14, pace=10.0), 0, put)
 
 
 @pytest.mark.parametrize("name", AWAY)
-def test_what_is_elsewhere_is_not_copied_and_nobody_goes_on_without_it(name: str) -> None:
+def test_a_cut_fails_the_run_where_state_is_stored_elsewhere(name: str) -> None:
     sessions, said = cut(setting(shipped(Strategy)[name](), task=alike(Whole()), steps=0), 1, at=7)
     assert {s.phase for s in sessions} == {"failed"}
     assert said and f"strategy={name}: nobody else has its shard" in str(said[0]["text"])
 
 
 @pytest.mark.parametrize("name", AWAY)
-def test_nor_between_two_steps(name: str) -> None:
+def test_a_cut_between_two_steps_fails_the_run_where_state_is_stored_elsewhere(name: str) -> None:
     sessions = live(setting(shipped(Strategy)[name](), task=alike(Whole()), steps=0))
     try:
         assert until(lambda: all(s.rank.step >= 3 for s in sessions), 150)

@@ -1,4 +1,4 @@
-"""Exercises check themselves and give hints one at a time; what a student did is kept in the notebook and handed in."""
+"""Tests exercises: checks, hints one at a time, answers stored in the notebook, and handing in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def halves() -> Exercise:
 
 
 def done() -> sheets.Worksheet:
-    """A sheet with one wrong prediction and an exercise solved at the second try with one hint."""
+    """Returns a worksheet with one wrong prediction and an exercise solved at the second try with one hint."""
     guess = Prediction("How long?", ["short", "long"])
     guess.choose("short")
     guess.against("long")
@@ -46,7 +46,7 @@ def test_hints_come_one_at_a_time_and_tries_are_counted() -> None:
     assert "How long?; you said: short; the record: long" in text
 
 
-def test_what_is_said_to_an_answer_is_shown_as_a_sentence_and_stays_a_text() -> None:
+def test_the_response_to_an_answer_is_displayed_as_a_sentence_and_is_a_string() -> None:
     said = Exercise("which?", lambda n: (False, f"Not {n}:\nit's odd.")).check(3)
     assert pretty(said) == "Not 3:\nit's odd." and pretty([said]) == repr([str(said)])
     assert said == "Not 3:\nit's odd." and repr(said) == repr(str(said))
@@ -57,7 +57,7 @@ def test_what_is_said_to_an_answer_is_shown_as_a_sentence_and_stays_a_text() -> 
     assert pretty(halves().hint()) == "Hint 1 of 2: even"
 
 
-def test_a_question_that_is_asked_anew_is_one_question_still() -> None:
+def test_a_question_created_again_is_still_one_question() -> None:
     done()
     again = halves()
     assert "3 tries" in repr(worksheet("05"))
@@ -65,7 +65,7 @@ def test_a_question_that_is_asked_anew_is_one_question_still() -> None:
     assert repr(worksheet("05")).count("half of four; 4 tries, 1 hint; solved") == 1
 
 
-def test_one_file_is_handed_in_and_read_by_the_teacher(tmp_path: Path) -> None:
+def test_one_file_is_handed_in_and_can_be_read_by_the_teacher(tmp_path: Path) -> None:
     said = done().hand_in("Ada <Lovelace>", tmp_path)
     path = tmp_path / "05_talk_less_often-ada_lovelace.json"
     assert str(path) in said and path.stat().st_size < 2000
@@ -80,7 +80,7 @@ def test_one_file_is_handed_in_and_read_by_the_teacher(tmp_path: Path) -> None:
         done().hand_in(" ")
 
 
-def test_the_notebook_itself_keeps_it_too(tmp_path: Path) -> None:
+def test_the_notebook_stores_the_worksheet_too(tmp_path: Path) -> None:
     data, about = done()._repr_mimebundle_()
     output = new_output("execute_result", data, metadata=about, execution_count=1)
     earlier = new_output("execute_result", {"text/plain": ""}, execution_count=1,
@@ -93,21 +93,21 @@ def test_the_notebook_itself_keeps_it_too(tmp_path: Path) -> None:
     assert "<table>" in data["text/html"] and len(json.dumps(about)) < 1000
 
 
-def test_what_a_page_shows_of_it_is_text(tmp_path: Path) -> None:
+def test_the_html_of_a_worksheet_escapes_markup(tmp_path: Path) -> None:
     Exercise("<script>alert(1)</script>", lambda: (True, ""))
     assert "<script>" not in worksheet("<b>")._repr_mimebundle_()[0]["text/html"].replace("<b>", "", 1)
 
 
-def test_what_was_sent_long_ago_counts_as_well() -> None:
-    """A summary's bytes are of the last fifty steps; whoever talks first and is silent later has sent all the same."""
+def test_bytes_sent_early_in_the_run_count_too() -> None:
+    """A summary's bytes cover the last fifty steps. A run that sends early and is quiet later has sent all the same."""
     small = recipe("digits").set("task", Digits(width=8, hidden=32)).set("ranks", 2).set("steps", 64).set("pace", 10)
     goal = Goal(small.set("eval_every", 64), "bytes_per_step", at_most=0.3, loss=9.0)
     said = goal.check({"strategy": "PostLocalSGD", "strategy.warmup": 16, "strategy.every": 48})
     assert said.startswith(f"Found: {100 * 17 / 64:.3g} % of the start's bytes per step"), said
 
 
-def test_a_judge_may_say_so_by_numpy(tmp_path: Path) -> None:
-    """What is kept of a try goes into the notebook as JSON, which knows none of numpy's."""
+def test_a_check_may_return_a_numpy_bool(tmp_path: Path) -> None:
+    """A stored try becomes JSON in the notebook, and JSON has no NumPy types."""
     exercise = Exercise("more than a half?", lambda x: (np.float64(x) > 0.5, "said"))
     assert exercise.check(0.7) == "said"
     worksheet("07").hand_in("a", tmp_path)
@@ -139,12 +139,12 @@ CHANGES = (Change(12, "strategy", "LocalSGD"), Change(13, "strategy.every", 32),
 
 
 def after(n: int, steps: int, bandwidth: float = 200) -> str:
-    """What is said of a run of so many steps with the first `n` changes."""
+    """Returns the answer to a run of so many steps with the first `n` changes."""
     e = recipe("first_run").set("fabric.link.bandwidth", bandwidth).set("eval_every", 0).set("steps", steps)
     return Hidden(simulate(e, changes=CHANGES[:n])).check()
 
 
-def test_two_ways_to_hide_communication_are_two_things_that_were_set() -> None:
+def test_two_ways_to_hide_communication_must_be_two_different_settings() -> None:
     assert after(0, 12).startswith("Not yet: no way so far")
     assert after(2, 59).startswith("Not yet: one way so far (strategy = LocalSGD).")
     assert after(4, 66).startswith("Not yet: one way"), "five steps say little"

@@ -1,4 +1,6 @@
-"""Zen and its schemes against sums and sets written out: exact, balanced, nothing lost, and bytes by formula."""
+"""Tests Zen and its schemes against plain sums and sets: exact, balanced, complete, with bytes given by formula. 2~>
+rows of several lengths, vectors, a scalar
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from workbench.settings import Change, knobs
 pytestmark = pytest.mark.ranks
 
 SCHEMES = [scheme for scheme in next(k for k in knobs(Zen) if k.name == "scheme").choices if scheme != "auto"]
-PARTS = placed((60, 7), (33,), (4, 5, 6), (), (50, 1))  # rows of several lengths, vectors, a number
+PARTS = placed((60, 7), (33,), (4, 5, 6), (), (50, 1))  # rows of several lengths, vectors, a scalar
 N = PARTS[-1].stop
 FEW = placed((6, 7), (5,), (2, 3, 4), (), (4, 1))
 KINDS = ["random", "clustered", "alike", "one rank only", "full", "nothing", "every seventh"]
@@ -34,13 +36,13 @@ def rng(seed: int) -> torch.Generator:
 
 
 def whole(seed: int, p: int, n: int = N) -> torch.Tensor:
-    """(p, n) small integers, none zero: their sums are exact in any order, in every dtype."""
+    """Returns (p, n) small integers without zeros. Their sums are exact in any order, in every dtype."""
     signs = 2 * torch.randint(0, 2, (p, n), generator=rng(seed + 1)) - 1
     return (torch.randint(1, 8, (p, n), generator=rng(seed)) * signs).float()
 
 
 def supported(kind: str, p: int, n: int = N) -> torch.Tensor:
-    """(p, n) integers on supports of this kind."""
+    """Returns (p, n) integers on supports of this kind."""
     mask = torch.zeros(p, n, dtype=torch.bool)
     match kind:
         case "random":
@@ -65,7 +67,7 @@ def bucket_of(x: torch.Tensor, parts: list[Part] = PARTS, offset: int = 0) -> Bu
 def exchanged(
     zen: Compressor, g: torch.Tensor, parts: list[Part] = PARTS, memories: list[Memory] | None = None
 ) -> tuple[list[torch.Tensor], list[Op]]:
-    """What each rank is given, and rank 0's Ops."""
+    """Returns each rank's result, and rank 0's operations."""
     p, seen = len(g), list[Op]()
     buckets = [bucket_of(x.clone(), parts) for x in g]
     memories = memories or [Memory(r) for r in range(p)]
@@ -74,7 +76,7 @@ def exchanged(
 
 
 def carried(ops: list[Op], p: int, rank: int) -> list[Load]:
-    """What each collective asks of the ports."""
+    """Returns the load of the ports for each collective."""
     out = []
     for op in (op for op in ops if op.verb != "sample"):
         x = op.args[0]
@@ -86,24 +88,26 @@ def carried(ops: list[Op], p: int, rank: int) -> list[Load]:
 
 
 def sent(ops: list[Op], p: int) -> list[int]:
-    """Bytes by rank."""
+    """Returns bytes by rank."""
     return [sum(load.sent for load in carried(ops, p, r)) for r in range(p)]
 
 
 def pushed(ops: list[Op]) -> list[list[int]]:
-    """By rank and owner, what was sent where only an owner adds up."""
+    """Returns by rank and owner the bytes sent, where only an owner adds."""
     table: list[list[int]] = next(op for op in ops if op.verb == "all_to_allv").args[1]
     return table
 
 
 def units(parts: list[Part], rows: bool) -> list[range]:
-    """What has an index of its own: the elements of each row of a matrix, or each element."""
+    """Returns the units with an index of their own: the elements of each row of a matrix, or each element."""
     widths = [(p, math.prod(p.shape[1:]) if rows else 1) for p in parts]
     return [range(at, at + width) for p, width in widths for at in range(p.start, p.stop, width)]
 
 
 def owners_of(every: list[range], p: int, parts: list[Part], rows: str) -> list[int]:
-    """By unit, who adds it up: each rank has one of them alone, and sends it there."""
+    """Returns by unit the owner that adds it, found by giving each rank one unit alone. 11#> exact sums 12~> the
+    addition order is the network's 13#> balance and completeness
+    """
     found = []
     for at in range(0, len(every), p):
         g = torch.zeros(p, parts[-1].stop)
@@ -118,7 +122,7 @@ def scheme_of(ops: list[Op]) -> str:
     return next(SCHEMES[int(op.args[1])] for op in ops if op.verb == "sample" and op.args[0] == "scheme")
 
 
-# -- exact --
+# -- exact sums --
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
@@ -139,13 +143,13 @@ def test_other_dtypes_are_summed_exactly_and_keep_their_dtype(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("p", [3, 4])
-def test_all_ranks_hold_the_same_bits_whatever_their_signs_of_zero_and_kinds_of_nan(p: int) -> None:
+def test_all_ranks_get_identical_bits_for_any_sign_of_zero_and_kind_of_nan(p: int) -> None:
     g = torch.randn(p, N, generator=rng(1)) * (torch.rand(p, N, generator=rng(2)) < 0.3)
     g[0, 5:90] = -0.0
     g[1, 80:85], g[2, 80:85] = math.nan, -math.nan
     g[0, 100], g[1, 100] = math.inf, -math.inf
     for scheme, rows in ANY:
-        if scheme != "dense":  # how it adds is the wire's
+        if scheme != "dense":  # the addition order is the network's
             first, *others = exchanged(Zen(scheme=scheme, rows=rows), g)[0]
             assert all(torch.equal(first.view(torch.int32), x.view(torch.int32)) for x in others), (scheme, rows)
             assert bool(first[80:85].isnan().all()) and int(first.isnan().sum()) == 6
@@ -159,18 +163,18 @@ def test_a_bucket_without_parts_and_one_that_is_not_contiguous_are_summed() -> N
         assert all(torch.equal(b.data, g.sum(0)) for b in buckets)
 
 
-def test_what_ranks_contribute_is_all_they_have() -> None:
+def test_a_rank_contributes_its_whole_gradient() -> None:
     g = supported("random", 2)
     assert together([Zen().reduce(Rank(r, 2), bucket_of(x.clone()), Memory()) for r, x in enumerate(g)]) == [None, None]
 
 
-# -- balanced, and nothing lost --
+# -- balance and completeness --
 
 LONG = 1_000_000
 
 
 def balanced(sent: list[list[int]]) -> None:
-    """Each rank sends about as much to each of the others."""
+    """Checks that each rank sends about as much to each of the others."""
     for r, row in enumerate(sent):
         others = [n for j, n in enumerate(row) if j != r]
         assert max(others) <= 1.1 * sum(others) / len(others)
@@ -178,7 +182,7 @@ def balanced(sent: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("p", [2, 8])
 @pytest.mark.parametrize("kind", ["random", "clustered", "every p-th", "every 1024th block"])
-def test_owners_carry_the_same_load_for_any_support_where_slices_do_not(kind: str, p: int) -> None:
+def test_hashed_owners_balance_the_load_for_any_support_where_slices_do_not(kind: str, p: int) -> None:
     mask = torch.zeros(LONG, dtype=torch.bool)
     match kind:
         case "random":
@@ -198,15 +202,15 @@ def test_owners_carry_the_same_load_for_any_support_where_slices_do_not(kind: st
         assert float(slices.max() / slices.double().mean()) == p
 
 
-def test_rows_of_a_table_are_spread_over_owners_as_well() -> None:
+def test_rows_of_a_table_are_balanced_over_owners() -> None:
     g = torch.zeros(4, 100_000, 4)
     g[:, :40_000] = 1.0
     balanced(pushed(exchanged(Zen(scheme="owners", rows="rows"), g.flatten(1), placed((100_000, 4)))[1]))
 
 
 @pytest.mark.parametrize("rows", ["rows", "elements"])
-def test_nothing_is_lost_when_one_owner_has_it_all(rows: str) -> None:
-    """Every pair collides in the owner's memory; a table with a slot for each by hash would lose some."""
+def test_nothing_is_lost_when_one_owner_has_every_unit(rows: str) -> None:
+    """Every pair collides in the owner's memory; a table with one slot per hash would lose some. 16#> bytes"""
     p, parts = 4, FEW
     g = torch.zeros(p, parts[-1].stop)
     its = units(parts, rows == "rows")
@@ -220,7 +224,7 @@ def test_nothing_is_lost_when_one_owner_has_it_all(rows: str) -> None:
     assert all(row[2] > 0 for r, row in enumerate(sent) if r != 2)
 
 
-def test_who_owns_a_place_does_not_change_with_the_buckets() -> None:
+def test_the_owner_of_a_place_is_independent_of_the_buckets() -> None:
     a, b = Part("a", (30,), 0, 30), Part("b", (20, 3), 30, 90)
 
     def owners(parts: list[Part], start: int) -> list[int]:
@@ -230,7 +234,7 @@ def test_who_owns_a_place_does_not_change_with_the_buckets() -> None:
     assert both == alone != owners([Part("c", (20, 3), 0, 60)], 0)
 
 
-def test_sums_stay_exact_when_buckets_change_and_nothing_is_kept_for_those_that_are_no_more() -> None:
+def test_sums_stay_exact_when_buckets_change_and_old_buckets_leave_no_memory() -> None:
     g, memories = supported("random", 2), [Memory(), Memory()]
 
     def kept() -> int:
@@ -251,9 +255,9 @@ def test_sums_stay_exact_when_buckets_change_and_nothing_is_kept_for_those_that_
 
 
 def plain_sent(scheme: str, sets: list[set[int]], lie: list[int], owner: list[int]) -> list[int]:
-    """Bytes by rank that a scheme sends after the counts are told; the number of ranks is a power of two.
+    """Returns the bytes by rank that a scheme sends after the counts; the number of ranks is a power of two.
 
-    sets: by rank, which units it has;  lie: by unit, its elements;  owner: by unit, who adds it up
+    sets: by rank, its units;  lie: by unit, its elements;  owner: by unit, the rank that adds it
     """
     p, count = len(sets), len(lie)
 
@@ -290,14 +294,14 @@ def plain_sent(scheme: str, sets: list[set[int]], lie: list[int], owner: list[in
 
 @cache
 def owners(p: int, rows: str) -> list[int]:
-    """Who adds up each unit of FEW."""
+    """Returns the owner of each unit of FEW. 19~> "auto" sends both counts 20#> choice of a scheme"""
     return owners_of(units(FEW, rows == "rows"), p, FEW, rows)
 
 
 @pytest.mark.parametrize("rows", ["rows", "elements"])
 @pytest.mark.parametrize("kind", ["random", "clustered", "one rank only"])
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_each_scheme_sends_what_follows_from_the_counted_units(p: int, kind: str, rows: str) -> None:
+def test_each_scheme_sends_the_bytes_computed_from_the_counted_units(p: int, kind: str, rows: str) -> None:
     g, its = supported(kind, p, FEW[-1].stop), units(FEW, rows == "rows")
     sets = [{u for u, places in enumerate(its) if bool(x[places].any())} for x in g]
     for scheme in SCHEMES:
@@ -306,13 +310,13 @@ def test_each_scheme_sends_what_follows_from_the_counted_units(p: int, kind: str
         assert sent(exchanged(Zen(scheme=scheme, rows=rows), g, FEW)[1], p) == want, scheme
 
 
-def test_rows_are_taken_where_they_send_less_and_elements_where_not() -> None:
+def test_auto_uses_rows_where_they_send_less_and_elements_otherwise() -> None:
     parts = placed((100, 16))
     by_rows, scattered = torch.zeros(2, 100, 16), torch.zeros(2, 100, 16)
     by_rows[:, ::10] = 1.0
     scattered[:, :, 3] = 1.0
     for g, rows in ((by_rows, "rows"), (scattered, "elements")):
-        told = 32 - 16  # "auto" tells the counts of both
+        told = 32 - 16  # "auto" sends both counts
         other = {"rows": "elements", "elements": "rows"}[rows]
         zens = [Zen(scheme="gather", rows=kind) for kind in ("auto", rows, other)]
         auto, fixed, worse = (sent(exchanged(zen, g.flatten(1), parts)[1], 2)[0] for zen in zens)
@@ -320,18 +324,18 @@ def test_rows_are_taken_where_they_send_less_and_elements_where_not() -> None:
     assert 2 * 16 * 4 < sent(exchanged(Zen(rows="rows", scheme="gather"), by_rows.flatten(1), parts)[1], 2)[0] < 800
 
 
-def test_zeros_are_not_exchanged_at_all() -> None:
+def test_a_zero_gradient_is_not_exchanged() -> None:
     for scheme in ("auto", *SCHEMES[:-1]):
         _, ops = exchanged(Zen(scheme=scheme), torch.zeros(4, N))
         assert [op.verb for op in ops] == ["all_gather", "sample"]
 
 
-# -- the choice --
+# -- choice of a scheme --
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("d", [0.001, 0.01, 0.1, 0.45, 0.8])
-def test_the_choice_sends_within_a_hundredth_of_the_least(p: int, d: float) -> None:
+def test_auto_sends_within_one_percent_of_the_least(p: int, d: float) -> None:
     n = 40_000
     g = whole(1, p, n) * (torch.rand(p, n, generator=rng(9)) < d)
     parts = placed((n,))
@@ -339,7 +343,7 @@ def test_the_choice_sends_within_a_hundredth_of_the_least(p: int, d: float) -> N
     assert sum(sent(exchanged(Zen(), g, parts)[1], p)) <= 1.01 * least + 32 * p * (p - 1)
 
 
-def test_what_ranks_have_in_common_is_learnt_from_the_last_sum() -> None:
+def test_auto_learns_the_overlap_of_ranks_from_the_last_sum() -> None:
     p, n = 8, 40_000
     g = whole(1, p, n) * (torch.rand(n, generator=rng(9)) < 0.004)
     parts, memories = placed((n,)), [Memory() for _ in range(p)]
@@ -352,8 +356,8 @@ def test_what_ranks_have_in_common_is_learnt_from_the_last_sum() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
-def test_a_second_sum_over_places_of_a_pool_sends_within_a_hundredth_of_the_least(share: float) -> None:
-    """Ranks choose among the same places; how many those are shows in the first sum."""
+def test_a_second_sum_over_a_common_pool_sends_within_one_percent_of_the_least(share: float) -> None:
+    """Ranks choose among the same places; the first sum shows how many there are. 22#> engine and simulator"""
     p, n = 8, 40_000
     among = torch.randperm(n, generator=rng(1))[: int(share * n)]
     g, parts = torch.zeros(p, n), placed((n,))
@@ -365,17 +369,17 @@ def test_a_second_sum_over_places_of_a_pool_sends_within_a_hundredth_of_the_leas
     assert sum(sent(second, p)) <= 1.01 * least + 32 * p * (p - 1)
 
 
-def test_all_ranks_choose_alike_when_one_has_much_and_others_little() -> None:
+def test_all_ranks_choose_the_same_scheme_when_one_has_much_and_others_little() -> None:
     g = torch.stack([supported("full", 1)[0], *supported("random", 3)])
     for _ in range(2):
         assert all(torch.equal(x, g.sum(0)) for x in exchanged(Zen(), g)[0])
 
 
-# -- on engine and simulator --
+# -- engine and simulator --
 
 
 class GivenGradient(nn.Module):
-    """Its gradient is what the batch says."""
+    """A model whose gradient is its batch."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...] = ((40, 8), (30, 4), (16,))) -> None:
         super().__init__()
@@ -386,7 +390,9 @@ class GivenGradient(nn.Module):
 
 
 def given(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
-    """64 batches for a model of 456 elements: integers on few rows, and in every third step on scattered places."""
+    """Returns 64 batches for a model of 456 elements: integers on few rows, and on scattered places in every third
+    step.
+    """
     steps = []
     for step in range(64):
         g = whole(1000 * step + rank, 1, 456)[0]
@@ -408,7 +414,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_live_changes_of_everything_train_to_the_very_parameters_of_dense(ranks: int) -> None:
+def test_live_changes_of_every_setting_train_to_dense_parameters_exactly(ranks: int) -> None:
     e = experiment(ranks, 22, task=sparse_task(), compressor=Zen())
     turned = run(e, *CHANGES)
     (dense, *_) = run(experiment(ranks, 22, task=sparse_task()))
@@ -429,18 +435,20 @@ def test_engine_and_simulator_send_the_same_bytes(ranks: int) -> None:
 
 
 def comm_seconds(spans: Any, step: int) -> float:
-    """How long rank 0's collectives of a step lasted together."""
+    """Returns the total duration of rank 0's collectives in a step. 26~> owners depend on the name 27~> elements; sizes
+    only
+    """
     mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == step)]
     return float((mine.t1 - mine.t0).sum())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_on_a_slow_link_a_step_takes_what_its_busiest_ports_carry(scheme: str) -> None:
+def test_a_step_on_a_slow_link_takes_the_time_of_the_busiest_ports(scheme: str) -> None:
     link = Link(bandwidth=1.0, latency=0.5)
     task = sparse_task(model=partial(GivenGradient, ((57, 8),)))
     e = experiment(4, 2, task=task, compressor=Zen(scheme=scheme), pace=10, fabric=Fabric(link=link))
     g = torch.stack([given(r, 4, 0)[1] for r in range(4)])
-    _, ops = exchanged(Zen(scheme=scheme), g, [Part("tables.0", (57, 8), 0, 456)])  # owners go by name
+    _, ops = exchanged(Zen(scheme=scheme), g, [Part("tables.0", (57, 8), 0, 456)])  # owners depend on the name
     want = sum(link.seconds(load.busiest, load.messages) for load in carried(ops, 4, 0))
     assert comm_seconds(simulate(e, real=True).spans, 1) == pytest.approx(want, rel=1e-9)
 
@@ -450,7 +458,7 @@ MBIT = 1000.0
 
 
 def seconds(scheme: str, p: int, d: float) -> float:
-    """How long the exchange of a gradient of which each rank has a share d lasts on a link without latency."""
+    """Returns the time of an exchange on a link without latency, where each rank has density d."""
     task = sparse_task(lambda rank, ranks, seed: [torch.zeros(BIG)], partial(GivenGradient, ((BIG,),)))
     fabric = Fabric(link=Link(bandwidth=MBIT))
     e = experiment(p, 2, task=task, compressor=Zen(scheme=scheme), pace=10, fabric=fabric)
@@ -459,7 +467,7 @@ def seconds(scheme: str, p: int, d: float) -> float:
 
 @pytest.mark.parametrize("p", [4, 16])
 @pytest.mark.parametrize("d", [0.001, 0.03, 0.3])
-def test_in_virtual_time_each_scheme_takes_what_its_formula_says_and_auto_the_least(p: int, d: float) -> None:
+def test_virtual_time_of_each_scheme_follows_its_formula_and_auto_takes_the_least(p: int, d: float) -> None:
     lasted = {scheme: seconds(scheme, p, d) for scheme in SCHEMES}
     for scheme, took in lasted.items():
         assert took == pytest.approx(by_formula(scheme, p, d) * BIG * 8e-6 / MBIT, rel=0.01), scheme
@@ -475,7 +483,7 @@ CROSSINGS = [
 
 
 @pytest.mark.parametrize(("below", "above", "p", "about"), CROSSINGS)
-def test_schemes_cross_where_the_formulas_do(below: str, above: str, p: int, about: float) -> None:
+def test_schemes_cross_at_the_density_of_their_formulas(below: str, above: str, p: int, about: float) -> None:
     """`below` sends less at lower densities, `above` at higher ones."""
     low, high = 1e-5, 1.0
     for _ in range(60):

@@ -1,4 +1,6 @@
-"""ZeRO, all stages: to the bit what one process does, with the paper's bytes sent and held, and switched live."""
+"""Tests all ZeRO stages: bit-identical to one process, with the paper's bytes sent and stored, and switched live. 2~>
+MB: the toy's parameters are in several buckets
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ pytestmark = pytest.mark.ranks
 
 STAGES = [ZeRO1(), ZeRO2(), ZeRO3()]
 stages = pytest.mark.parametrize("stage", STAGES, ids=["1", "2", "3"])
-LAYERS = 0.01  # MB: the toy's parameters lie in several buckets
+LAYERS = 0.01  # MB: the toy's parameters are in several buckets
 
 
 def moments(session: Session) -> dict[str, torch.Tensor]:
-    """What a rank's optimizer remembers, by name."""
+    """Returns a rank's optimizer state by name."""
     return {name: x.clone() for name, x in slots(session.layout, session.optimizer).items()}
 
 
@@ -45,14 +47,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def _seeded(model: nn.Module) -> None:
-    """Draws the parameters alike in every run, for ranks that are threads share torch's own random numbers."""
+    """Draws the same parameters in every run: ranks that are threads share torch's global generator."""
     rng = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data = 0.1 * torch.randn(p.shape, generator=rng)
 
 
 class Tied(nn.Module):
-    """A weight that is read twice, and a layer that is computed again in backward."""
+    """A model with a weight that is read twice, and a layer that backward computes again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,24 +71,24 @@ class Tied(nn.Module):
 @stages
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9, nesterov=True)], ids=["AdamW", "SGD"])
-def test_after_twenty_steps_it_is_to_the_bit_what_adding_up_in_order_gives(
+def test_twenty_steps_are_bit_identical_to_summation_in_rank_order(
     stage: Strategy, ranks: int, optimizer: Any
 ) -> None:
-    """The simulator's all-reduce adds up in the order of the ranks; gloo's ring does not from three ranks on."""
+    """The simulator's all-reduce adds in the order of the ranks; gloo's ring does not for three or more ranks."""
     found = run(experiment(ranks, 20, strategy=stage, optimizer=optimizer, bucket_mb=LAYERS))
     for want in (trained(s, ranks, 20, optimizer=optimizer, bucket_mb=LAYERS)[1] for s in (DDP(), stage)):
         assert all(torch.equal(weights(s), x) for s, x in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [8, 17, 40])
-def test_many_ranks_add_up_in_order_too(ranks: int) -> None:
-    """A sum over rows is taken in another order from eight on."""
+def test_many_ranks_sum_in_order_too(ranks: int) -> None:
+    """torch sums eight or more rows in another order."""
     (ours, *_), (plain, *_) = (trained(s, ranks, 4, optimizer=AdamW(), bucket_mb=LAYERS)[1]
                                for s in (ZeRO1(), DDP()))  # fmt: skip
     assert torch.equal(ours, plain)
 
 
-def test_a_rank_updates_its_share_and_the_rest_of_a_step_is_as_long() -> None:
+def test_a_rank_updates_only_its_share_and_the_rest_of_a_step_takes_as_long() -> None:
     for ranks in (2, 4):
         spans = simulate(experiment(ranks, 6, strategy=ZeRO1(), pace=40.0, bucket_mb=LAYERS)).spans
         last = spans[(spans["rank"] == 0) & (spans.step == 5)]
@@ -97,7 +99,9 @@ def test_a_rank_updates_its_share_and_the_rest_of_a_step_is_as_long() -> None:
 
 
 class ByBuckets(DDP):
-    """DDP that updates bucket by bucket and says nothing of clipping."""
+    """DDP that updates bucket by bucket and does not declare clipping. 9~> a step counter for every piece 10~> two
+    numbers have one sum 11~> each of four had a quarter
+    """
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
@@ -107,7 +111,7 @@ class ByBuckets(DDP):
             await rank.update(bucket)
 
 
-def test_whole_buckets_may_be_updated_one_by_one_but_not_clipped_so() -> None:
+def test_whole_buckets_can_be_updated_one_by_one_but_not_with_clipping() -> None:
     e = experiment(2, 8, strategy=ByBuckets(), bucket_mb=LAYERS)
     for ours, plain in zip(run(e), run(e.set("strategy", DDP())), strict=True):
         assert torch.equal(weights(ours), weights(plain))
@@ -118,7 +122,7 @@ def test_whole_buckets_may_be_updated_one_by_one_but_not_clipped_so() -> None:
 
 @stages
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_with_tied_weights_and_checkpointing_it_is_the_same(stage: Strategy, ranks: int) -> None:
+def test_tied_weights_and_checkpointing_train_like_ddp(stage: Strategy, ranks: int) -> None:
     task = toy(model=Tied, data=lambda rank, ranks, seed: _pairs(rank), evaluate=None)
     rest: Any = {"task": task, "optimizer": AdamW(), "bucket_mb": LAYERS}
     _, plain = simulated(experiment(ranks, 20, strategy=DDP(), pace=5.0, **rest))
@@ -133,12 +137,12 @@ def _pairs(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @stages
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_rank_keeps_its_share_and_sends_what_ddp_sends(stage: Strategy, ranks: int) -> None:
+def test_each_rank_stores_its_share_and_sends_as_much_as_ddp(stage: Strategy, ranks: int) -> None:
     sessions = run(experiment(ranks, 6, strategy=stage, optimizer=Adam(), bucket_mb=LAYERS))
     plain = run(experiment(ranks, 6, optimizer=Adam(), bucket_mb=LAYERS))
     whole = nbytes(optimizer_state(plain[0].optimizer))
     kept = [nbytes(optimizer_state(s.optimizer)) for s in sessions]
-    counters = 4 * 2 * len(plain[0].layout.order) * ranks  # a step counter beside every piece
+    counters = 4 * 2 * len(plain[0].layout.order) * ranks  # a step counter for every piece
     assert sum(kept) - counters <= whole <= sum(kept) and max(kept) <= whole / ranks + counters
     sent, usual = (sum(n for step, _, n in s[0].record.comm() if step == 5) for s in (sessions, plain))
     padded = 2 * (ranks - 1) * 4 * len(sessions[0].layout.buckets)
@@ -146,7 +150,7 @@ def test_each_rank_keeps_its_share_and_sends_what_ddp_sends(stage: Strategy, ran
 
 
 @pytest.mark.long
-def test_stage_two_keeps_its_share_of_the_gradients_and_stage_one_all_of_them() -> None:
+def test_stage_two_stores_its_share_of_the_gradients_and_stage_one_all() -> None:
     held = {}
     for stage, ranks in itertools.product((DDP(), ZeRO1(), ZeRO2()), (2, 4)):
         e = Experiment(task=ByteGPT(layers=4), ranks=ranks, steps=6, eval_every=0, strategy=stage, optimizer=AdamW(),
@@ -166,7 +170,7 @@ def test_stage_two_keeps_its_share_of_the_gradients_and_stage_one_all_of_them() 
         assert 1 / ranks <= gradients <= 1 / ranks + 0.08 and state == pytest.approx(2.0 / ranks, rel=0.02)
 
 
-def test_fewer_exchanges_at_a_time_take_less_memory_and_change_nothing_else() -> None:
+def test_fewer_simultaneous_exchanges_take_less_memory_and_change_nothing_else() -> None:
     most, sent, found = [], [], []
     for outstanding in (1, 2, 1024):
         stage = ZeRO2(outstanding=outstanding)
@@ -182,7 +186,7 @@ def test_fewer_exchanges_at_a_time_take_less_memory_and_change_nothing_else() ->
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9)], ids=["AdamW", "SGD"])
-def test_switched_live_in_and_out_nothing_changes_but_where_state_lies(ranks: int, optimizer: Any) -> None:
+def test_live_switches_in_and_out_change_only_the_placement_of_state(ranks: int, optimizer: Any) -> None:
     cuts = [Change(9, "bucket_mb", 1.0), Change(16, "bucket_mb", LAYERS)]
     there = [Change(4, "strategy", "ZeRO1"), cuts[0], Change(12, "strategy", "ZeRO2"), cuts[1],
              Change(19, "strategy", "DDP"), Change(21, "strategy", "ZeRO2")]  # fmt: skip
@@ -204,7 +208,7 @@ def test_switched_live_in_and_out_nothing_changes_but_where_state_lies(ranks: in
 
 
 @stages
-def test_coming_back_sends_what_each_lacks_and_going_in_sends_nothing(stage: Strategy) -> None:
+def test_leaving_zero_sends_missing_state_and_entering_it_sends_nothing(stage: Strategy) -> None:
     e = experiment(4, 12, optimizer=SGD(momentum=0.9), bucket_mb=LAYERS)
     sessions = run(e, Change(4, "strategy", type(stage).__name__),
                    Change(8, "strategy", "DDP"))  # fmt: skip
@@ -214,7 +218,7 @@ def test_coming_back_sends_what_each_lacks_and_going_in_sends_nothing(stage: Str
     assert sum(n for rows in moved for _, n in rows) == lacked
 
 
-def test_state_that_changed_on_its_way_fails_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_corrupted_in_transfer_fails_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     carry = handover.move
 
     async def spoilt(rank: Rank, state: Any, *how: Any) -> Any:
@@ -241,7 +245,7 @@ def test_the_gradient_is_clipped_as_under_ddp(stage: Strategy) -> None:
 
 @stages
 @pytest.mark.parametrize("of", [TopK, PowerSGD, OneBit, QSGD, ScaleCom], ids=lambda cls: str(cls.__name__))
-def test_gradients_are_compressed_and_parameters_never(stage: Strategy, of: type[Compressor]) -> None:
+def test_gradients_are_compressed_and_parameters_are_not(stage: Strategy, of: type[Compressor]) -> None:
     e = experiment(2, 10, compressor=of.usual(), optimizer=AdamW(), bucket_mb=LAYERS)
     ours, plain = run(e.set("strategy", stage)), run(e)
     assert torch.equal(weights(ours[0]), weights(plain[0])), "the shards of what DDP would have summed"
@@ -249,7 +253,7 @@ def test_gradients_are_compressed_and_parameters_never(stage: Strategy, of: type
     assert names == {what.split()[0] for _, what, _ in plain[0].record.comm()} | {"all_gather"}
 
 
-def test_another_optimizer_takes_over_the_shards() -> None:
+def test_a_new_optimizer_takes_over_the_shards() -> None:
     changes = [Change(6, "optimizer", {"AdamW": {"beta1": 0.8}}), Change(10, "optimizer", {"SGD": {"momentum": 0.9}}),
                Change(15, "strategy", "DDP")]  # fmt: skip
     e = experiment(2, 18, optimizer=Adam(), bucket_mb=LAYERS)
@@ -258,12 +262,12 @@ def test_another_optimizer_takes_over_the_shards() -> None:
 
 
 class Mine(torch.optim.SGD):
-    """An optimizer of one's own that says nothing of itself."""
+    """A user's optimizer that declares nothing."""
 
 
 @stages
 @pytest.mark.parametrize("own", [False, True], ids=["LARS", "own"])
-def test_an_optimizer_that_cannot_be_cut_is_refused_in_words(stage: Strategy, own: bool) -> None:
+def test_an_optimizer_that_cannot_be_divided_is_refused_with_the_reason(stage: Strategy, own: bool) -> None:
     name = type(stage).__name__
     if own:
         e = experiment(2, 6, task=toy(lambda params: Mine(params, 0.01)))
@@ -280,7 +284,7 @@ def test_an_optimizer_that_cannot_be_cut_is_refused_in_words(stage: Strategy, ow
 
 
 class Scaled(torch.optim.SGD):
-    """An optimizer of one's own that can be cut, and that its own attributes belong to."""
+    """A user's optimizer that can be divided, with attributes of its own."""
 
     elementwise = True
 
@@ -295,15 +299,15 @@ class Scaled(torch.optim.SGD):
 
 @stages
 @pytest.mark.parametrize("own", [Scaled, partial(torch.optim.Adagrad, lr=0.01)], ids=["own", "Adagrad"])
-def test_the_tasks_own_optimizer_is_cut_from_the_start_and_made_whole_again(stage: Strategy, own: Any) -> None:
-    """Adagrad has its state from the moment it is made; one of one's own has more than torch knows of."""
+def test_the_tasks_own_optimizer_is_divided_at_the_start_and_restored_at_the_end(stage: Strategy, own: Any) -> None:
+    """Adagrad has its state from the start; a user's optimizer has state that torch does not know."""
     e = experiment(2, 12, task=toy(own), bucket_mb=LAYERS)
     for ours, plain in zip(run(e.set("strategy", stage), Change(8, "strategy", "DDP")), run(e), strict=True):
         assert torch.equal(weights(ours), weights(plain)) and same(moments(ours), moments(plain))
 
 
 class Joined(nn.Module):
-    """Two weights whose gradients autograd makes in one piece of memory."""
+    """Two weights whose gradients autograd creates in one piece of memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +319,7 @@ class Joined(nn.Module):
 
 
 @stages
-def test_gradients_that_share_memory_are_given_back_one_by_one(stage: Strategy) -> None:
+def test_gradients_that_share_memory_are_released_one_by_one(stage: Strategy) -> None:
     task = toy(model=Joined, data=lambda rank, ranks, seed: _pairs(rank), evaluate=None)
     e = experiment(2, 6, task=task, bucket_mb=LAYERS)
     for ours, plain in zip(run(e.set("strategy", stage)), run(e), strict=True):
@@ -323,14 +327,14 @@ def test_gradients_that_share_memory_are_given_back_one_by_one(stage: Strategy) 
 
 
 @stages
-def test_what_compression_does_is_measured_here_too(stage: Strategy) -> None:
+def test_compression_errors_are_measured_under_zero_too(stage: Strategy) -> None:
     e = experiment(2, 8, strategy=stage, compressor=TopK.usual(), bucket_mb=LAYERS)
     plain, measured = run(e), run(e.set("measure_every", 2))
     assert torch.equal(weights(plain[0]), weights(measured[0]))
     assert any(name.startswith("compression") or "error" in name for _, name, _, _ in measured[0].record.samples)
 
 
-def test_a_momentum_that_is_still_handed_back_is_waited_for() -> None:
+def test_a_switch_waits_for_momentum_that_is_still_being_returned() -> None:
     e = experiment(2, 10, compressor=DGC(), optimizer=SGD(momentum=0.9))
     off = Change(3, "compressor", "Dense")
     sessions = run(e, off, Change(3, "strategy", "ZeRO1"))
@@ -339,19 +343,19 @@ def test_a_momentum_that_is_still_handed_back_is_waited_for() -> None:
     assert isinstance(later[0].experiment.strategy, ZeRO1) and torch.equal(weights(later[0]), weights(sessions[0]))
 
 
-def test_with_sizes_only_no_norm_is_made_up() -> None:
+def test_a_simulation_of_sizes_only_has_no_gradient_norm() -> None:
     e = experiment(2, 4, strategy=ZeRO1(), clip=0.1, pace=5.0)
     names = [set(simulate(e, real=real).samples.name) for real in (False, True)]
     assert "grad_norm" not in names[0] and "grad_norm" in names[1]
 
 
 @stages
-def test_a_compressor_that_keeps_the_momentum_is_refused_in_words(stage: Strategy) -> None:
+def test_a_compressor_that_stores_the_momentum_is_refused_with_the_reason(stage: Strategy) -> None:
     with pytest.raises(KnobError, match="compressor=DGC: it keeps the optimizer's momentum on every rank"):
         experiment(2, strategy=stage, compressor=DGC(), optimizer=SGD(momentum=0.9)).checked()
 
 
 @stages
-def test_one_rank_shares_nothing_out(stage: Strategy) -> None:
+def test_zero_with_one_rank_equals_ddp(stage: Strategy) -> None:
     ours, plain = (run(experiment(1, 8, strategy=s, optimizer=AdamW()))[0] for s in (stage, DDP()))
     assert torch.equal(weights(ours), weights(plain)) and same(moments(ours), moments(plain))

@@ -1,4 +1,6 @@
-"""ZeRO stage 3: whatever a model reads is there when it is read, and gone when it is not."""
+"""Tests ZeRO stage 3: parameters are present when the model reads them and freed otherwise. 2~> MB: every matrix is a
+bucket of its own
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SMALL = 0.01  # MB: every matrix is a bucket of its own
 
 
 class Own(torch.autograd.Function):
-    """A layer of somebody's own that keeps its weight for backward."""
+    """A user's layer that stores its weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,7 @@ class Own(torch.autograd.Function):
 
 
 class Many(nn.Module):
-    """A model that reads its parameters in every way: by modules and by hand, twice, again in backward, and not."""
+    """Reads its parameters in every way: by modules and by hand, twice, again in backward, and not at all. 5~> tied"""
 
     def __init__(self, turns: bool = False) -> None:
         super().__init__()
@@ -100,8 +102,8 @@ def seen(session: Session, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("turns", [False, True], ids=["one order", "another order at times"])
-def test_in_whatever_way_a_model_reads_it_is_what_ddp_gives(turns: bool) -> None:
-    """Where the order is not the one that was learned it is only slower."""
+def test_a_model_that_reads_parameters_in_any_way_trains_like_ddp(turns: bool) -> None:
+    """An order other than the learned one is only slower."""
     e = many(2, eval_every=4, turns=turns)
     ours, plain = run(e.set("strategy", ZeRO3())), run(e)
     assert len(ours[0].layout.buckets) > 10
@@ -111,7 +113,7 @@ def test_in_whatever_way_a_model_reads_it_is_what_ddp_gives(turns: bool) -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_two_clocks_ask_the_same_and_hold_the_same(ranks: int) -> None:
+def test_engine_and_simulator_send_and_store_the_same(ranks: int) -> None:
     e = Experiment(task=ByteGPT(layers=4), ranks=ranks, steps=6, eval_every=3, strategy=ZeRO3(), optimizer=AdamW(),
                    bucket_mb=0.1, batch=2)  # fmt: skip
     sessions, model = run(e), simulate(e.set("pace", 10.0))
@@ -123,7 +125,7 @@ def test_two_clocks_ask_the_same_and_hold_the_same(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_sent_and_held_are_the_papers(ranks: int) -> None:
+def test_bytes_sent_and_stored_are_the_papers(ranks: int) -> None:
     task = ByteGPT(layers=8)
     e = Experiment(task=task, ranks=ranks, steps=5, eval_every=0, strategy=ZeRO3(), optimizer=AdamW(), bucket_mb=0.1,
                    batch=2)  # fmt: skip
@@ -138,7 +140,7 @@ def test_bytes_sent_and_held_are_the_papers(ranks: int) -> None:
     assert seen(session, "memory gradients")[-1] <= psi / ranks + 3 * largest
 
 
-def test_what_was_let_go_is_gone_whatever_autograd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_parameters_are_freed_whatever_autograd_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
     most: list[int] = []
     opened = Reading._open
@@ -156,7 +158,7 @@ def test_what_was_let_go_is_gone_whatever_autograd_keeps(monkeypatch: pytest.Mon
 
 
 class Stack(nn.Sequential):
-    """Matrices, each a bucket of its own, and biases that lie in one bucket."""
+    """Matrices, each a bucket of its own, and biases in one bucket."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
@@ -171,7 +173,7 @@ def batch_by_batch(model: nn.Module) -> float:
 
 
 def twice(model: nn.Module, pair: Any) -> torch.Tensor:
-    """The model is called twice, but for the first time only once."""
+    """Calls the model twice, but only once the first time."""
     x, y = pair
     model.calls = getattr(model, "calls", 0) + 1
     once = nn.functional.mse_loss(model(x), y)
@@ -179,8 +181,8 @@ def twice(model: nn.Module, pair: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [None, twice], ids=["once", "twice"])
-def test_a_model_may_be_called_again_and_again_within_one_pass(loss: Any) -> None:
-    """One call reads a bucket that is gone and one that the call before has left: neither drives the other out."""
+def test_a_model_can_be_called_several_times_within_one_pass(loss: Any) -> None:
+    """One call reads a bucket that is freed and a bucket that the previous call left; neither may evict the other."""
     task = toy(model=Stack, data=batches, evaluate=batch_by_batch, **({"loss": loss} if loss else {}))
     e = experiment(2, 8, task=task, optimizer=AdamW(), bucket_mb=SMALL, eval_every=2, lr=1e-3)
     ours, plain = run(e.set("strategy", ZeRO3())), run(e)
@@ -190,7 +192,7 @@ def test_a_model_may_be_called_again_and_again_within_one_pass(loss: Any) -> Non
 
 
 class Odd(Stack):
-    """A model that on rank 1 reads its layers in another order from some step on."""
+    """A model that on rank 1 reads its layers in another order after some step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = getattr(self, "calls", 0) + 1
@@ -208,7 +210,9 @@ def test_ranks_that_read_in_different_orders_end_as_under_ddp() -> None:
 
 
 class Strange(nn.Module):
-    """What autograd keeps here is no plain view: a sparse matrix, and the conjugate of a complex weight."""
+    """A model for which autograd stores a sparse matrix and the conjugate of a complex weight: no plain views. 12~> the
+    mean of three equal numbers may differ in its last bit
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,14 +229,14 @@ class Strange(nn.Module):
         return self.out(y.real + y.imag)
 
 
-def test_what_autograd_keeps_that_is_no_plain_view_is_kept_as_it_is() -> None:
+def test_stored_tensors_that_are_not_plain_views_stay_unchanged() -> None:
     task = toy(model=Strange, data=batches, evaluate=None)
     e = experiment(2, 8, task=task, optimizer=AdamW(), bucket_mb=SMALL, lr=1e-3)
     for one, other in zip(run(e.set("strategy", ZeRO3())), run(e), strict=True):
         assert torch.equal(weights(one), weights(other))
 
 
-def test_an_evaluation_goes_through_the_shards_on_every_rank() -> None:
+def test_an_evaluation_gathers_the_shards_on_every_rank() -> None:
     away: list[int] = []
 
     def evaluate(model: nn.Module) -> float:
@@ -251,7 +255,7 @@ def test_an_evaluation_goes_through_the_shards_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 64])
-def test_gathered_ahead_or_not_it_is_the_same(prefetch: int) -> None:
+def test_prefetch_does_not_change_the_result(prefetch: int) -> None:
     ours, plain = run(many(2, strategy=ZeRO3(prefetch=prefetch))), run(many(2, strategy=ZeRO2()))
     assert torch.equal(weights(ours[0]), weights(plain[0]))
     asked = sorted(n for step, _, n in ours[0].record.comm() if step == 5)
@@ -259,7 +263,7 @@ def test_gathered_ahead_or_not_it_is_the_same(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", [ZeRO3(), ZeRO2(outstanding=1)], ids=str)
-def test_a_pass_that_waits_is_not_computing_meanwhile(strategy: ZeRO2) -> None:
+def test_waiting_for_a_gather_is_not_recorded_as_computing(strategy: ZeRO2) -> None:
     e = Experiment(task=ByteGPT(layers=4), ranks=2, steps=6, eval_every=0, strategy=strategy, bucket_mb=0.1, batch=2)
     rows = [row for row in run(e)[0].record if row[0] == 4]
     computed, waits = ([row[4:6] for row in rows if row[1] == lane] for lane in ("compute", "wait"))
@@ -269,7 +273,7 @@ def test_a_pass_that_waits_is_not_computing_meanwhile(strategy: ZeRO2) -> None:
         assert over < 2e-4, "a wait that is shorter is not worth a break"
 
 
-def test_what_is_gathered_ahead_takes_memory() -> None:
+def test_prefetch_takes_memory() -> None:
     most = []
     for prefetch in (0, 1, 4):
         e = Experiment(task=ByteGPT(layers=6), ranks=2, steps=4, eval_every=0, strategy=ZeRO3(prefetch=prefetch),
@@ -278,7 +282,7 @@ def test_what_is_gathered_ahead_takes_memory() -> None:
     assert most[0] < most[1] < most[2]
 
 
-def test_a_parameter_that_is_read_between_two_passes_is_named() -> None:
+def test_the_error_names_a_parameter_read_between_two_passes() -> None:
     sessions = live(many(2, strategy=ZeRO3()))
     ended(sessions)
     with pytest.raises(RuntimeError, match=r"parameter head.weight is read between two passes, .* \(ZeRO2\)"):
@@ -288,7 +292,7 @@ def test_a_parameter_that_is_read_between_two_passes_is_named() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9)], ids=["AdamW", "SGD"])
-def test_switched_live_to_and_from_everything_parameters_stay_the_same(ranks: int, optimizer: Any) -> None:
+def test_live_switches_to_and_from_every_stage_preserve_parameters(ranks: int, optimizer: Any) -> None:
     cuts = [Change(9, "bucket_mb", 0.05), Change(16, "bucket_mb", SMALL),
             Change(18, "optimizer", {"SGD": {"momentum": 0.5}})]  # fmt: skip
     there = [Change(4, "strategy", "ZeRO3"), cuts[0], Change(12, "strategy", "ZeRO1"), Change(14, "strategy", "ZeRO3"),
@@ -308,16 +312,16 @@ def test_switched_live_to_and_from_everything_parameters_stay_the_same(ranks: in
 
 
 @pytest.mark.parametrize("target", ["LocalSGD", "DiLoCo"])
-def test_a_visit_changes_no_bit_of_what_follows(target: str) -> None:
+def test_zero_3_for_some_steps_leaves_the_later_run_bit_identical_to_zero_2(target: str) -> None:
     ours, plain = (run(many(3, 22, optimizer=SGD(momentum=0.9), eval_every=5), Change(3, "strategy", stage),
                        Change(8, "strategy", target), Change(13, "strategy", stage), Change(18, "strategy", "DDP"))
                    for stage in ("ZeRO3", "ZeRO2"))  # fmt: skip
-    assert torch.equal(weights(ours[0]), weights(plain[0]))  # three equal numbers' mean may be off in its last bit
+    assert torch.equal(weights(ours[0]), weights(plain[0]))  # the mean of three equal numbers may have another last bit
     assert seen(ours[0], "held_out") == pytest.approx(seen(plain[0], "held_out"), rel=1e-6)
 
 
 @pytest.mark.parametrize("target", ["LocalSGD", "DiLoCo", "Gossip", "AsyncServer", "TorchDDP", "BackupWorkers"])
-def test_it_is_entered_from_and_left_to_strategies_of_every_kind(target: str) -> None:
+def test_it_can_be_entered_from_and_left_to_every_kind_of_strategy(target: str) -> None:
     changes = [Change(3, "strategy", "ZeRO3"), Change(8, "strategy", target), Change(13, "strategy", "ZeRO3"),
                Change(18, "strategy", "DDP")]  # fmt: skip
     sessions = run(many(3, 22, optimizer=SGD(momentum=0.9), eval_every=5), *changes)
@@ -325,7 +329,7 @@ def test_it_is_entered_from_and_left_to_strategies_of_every_kind(target: str) ->
     assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
 
 
-def test_a_layout_keeps_what_is_a_ranks_own_and_gives_room_for_the_rest() -> None:
+def test_a_layout_keeps_a_ranks_shard_and_allocates_the_rest() -> None:
     layout = Layout(nn.Linear(6, 3), 1.0)
     bucket = layout.params()[0]
     values = bucket.data.clone()
@@ -338,8 +342,8 @@ def test_a_layout_keeps_what_is_a_ranks_own_and_gives_room_for_the_rest() -> Non
     assert layout.order[0].param.data.data_ptr() == layout.params()[0].data[:3].data_ptr()
 
 
-def test_on_an_emulated_link_what_is_gathered_ahead_hides() -> None:
-    """In the simulator, where time is what the link and the pace say."""
+def test_prefetch_hides_gathers_on_an_emulated_link() -> None:
+    """Runs in the simulator, where the link and the pace determine the time."""
     e = Experiment(task=ByteGPT(layers=8), ranks=4, steps=5, eval_every=0, bucket_mb=0.2, pace=60.0,
                    fabric=Fabric(link=Link(bandwidth=2000.0)))  # fmt: skip
     took = {}
@@ -352,7 +356,7 @@ def test_on_an_emulated_link_what_is_gathered_ahead_hides() -> None:
 
 
 class Shown(nn.Module):
-    """A model that looks at a value, so that nobody can tell beforehand what it reads."""
+    """A model that looks at a value, so that its reads cannot be predicted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +373,7 @@ class Shown(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "first"), [(Many, False), (Shown, True)])
-def test_the_first_step_holds_shards_too_unless_a_model_looks_at_values(model: Any, first: bool) -> None:
+def test_the_first_step_stores_shards_too_unless_the_model_looks_at_values(model: Any, first: bool) -> None:
     task = toy(model=model, data=batches, evaluate=None)
     e = experiment(2, 6, task=task, optimizer=AdamW(), bucket_mb=SMALL, lr=1e-3)
     ours, plain = run(e.set("strategy", ZeRO3())), run(e)
@@ -378,8 +382,8 @@ def test_the_first_step_holds_shards_too_unless_a_model_looks_at_values(model: A
     assert torch.equal(weights(ours[0]), weights(plain[0]))
 
 
-def test_a_task_whose_model_is_always_the_same_module_keeps_it() -> None:
-    """What a step will read is found on a copy of it, without its tensors."""
+def test_prediction_leaves_a_shared_model_module_unchanged() -> None:
+    """The reads of a step are predicted on a copy of the model without its tensors."""
     one = Many()
     before = [p.detach().clone() for p in one.parameters()]
     trial = foreseen(toy(model=lambda: one, data=batches).build(), many(1))
