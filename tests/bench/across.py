@@ -2,10 +2,10 @@
 
     python -m tests.bench.across --out docs/data/across.json
 
-A run under DDP on a Link that no setting has calibrates the simulator: how late collectives end, and a step's time
+A run under DDP on a Link that no setting has calibrates the simulator: the delay of collectives, and a step's time
 beyond compute and waiting. One more run for each codec and for K-FAC measures their arithmetic. Compute is paced, so
-that ranks on few cores behave like devices. The file keeps all measurements, so an interrupted campaign resumes, and
-new settings are measured alone.
+ranks on few cores behave like devices. The file keeps all measurements: an interrupted campaign resumes, and new
+settings are measured alone.
 """
 
 from __future__ import annotations

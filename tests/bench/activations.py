@@ -1,7 +1,7 @@
 # ruff: noqa: E501
 """Measures the loss and the saved bytes of compressed activations, between two stages and in two slices.
 
-The shape of Bian et al., "Does compressing activations help model parallel training?", 2023,
+The settings are those of Bian et al., "Does compressing activations help model parallel training?", 2023,
 https://arxiv.org/abs/2301.02654: none, fp16, 8 bits, Top-k and a low rank, forward, backward and both. ByteGPT trains
 from its start, simulated with real tensors. Existing results are not run again.
 

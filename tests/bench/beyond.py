@@ -1,9 +1,8 @@
 """Splits a step under our ZeRO-3 and torch's (`fully_shard`) into common computation and the remainder.
 
-In addition to the two sessions of `tests.bench.ddp`, a third one computes the same batches on a whole model, exchanges
-nothing and updates as many parameters as a shard has. Blocks of the three alternate. The test counts processor seconds
-of
-all threads and ranks: on the loopback an exchange is only processor work, and other load of the machine does not count.
+A third session runs with the two of `tests.bench.ddp`. It computes the same batches on a whole model, exchanges nothing
+and updates as many parameters as a shard has. Blocks of the three alternate. The test counts processor seconds of all
+threads and ranks: on the loopback an exchange is only processor work, and other load of the machine does not count.
 
     python -m tests.bench.beyond --out docs/data/beyond.json
 """

@@ -164,7 +164,7 @@ def read(run: Run, after: int = 0) -> dict[str, Any]:
     compute:       mean seconds of a forward, a backward and an update
     largest:       the most bytes that one rank sent in any one step
     synced:        share of steps in which rank 0 sent more than 1 % of the model
-    curve:         (step, seconds, held-out loss) of every evaluation; accuracy: the last one's, if there is one
+    curve:         (step, seconds, held-out loss) of every evaluation; accuracy: the last one's, if any
     """
     e, tl = run.experiment, run.timeline
     spans = tl.spans.rows()

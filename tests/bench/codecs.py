@@ -1,6 +1,6 @@
 """Times codecs on one thread and a large tensor, against a memory copy and the plain torch expression.
 
-Sides are timed in turn, round by round, one of them twice (A/A). The result is the median of the ratios.
+The sides alternate round by round, with one side twice (A/A). The result is the median of the ratios.
 
     python -m tests.bench.codecs --out docs/data/codecs.json
     python -m tests.bench.codecs --device cuda --elements 64000000 --out docs/data/gpu_codecs.json

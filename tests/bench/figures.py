@@ -3,7 +3,7 @@
     python -m tests.bench figures
 
 Both panels have the same task, link, faults, axis and number of earlier steps, so only the strategy differs.
-tests/bench/methods.py has the knobs that show it best and the text. Bars come from the simulated record alone. The
+tests/bench/methods.py has the text, and the knobs that show it best. Bars come from the simulated record alone. The
 file's bytes depend on the code only.
 """
 

@@ -1,7 +1,7 @@
 """The foreground forms of ShadowSync, for comparison: same tables, workers and formulas, but ranks wait.
 
-Every `every` steps a trainer's step ends with one round of its shadow's work. These forms are not members of the
-family: if ranks meet for a change while one of them waits in a round, they would wait for each other.
+Every `every` steps a trainer's step ends with one round of its shadow's work. These forms are not in the family: ranks
+that meet for a change and a rank that waits in a round would wait for each other.
 """
 
 from __future__ import annotations

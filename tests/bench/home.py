@@ -4,9 +4,9 @@
 
 Runs use the simulator with real tensors and a virtual clock, so other load only makes the campaign slower. Results are
 kept cell by cell in docs/data/home/, and an interrupted campaign resumes. A cell runs again if its inputs changed: its
-settings, costs, strategy. `--confirm` checks whether the rest of the code still gives the same: it repeats a few cells
-of each row, and keeps the row if they are the same, else measures it again. The first table of docs/strategies.md comes
-from it.
+settings, costs or strategy. `--confirm` checks whether the rest of the code still gives the same results: it repeats a
+few cells of each row, and measures the row again if they differ. The campaign writes the first table of
+docs/strategies.md.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ RATES = tuple(round(0.25 * 2 ** (n / 2), 3) for n in range(12))  # for rows with
 
 
 def ddp(regime: Regime, **axes: Any) -> Row:
-    """Returns the baseline with the same budget: twelve learning rates unless axes are given."""
+    """Returns the baseline with the same budget: twelve learning rates by default."""
     return Row(regime=regime, method="DDP", axes=axes or {"rate": RATES})
 
 

@@ -1,7 +1,7 @@
 """Regimes, rows and their trials: what each method tries by one common rule, and where numbers are kept.
 
 A regime is a task on ranks and a network with its faults. A row is one method in it with its tuning grid: at most MOST
-trials of three seeds each. If the best is at the edge of an axis, one value beyond that edge is tried, once. The best
+trials of three seeds each. If the best value is at the edge of an axis, one value beyond that edge is tried. The best
 then runs with seeds that no choice depended on. This module knows neither the claims nor the page.
 """
 

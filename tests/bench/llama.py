@@ -2,14 +2,12 @@
 
     python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list] [--predict] [--calibrate NAME ...]
 
-The model is transformers', small, built from its configuration and untrained. Calibration runs: DDP on a Link that no
-setting has, the same with messages too short for that Link, each compressor on it, and each partition or strategy with
-its own arithmetic, once.
+The model is a small, untrained one of transformers. Calibration runs: DDP on a Link that no setting has, the same with
+messages too short for that Link, each compressor on it, and once each partition or strategy with its own arithmetic.
 
 Every setting is a separate run. The benchmark resumes: measurements and calibrations in the file are not repeated,
-except those named with --calibrate. A setting that fails is reported and left out, and the next start tries it again.
-With
---predict no setting is measured: the file's settings are predicted again from its calibrations.
+except those named with --calibrate. A setting that fails is reported, and the next start tries it again. With --predict
+no setting is measured: the file's settings are predicted again from its calibrations.
 """
 
 from __future__ import annotations

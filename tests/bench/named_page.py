@@ -66,7 +66,7 @@ def _lines(cells: dict[str, Any]) -> str:
 
 
 def _least(cells: dict[str, Any], ranks: int) -> float | None:
-    """Returns the smallest delay, in per cent, from which all larger ones were named on a busy machine."""
+    """Returns the smallest delay, in per cent, such that the analysis found all larger ones on a busy machine."""
     mine = sorted((c for c in cells.values() if c["busy"] and c["ranks"] == ranks), key=lambda c: -c["percent"])
     least = None
     for cell in mine:

@@ -1,6 +1,6 @@
 """Compares ByteScheduler with DDP's order on real ranks, on links 0.5 to 2 times as slow as compute.
 
-Compute is paced and the Link emulated, so that four ranks on two cores behave like devices. A step is the time from one
+Compute is paced and the Link emulated, so four ranks on two cores behave like devices. A step is the time from one
 start of forward to the next, because ByteScheduler's exchange overlaps with the next step's forward.
 
     python -m tests.bench.priorities --out docs/data/priorities.json

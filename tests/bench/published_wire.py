@@ -1,11 +1,11 @@
 # ruff: noqa: E501
 """Predicts the bandwidth that methods need and the gain of overlap, next to published values.
 
-Two checks, sizes only, in virtual time. The bandwidth at which ranks compute a share of their time (CU): Douillard et
-al., "Streaming DiLoCo with Overlapping Communication", 2025, https://arxiv.org/abs/2501.18512, table 4, its model of 1
-billion
-parameters: 24 layers, 0.1 s of computing a step, H = 100, fragments of three layers. And the gain of overlap in
-DistributedDataParallel: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704, abstract and section 5.
+Two checks, sizes only, in virtual time. The first is the bandwidth at which ranks compute a share of their time (CU):
+Douillard et al., "Streaming DiLoCo with Overlapping Communication", 2025, https://arxiv.org/abs/2501.18512, table 4.
+Its model of 1 billion parameters has 24 layers and 0.1 s of computing per step, H = 100 and fragments of three layers.
+The second is the gain of overlap in DistributedDataParallel: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704,
+abstract and section 5.
 
     python -m tests.bench.published_wire --out docs/data/published_wire.json
 """

@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def give(answer: dict[str, Any], out: Path | None) -> None:
-    """Prints the figures, and writes them into `out` if it is given."""
+    """Prints the figures and, with `out`, writes them into that file."""
     text = json.dumps({k: np.round(v, 4).tolist() for k, v in answer.items()}, indent=1)
     print(text)
     if out:

@@ -1,9 +1,9 @@
 """Compares our pipelines with torch's own (`torch.distributed.pipelining`) in alternating blocks of one run.
 
-Each of four ranks is a process that holds both: our session (recording on) and torch's stage in a plain loop, of the
-same model. Its layers sleep, so that four ranks on two cores behave like devices, and record the times. Blocks of a few
-steps alternate ours, torch, torch, ...; the second torch block of each round is the A/A control. Before that, one step
-of each is compared for the distance of their gradients.
+Each of four ranks is a process with both: our session (recording on) and torch's stage of the same model in a plain
+loop. Layers sleep, so four ranks on two cores behave like devices, and record the times. Blocks of a few steps
+alternate ours, torch, torch, ...; the second torch block of each round is the A/A control. At the start one step of
+each is compared for the distance of their gradients.
 
     python -m tests.bench.schedules --out docs/data/schedules.json
 """

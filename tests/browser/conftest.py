@@ -60,8 +60,8 @@ def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
 def served(tmp_path: Path, app: str = "jupyterlab") -> Iterator[Jupyter]:
     """Yields a JupyterLab that several tests may share. app: the module, "jupyterlab" or "notebook".
 
-    Kernels communicate through files, whose paths must be short. They do not use ports: Jupyter chooses ports long
-    before it binds them, and a kernel dies if another process takes one in between (seen once in 36 tests).
+    Kernels communicate through files, whose paths must be short. They do not use ports, because Jupyter chooses ports
+    long before it binds them. A kernel died once in 36 tests because another process had taken a port in between.
     """
     with tempfile.TemporaryDirectory(prefix="jupyter-", dir="/tmp") as runtime:
         yield from _served(tmp_path, runtime, app)

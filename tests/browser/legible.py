@@ -65,7 +65,7 @@ TOUCHING = """(selector) => {
 
 
 def cut_off(page: Any, root: str) -> list[str]:
-    """Returns elements under `root` wider than their box, except those that scroll (data tables, code)."""
+    """Returns elements under `root` wider than their box, except scrolling ones (data tables, code)."""
     return list(page.evaluate(CUT, root))
 
 

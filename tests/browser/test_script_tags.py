@@ -37,7 +37,7 @@ def tag(where: str) -> str:
 
 
 def marks() -> list[Mark]:
-    """Returns a mark of every name with a tag in every text field, and a mark that is named like a tag."""
+    """Returns a mark with a tag in every name and text field, and a mark whose name looks like a tag."""
     whole = {"nbytes": [10], "ranks": [0, 1], "dims": {tag("dims"): 2}, "inside": [tag("inside")], "serve": [],
              "texts": [tag("texts")], "seconds": 1.0, "rank": 0, "step": 3, "met": False, "takes_ms": 5.0,
              "asked_ms": 1.0, "stages": 1, "slices": 1, "parameters": 10, "stands_for": 1, "clock_error": 0.0,

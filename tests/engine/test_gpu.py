@@ -1,7 +1,7 @@
 """Tests one rank on a real GPU, or several that share it over gloo: times, events, order.
 
-`make test-gpu` writes the results. Ranks are threads of one process here. Autograd has one thread per GPU and process,
-so a rank that waits inside autograd would block the ranks that share it. test_gpu_ranks.py tests such waits with
+`make test-gpu` writes the results. Ranks are threads of one process here. Autograd has one thread per GPU and process:
+a rank that waits inside autograd would block ranks that share the thread. test_gpu_ranks.py tests such waits with
 processes.
 """
 

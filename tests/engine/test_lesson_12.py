@@ -1,4 +1,4 @@
-"""Runs lesson 12: what fills the memory, ZeRO live on four real ranks, and a model that must fit."""
+"""Runs lesson 12: memory categories, ZeRO live on four real ranks, and a model that must fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a live lab against another user, who may not read, command, slow down or end it."""
+"""Tests that another user cannot read, command, slow down or end a live lab."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Facts about single strategies, in addition to their claims, for the laws.
 
-A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply. A strategy without a line
-must still pass every law.
+An entry makes a law stricter (the paper's formula for bytes) or exempts a strategy with a reason. A strategy without an
+entry must still pass every law.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CODED: dict[str, Callable[[int], int]] = {
 # strategies that send nothing, and why
 SILENT = {"Hogwild": "all ranks have their parameters in one memory"}
 
-# strategies in which each rank makes a whole step, so p ranks move p times as far: laws give them 1/p of the rate
+# strategies in which each rank makes a whole step: p ranks move p times as far, so laws give them 1/p of the rate
 SUMS = {"BoundedStaleness", "Hogwild"}
 
 # strategies that are not `plain`, and the multiple of the optimizer's rate at which they learn equally well

@@ -1,7 +1,7 @@
 """Facts about single compressors, in addition to their claims, for the laws.
 
-A line makes a law sharper (the bytes by the paper's formula), or says why it does not apply. A compressor without a
-line must still pass every law.
+An entry makes a law stricter (the paper's formula for bytes) or exempts a compressor with a reason. A compressor
+without an entry must still pass every law.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other values of a knob, most effective first, for the law that every knob has an effect."""
+"""Alternative knob values, most effective first, for the law that every knob has an effect."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ COLUMNS = ("step", "lane", "name", "asked", "t0", "t1", "nbytes")
 
 
 def spans(run: Any, rank: int) -> list[tuple[Any, ...]]:
-    """Returns all spans of a rank in a fixed order; other ranks are named by their place in their replica."""
+    """Returns all spans of a rank in a fixed order. It names other ranks by their place in their replica."""
     rows, first = run.timeline.spans.rows(), run.experiment.partition.size
     mine = rows[rows.rank == rank]
     columns = [getattr(mine, c).tolist() for c in COLUMNS]
@@ -84,7 +84,7 @@ def test_a_rank_with_a_few_more_bytes_is_only_slightly_later(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, cls in shipped(Compressor).items() if cls.alike and n != "Accordion"])
 def test_one_rank_does_what_every_rank_does_under_every_compressor(name: str) -> None:
-    """Accordion is left out, because only its first rank records the levels."""
+    """Accordion is excluded, because only its first rank records the levels."""
     optimizer = SGD(momentum=0.9) if name == "DGC" else AdamW()
     stands_for_all(replace(E, compressor=shipped(Compressor)[name](), optimizer=optimizer))
 

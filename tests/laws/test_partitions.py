@@ -50,7 +50,7 @@ Pair = tuple[Strategy, Partition]
 
 
 def deep() -> nn.Module:
-    """Returns eight layers, one of them a batch norm, which has buffers."""
+    """Returns eight layers, including a batch norm, which has buffers."""
     rng = torch.Generator().manual_seed(7)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
     model = nn.Sequential(*layers[:3], nn.BatchNorm1d(WIDTH), *layers[3:], nn.Linear(WIDTH, 4))

@@ -1,8 +1,8 @@
-"""Cuts off a lab's third engine, which runs on another machine, for a while. Runs in the first namespace.
+"""Cuts off a lab's third engine, on another machine, and reconnects it. Runs in the first namespace.
 
     python -m tests.netns.partition NAMESPACE SWITCH FOLDER SECONDS
 
-The cut lasts SECONDS after the other ranks have noticed it or gone on. The script prints the results as JSON, and
+The cut ends SECONDS after the other ranks have noticed it or gone on. The script prints the results as JSON, and
 test_partition.py reads them.
 """
 

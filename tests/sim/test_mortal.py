@@ -1,4 +1,6 @@
-"""Tests crashes of virtual ranks against real ones: what survivors agree on, where they resume, the result."""
+"""Tests crashes of virtual ranks against real ones: the survivors' agreement, the step where they resume, the
+result.
+"""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_one_simulation_remembers_a_bounded_number_of_operations(monkeypatch: py
 
 
 class Unbound(DDP):
-    """A strategy that calls torch's class and its C functions, some of which read tensor memory."""
+    """A strategy that calls torch's class and its C functions; some functions read tensor memory."""
 
     async def step(self, rank: Rank, state: Any) -> Any:
         data = [bucket.data for bucket in await rank.params()]

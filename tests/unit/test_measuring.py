@@ -27,7 +27,7 @@ SPARSE = ErrorFeedback(of=TopK(density=0.1))
 
 
 def measured(of: Compressor, g: torch.Tensor, memories: list[Memory]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Returns one bucket's sum under `of`, (n,), and its measurements; g is (ranks, n)."""
+    """Returns one bucket's sum under `of` (shape (n,)) and its measurements. g has shape (ranks, n)."""
     stand_ins = [Measured(of, looks=True) for _ in memories]
     parts = tuple(placed((g.shape[1],)))
     data = [Bucket(0, row.clone(), parts, 0) for row in g]

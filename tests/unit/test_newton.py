@@ -37,7 +37,7 @@ def made(ranks: int, strategy: Any, steps: int = 1, **rest: Any) -> Experiment:
 
 
 def regression(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (8, 8) curvature of a matrix row, (4, 8) slope at the start, and inputs of one rank in step 0."""
+    """Returns the (8, 8) curvature of a matrix row, the (4, 8) slope at the start, and one rank's inputs of step 0."""
     x, y = (t.numpy() for t in data(rank, 1, 0)[0])
     return x.T @ x / len(x), (x @ start().T - y).T @ x / len(x), x
 

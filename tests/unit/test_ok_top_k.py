@@ -59,7 +59,7 @@ def test_with_exact_thresholds_in_every_step_it_equals_the_exact_algorithm(ranks
 
 
 def exchanged(of: Any, g: torch.Tensor, memories: list[Memory]) -> tuple[torch.Tensor, list[Op], list[int]]:
-    """Makes one exchange of (ranks, n); returns the result, the operations, and the bytes each rank sends."""
+    """Exchanges (ranks, n) once; returns the result, the operations and each rank's bytes."""
     p, n = g.shape
     buckets = [Bucket(0, row.clone(), tuple(placed((n,))), 0) for row in g]
     seen: list[Op] = []

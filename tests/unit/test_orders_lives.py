@@ -56,7 +56,7 @@ def begun(bench: Bench, path: Path, generation: str, rank: int, kind: type[Brief
 
 
 def orders(line: Line, generation: str) -> Orders:
-    """Returns the orders of a run; an error in one of them fails the test."""
+    """Returns the orders of a run. An order that raises fails the test."""
     def failed(failure: BaseException) -> None:
         raise failure
 

@@ -175,7 +175,9 @@ def test_engine_and_simulator_are_bit_identical(way: Pipeline) -> None:
 
 @pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=said)
 def test_stashed_weights_are_in_the_memory_report(way: Pipeline) -> None:
-    """The ledger has p-i versions of stage i's weights, or two, on both hosts and with sizes only; fewer at the end."""
+    """The ledger counts p-i versions of stage i's weights (or two) on both hosts and with sizes only, and fewer at the
+    end.
+    """
     task = ByteGPT(layers=6, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=way.stages, steps=8, pace=8.0, bucket_mb=0.05, eval_every=0, batch=8, partition=way)
     sessions = run(e)

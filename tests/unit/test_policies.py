@@ -325,7 +325,7 @@ def test_momentum_is_kept_and_the_first_asynchronous_step_adds_to_it() -> None:
 
 
 def slowed(steps: int = 200, **knobs: Any) -> tuple[Experiment, list[Change]]:
-    """Four ranks, one of which is slow for a while, twice."""
+    """Runs four ranks; one rank is slow for a while, twice."""
     policy = SyncSwitch(fraction=1.0, look_every=5, windows=2, **knobs)
     slow = [Slow(rank=2, factor=4.0)]
     changes = [Change(at, "fabric.faults", slow if on else []) for at, on in

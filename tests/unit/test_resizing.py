@@ -230,7 +230,7 @@ def test_the_loss_of_a_new_rank_does_not_end_the_run(more: dict[str, Any], monke
 def test_a_run_goes_on_without_a_rank_lost_while_replicas_come_together(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank is lost before it has reported its arrival. The others vote, and learn that they must ask again."""
+    """The rank is lost before it has reported its arrival. The other ranks vote, and learn that they must ask again."""
     gone_before_it_meets(monkeypatch, 1, "together")
     with Crowd(setting(strategy, ranks=3, on_death="go on")) as crowd:
         crowd.reach(4)
@@ -289,7 +289,7 @@ def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
 def test_a_resize_is_repeated_with_a_rank_whose_connection_broke(
     partition: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank whose connection broke votes while the others wait for it. They vote with it, and all repeat the
+    """A rank whose connection broke votes while the other ranks wait for it. They vote with it, and all repeat the
     request.
     """
     used_up, broken = resizing.used_up, [1]

@@ -122,7 +122,7 @@ CHANCE = [BackupWorkers(backup=1), BackupWorkers(backup=3), BoundedStaleness(bou
 def test_a_replay_of_the_engines_arrivals_gives_the_same_operations(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Like the law for default settings: who is late and who waits follows from that order alone."""
+    """Like the law for default settings: that order alone determines which rank is late and which ranks wait."""
     asked = Asked(monkeypatch, type(strategy))
     e = experiment(4, 20, strategy=strategy, pace=4.0).set("faults", [Slow(rank=1, factor=3.0), Noisy(spread=1.0)])
     ranks = run(e)

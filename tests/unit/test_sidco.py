@@ -160,7 +160,7 @@ def test_the_number_of_fits_is_kept_per_bucket_and_rank() -> None:
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_every_bucket_sends_something(fit: str, stages: int) -> None:
-    """For equal entries, one entry, two, or a large offset, something is sent, including the largest."""
+    """Something is sent, including the largest, for equal entries, one entry, two, or a large offset."""
     for x in (torch.ones(1000), torch.tensor([0.25]), torch.tensor([-3.0, 1.0]), 1e6 + torch.linspace(-1, 1, 500),
               torch.cat([torch.zeros(999), torch.ones(1)]), torch.full((300,), 1e-30), torch.full((300,), 1e30)):
         bucket = Bucket(0, x, tuple(placed(tuple(x.shape))), 0)

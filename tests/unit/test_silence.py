@@ -1,4 +1,4 @@
-"""Finds the rank that holds up a run from synthetic tables of ranks: it is named, never a victim."""
+"""Tests on synthetic tables that the analysis finds the rank that delays the run, and never a victim."""
 
 from __future__ import annotations
 

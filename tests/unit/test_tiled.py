@@ -20,7 +20,7 @@ WIDTH = 256
 
 
 class Wide(nn.Module):
-    """Two layers, one of them large."""
+    """Two layers; one layer is large."""
 
     def __init__(self) -> None:
         super().__init__()

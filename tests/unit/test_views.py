@@ -96,7 +96,7 @@ def test_waiting_ends_and_transfer_begins_at_the_last_arrival() -> None:
 
 
 def test_rates_exclude_waiting_and_are_equal_in_table_and_tooltip() -> None:
-    """Uses a link of 100 Mbit/s, however long the others wait for a late rank."""
+    """Uses a link of 100 Mbit/s. The rate is independent of how long ranks wait for a late one."""
     late = (Slow(rank=1, factor=3.0, phase="forward"),)
     run, shown = simulate(paced(3, 8, 60.0, 100.0, task=stack(4, 300), faults=late, eval_every=4)), view("timeline")
     shown.ask({"at": 5, "steps": 1})

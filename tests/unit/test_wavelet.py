@@ -1,6 +1,4 @@
-"""Tests Wavelet: two waves give one gradient, and store at most 1.5 times one wave's activations for backward. 2~>
-bytes: tanh stores its output, which the next layer stores as its input
-"""
+"""Tests Wavelet: two waves give one gradient, and store at most 1.5 times one wave's activations for backward."""
 
 from __future__ import annotations
 

@@ -77,9 +77,7 @@ def test_the_answer_describes_the_simulated_settings_even_if_a_slider_moves_mean
     asked: list[int] = []
 
     class Moved:
-        """A run whose answer takes so long that the slider is moved again. 3~> of each bucket, one after the other 4~>
-        all in one question
-        """
+        """A run whose answer takes so long that the slider is moved again."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(run, name)

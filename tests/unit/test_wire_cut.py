@@ -1,5 +1,5 @@
 """Tests cut connections where no rank is lost. Ranks that stored each part once continue from their last common
-boundary. 2~> part of the state of a rank is elsewhere, or off the device
+boundary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests Zen and its schemes against plain sums and sets: exact, balanced, complete, with bytes given by formula. 2~>
-rows of several lengths, vectors, a scalar
-"""
+"""Tests Zen and its schemes against plain sums and sets: exact, balanced, complete, with bytes given by formula."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def units(parts: list[Part], rows: bool) -> list[range]:
 
 
 def owners_of(every: list[range], p: int, parts: list[Part], rows: str) -> list[int]:
-    """Returns by unit the owner that adds it, found by giving each rank one unit alone. 11#> exact sums 12~> the
-    addition order is the network's 13#> balance and completeness
-    """
+    """Returns by unit the owner that adds it, found by giving each rank one unit alone."""
     found = []
     for at in range(0, len(every), p):
         g = torch.zeros(p, parts[-1].stop)
@@ -174,7 +170,7 @@ LONG = 1_000_000
 
 
 def balanced(sent: list[list[int]]) -> None:
-    """Checks that each rank sends about as much to each of the others."""
+    """Checks that each rank sends about as much to every other rank."""
     for r, row in enumerate(sent):
         others = [n for j, n in enumerate(row) if j != r]
         assert max(others) <= 1.1 * sum(others) / len(others)
@@ -210,7 +206,7 @@ def test_rows_of_a_table_are_balanced_over_owners() -> None:
 
 @pytest.mark.parametrize("rows", ["rows", "elements"])
 def test_nothing_is_lost_when_one_owner_has_every_unit(rows: str) -> None:
-    """Every pair collides in the owner's memory; a table with one slot per hash would lose some. 16#> bytes"""
+    """Every pair collides in the owner's memory; a table with one slot per hash would lose some."""
     p, parts = 4, FEW
     g = torch.zeros(p, parts[-1].stop)
     its = units(parts, rows == "rows")
@@ -294,7 +290,7 @@ def plain_sent(scheme: str, sets: list[set[int]], lie: list[int], owner: list[in
 
 @cache
 def owners(p: int, rows: str) -> list[int]:
-    """Returns the owner of each unit of FEW. 19~> "auto" sends both counts 20#> choice of a scheme"""
+    """Returns the owner of each unit of FEW."""
     return owners_of(units(FEW, rows == "rows"), p, FEW, rows)
 
 
@@ -357,7 +353,7 @@ def test_auto_learns_the_overlap_of_ranks_from_the_last_sum() -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
 def test_a_second_sum_over_a_common_pool_sends_within_one_percent_of_the_least(share: float) -> None:
-    """Ranks choose among the same places; the first sum shows how many there are. 22#> engine and simulator"""
+    """Ranks choose among the same places; the first sum shows how many there are."""
     p, n = 8, 40_000
     among = torch.randperm(n, generator=rng(1))[: int(share * n)]
     g, parts = torch.zeros(p, n), placed((n,))
@@ -435,9 +431,7 @@ def test_engine_and_simulator_send_the_same_bytes(ranks: int) -> None:
 
 
 def comm_seconds(spans: Any, step: int) -> float:
-    """Returns the total duration of rank 0's collectives in a step. 26~> owners depend on the name 27~> elements; sizes
-    only
-    """
+    """Returns the total duration of rank 0's collectives in a step."""
     mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == step)]
     return float((mine.t1 - mine.t0).sum())
 

@@ -1,6 +1,4 @@
-"""Tests all ZeRO stages: bit-identical to one process, with the paper's bytes sent and stored, and switched live. 2~>
-MB: the toy's parameters are in several buckets
-"""
+"""Tests all ZeRO stages: bit-identical to one process, with the paper's bytes sent and stored, and switched live."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def test_a_rank_updates_only_its_share_and_the_rest_of_a_step_takes_as_long() ->
 
 
 class ByBuckets(DDP):
-    """DDP that updates bucket by bucket and does not declare clipping. 9~> a step counter for every piece 10~> two
-    numbers have one sum 11~> each of four had a quarter
-    """
+    """DDP that updates bucket by bucket and does not declare clipping."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()

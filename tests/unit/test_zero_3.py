@@ -1,6 +1,4 @@
-"""Tests ZeRO stage 3: parameters are present when the model reads them and freed otherwise. 2~> MB: every matrix is a
-bucket of its own
-"""
+"""Tests ZeRO stage 3: parameters are present when the model reads them and freed otherwise."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ class Own(torch.autograd.Function):
 
 
 class Many(nn.Module):
-    """Reads its parameters in every way: by modules and by hand, twice, again in backward, and not at all. 5~> tied"""
+    """Reads its parameters in every way: by modules and by hand, twice, again in backward, and not at all."""
 
     def __init__(self, turns: bool = False) -> None:
         super().__init__()
@@ -210,9 +208,7 @@ def test_ranks_that_read_in_different_orders_end_as_under_ddp() -> None:
 
 
 class Strange(nn.Module):
-    """A model for which autograd stores a sparse matrix and the conjugate of a complex weight: no plain views. 12~> the
-    mean of three equal numbers may differ in its last bit
-    """
+    """A model for which autograd stores a sparse matrix and the conjugate of a complex weight: no plain views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,8 +49,9 @@ def kill(lab: Lab, rng: random.Random) -> dict[str, Any]:
 
 
 def measured(run: Run, began: float) -> dict[str, Any]:
-    """Returns the seconds from a kill at `began`, by the run's clock, until survivors agreed, until a step of a new
-    group, and until a full group. It also returns the number of repeated steps.
+    """Returns seconds from a kill at `began`, by the run's clock, and the number of repeated steps.
+
+    The seconds last until survivors agreed, until a step of a new group, and until a full group.
     """
     out: dict[str, Any] = dict.fromkeys(("noticed", "on", "full", "again"))
     spans = run.timeline.spans.rows()
