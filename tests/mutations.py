@@ -40,7 +40,8 @@ TEASQ_LIVE = named("tests/unit/test_teasq_fed.py", "test_the_servers_copy_of_a_r
 SWITCHED = ("tests/laws/test_partitions.py", "-k", "ordered and AdamW")
 WAVES = ("tests/unit/test_wavelet.py",)
 PRIORITIES = ("tests/unit/test_byte_scheduler.py", "-k", "piece or overtake or credit or urgent or order")
-SERVERS = ("tests/unit/test_async_server.py", "tests/unit/test_async_server_card.py", "-k", "in_step or sums")
+SERVERS = ("tests/unit/test_async_server.py", "tests/unit/test_async_server_card.py", "-k",
+           "in_step or synchronous_server or sums")  # fmt: skip
 RULES = ("tests/unit/test_policies.py", "-k", "period or numpy or gain_is or slower or noise or equally_many_looks "
          "or first_asynchronous")  # fmt: skip
 STEERED = ("tests/unit/test_policies.py", "-k", "same_losses or sync_switch or user or may_only_set or no_rank_waits "
