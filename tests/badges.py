@@ -1,4 +1,4 @@
-"""The README's badges, drawn from pyproject.toml by `python -m tests.tables`: files, for which no host is asked."""
+"""Draws the README's badges from pyproject.toml (`python -m tests.tables`), as files without a badge service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{high}"
 
 
 def badge(left: str, right: str) -> str:
-    """Two words side by side, as SVG."""
+    """Returns two words side by side as SVG."""
     longs = [round(LETTER * len(word)) for word in (left, right)]
     at, width = longs[0] + 2 * PAD, longs[1] + 2 * PAD
     return SVG.format(left=left, right=right, whole=at + width, high=HIGH, at=at, width=width - 3, pad=PAD,
@@ -29,7 +29,7 @@ def badge(left: str, right: str) -> str:
 
 
 def badges() -> dict[str, str]:
-    """By the name of its file."""
+    """Returns the badges by file name."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
     return {
         "licence": badge("licence", about["license"]),

@@ -1,4 +1,4 @@
-"""A checkpoint whose files are changed: which values a reader gets then, or which sentence."""
+"""A damaged checkpoint: the values that a reader gets, or its error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from workbench.record.checkpoints import MANIFEST, Bytes, name
 from workbench.record.store import RunError
 from workbench.strategies import ZeRO3
 
-AT = 4  # the step of the checkpoint that is changed; another one, before step 2, stays as it is
-RESUMED = 40  # one seed in so many is resumed, too
+AT = 4  # the step of the damaged checkpoint; another one, before step 2, stays intact
+RESUMED = 40  # one seed in so many is also resumed
 
 
 class DamagedCheckpoint:
-    """Two ranks' shards, AdamW's state and what TopK owes."""
+    """Two ranks' shards, AdamW's state and TopK's residual."""
 
     manifest = f"{name(AT)}/{MANIFEST}"
 
@@ -53,7 +53,7 @@ class DamagedCheckpoint:
         return ("same" if same else "other"), f"{file.name} was changed by {way}"
 
     def _values(self, path: Path) -> str:
-        """A digest of all that ranks, and who wants the model, read of a checkpoint."""
+        """Returns a digest of all values that ranks, or readers of the model, read from a checkpoint."""
         digest, checkpoint = hashlib.sha256(), Checkpoint.open(path)
         files = Bytes(checkpoint)
         try:
@@ -72,7 +72,7 @@ class DamagedCheckpoint:
         return digest.hexdigest()
 
     def _go_on(self, path: Path) -> list[float]:
-        """The losses of two steps more."""
+        """Returns the losses of two more steps."""
         e = replace(self.experiment, steps=AT + 2, save_every=0)
         run = simulate(e, real=True, resume=Checkpoint.open(path))
         rows = run.timeline.samples.rows()

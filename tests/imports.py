@@ -36,7 +36,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def list_imports(path: Path) -> Iterator[Import]:
-    """Every import of a file, wherever it stands."""
+    """Yields every import of a file, at any place."""
     todo: list[tuple[ast.AST, bool]] = [(parse(path), False)]
     while todo:
         node, typing = todo.pop()

@@ -1,4 +1,4 @@
-"""Runs that make checkpoints and runs that go on from one, on both hosts, and what must then be equal."""
+"""Runs that make checkpoints, runs that resume one, and comparisons, on both hosts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from workbench.settings import Change
 
 def simulated(ranks: int, steps: int, folder: Path, every: int = 0, resume: Checkpoint | None = None,
               changes: tuple[Change, ...] = (), **rest: Any) -> tuple[Run, list[torch.Tensor]]:  # fmt: skip
-    """A simulated run with real tensors that keeps checkpoints in `folder`, and every rank's parameters in the end."""
+    """Simulates a run with real tensors and checkpoints in `folder`. Returns it with every rank's last parameters."""
     models: dict[int, nn.Module] = {}
 
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
         first = next(model.parameters())
-        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these only show what will be
+        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # those only predict
             models[id(model)] = model
         return mse(model, pair)
 
@@ -37,7 +37,7 @@ def simulated(ranks: int, steps: int, folder: Path, every: int = 0, resume: Chec
 
 
 def losses(run: Run, ranks: int, since: int = 0) -> list[list[float]]:
-    """By rank, of the steps from `since` on."""
+    """Returns losses by rank, from step `since` on."""
     rows = run.timeline.samples.rows()
     rows = rows[rows.step >= since]
     assert len(samples(run, "loss"))
@@ -45,7 +45,7 @@ def losses(run: Run, ranks: int, since: int = 0) -> list[list[float]]:
 
 
 def lived(e: Experiment, folder: Path, resume: Path | str = "", changes: tuple[Change, ...] = ()) -> list[Session]:
-    """A run on threads in a run directory of its own."""
+    """Makes a run on threads in a separate run directory."""
     folder.mkdir(parents=True)
     sessions = live(e, changes, run_dir=folder, resume=str(resume))
     ended(sessions)
@@ -54,19 +54,19 @@ def lived(e: Experiment, folder: Path, resume: Path | str = "", changes: tuple[C
 
 
 def held(sessions: list[Session]) -> list[dict[str, torch.Tensor]]:
-    """By rank, the parameters that lie there."""
+    """Returns each rank's parameters."""
     assemble(sessions)
     return [{place.name: place.param.detach().clone() for place in s.layout.order} for s in sessions]
 
 
 def twice(e: Experiment, folder: Path, at: int) -> tuple[list[Session], list[Session]]:
-    """A run that makes checkpoints every `at` steps, and one that goes on from its first."""
+    """Makes a run with checkpoints every `at` steps, and one that resumes its first."""
     whole = lived(replace(e, save_every=at), folder / "whole")
     first = found(folder / "whole" / FOLDER)[0]
     return whole, lived(replace(e, save_every=at), folder / "rest", first)
 
 
 def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
-    """Equal to the bit?"""
+    """Returns whether both are bit-identical."""
     return all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
                for x, y in zip(one, other, strict=True))  # fmt: skip

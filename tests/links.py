@@ -1,4 +1,4 @@
-"""Links between the repository's Markdown pages: to files and to headings, as GitHub finds them. Asks no network."""
+"""Checks links between Markdown pages, to files and to headings as GitHub names them, offline."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def pages() -> list[Path]:
 
 
 def broken(page: Path) -> list[str]:
-    """The links and pictures of `page` that lead nowhere, as they are written."""
+    """Returns a page's links and pictures that lead nowhere."""
     return [target for target in targets(page.read_text()) if not leads_somewhere(page, target)]
 
 
 def targets(text: str) -> list[str]:
-    """Where the links and pictures of a Markdown text lead; other sites' addresses are left out."""
+    """Returns the targets of links and pictures in a Markdown text, without other sites."""
     inline = [child for token in MARKDOWN.parse(text) for child in token.children or ()]
     found = [str(t.attrGet("href") or t.attrGet("src") or "") for t in inline if t.type in ("link_open", "image")]
     return [target for target in found if not re.match(r"[a-z]+:|//", target)]
@@ -44,7 +44,7 @@ def leads_somewhere(page: Path, target: str) -> bool:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """The names of a page's headings, as GitHub and MyST make them."""
+    """Returns the names of a page's headings, like GitHub and MyST."""
     tokens, found, seen = MARKDOWN.parse(page.read_text()), [], Counter[str]()
     for before, token in itertools.pairwise(tokens):
         if before.type == "heading_open":

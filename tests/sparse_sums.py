@@ -1,10 +1,10 @@
-"""What summing sparse gradients costs by formula: for the tests of Zen, and for the page that says where they cross."""
+"""Formulas for the bytes of sparse sums, for the tests of Zen and its page."""
 
 from __future__ import annotations
 
 
 def by_formula(scheme: str, p: int, d: float) -> float:
-    """Bytes for each element where each rank has a share d of all elements, at places that are independent."""
+    """Returns bytes per element if each rank has a share d of all elements at independent places."""
 
     def together(j: int) -> float:
         return 1 - (1 - d) ** j

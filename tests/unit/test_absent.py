@@ -1,4 +1,4 @@
-"""Parameters that are not here ask before they are read, whoever reads them, and only then."""
+"""Tests that absent parameters request their values before any read, and only then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.host.placement import absent
 
 
 class Away:
-    """Parameters that are absent, come when they are asked for, and are remembered then."""
+    """Absent parameters that come on request, and the requests."""
 
     def __init__(self, *params: nn.Parameter) -> None:
         self.values = {id(p): p.data.clone() for p in params}
@@ -33,7 +33,7 @@ class Away:
 
 
 class Kind(nn.Parameter):
-    """A parameter's class of somebody's own."""
+    """A user's subclass of Parameter."""
 
 
 @pytest.mark.parametrize("read", [
@@ -43,7 +43,7 @@ class Kind(nn.Parameter):
     lambda w, x: torch.add(input=x, other=w), lambda w, x: checkpoint(F.linear, x, w, use_reentrant=False),
     lambda w, x: x.addmm(x, w), lambda w, x: copy.deepcopy(w), lambda w, x: w.clone(), lambda w, x: w.tolist(),
 ])  # fmt: skip
-def test_whatever_reads_a_value_asks_first_and_finds_it(read: Callable[..., Any]) -> None:
+def test_any_read_of_a_value_requests_it_first(read: Callable[..., Any]) -> None:
     w, x = nn.Parameter(torch.randn(4, 4)), torch.randn(4, 4)
     want = read(w, x)
     away = Away(w)
@@ -52,7 +52,7 @@ def test_whatever_reads_a_value_asks_first_and_finds_it(read: Callable[..., Any]
     assert want == got if isinstance(want, list) else torch.equal(want, got)
 
 
-def test_what_tells_of_no_value_asks_nobody() -> None:
+def test_metadata_requests_no_value() -> None:
     w = nn.Parameter(torch.randn(4, 3))
     away = Away(w)
     told = [w.shape, w.size(0), w.numel(), w.dim(), w.dtype, w.device, w.requires_grad, w.is_leaf, w.grad, w.ndim,
@@ -67,7 +67,7 @@ def test_what_tells_of_no_value_asks_nobody() -> None:
     assert not away.asked and w.grad is None
 
 
-def test_one_call_asks_for_all_that_it_reads_in_one() -> None:
+def test_one_call_requests_all_its_parameters_at_once() -> None:
     attention = nn.MultiheadAttention(8, 2)
     x = torch.randn(3, 2, 8)
     want = attention(x, x, x)[0]
@@ -76,7 +76,7 @@ def test_one_call_asks_for_all_that_it_reads_in_one() -> None:
     assert [len(params) for params in away.asked] == [4]
 
 
-def test_gradients_come_where_they_belong_and_one_of_ones_own_class_keeps_it() -> None:
+def test_gradients_reach_their_parameters_and_subclasses_survive() -> None:
     cell, kind = nn.LSTM(4, 4), Kind(torch.randn(4))
     x = torch.randn(5, 2, 4)
     (cell(x)[0] * kind).sum().backward()
@@ -90,7 +90,7 @@ def test_gradients_come_where_they_belong_and_one_of_ones_own_class_keeps_it() -
     assert all(torch.equal(p.grad, g) for p, g in zip(params, want, strict=True))
 
 
-def test_who_is_asked_may_only_want_to_know() -> None:
+def test_a_request_hook_may_only_observe() -> None:
     w, seen = nn.Parameter(torch.randn(4, 4)), []
     absent.leave(w, lambda params, others: seen.append(params))
     y = F.linear(torch.ones(4), w) + w.sum()

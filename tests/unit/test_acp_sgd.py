@@ -1,4 +1,4 @@
-"""ACPSGD against the paper's algorithm written out, PowerSGD, and what the record must say."""
+"""Tests ACPSGD against the paper's algorithm, PowerSGD, and the record."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def low_rank(seed: int, r: int) -> torch.Tensor:
-    """(1200,): a 40 x 30 matrix of rank r, flat."""
+    """Returns a flat 40 x 30 matrix of rank r: (1200,)."""
     return (noise(seed, 40, r) @ noise(seed + 1, r, 30)).reshape(-1)
 
 
 def plain_acp_sgd(steps: list[np.ndarray], q: np.ndarray) -> list[np.ndarray]:
-    """The paper's rule with each worker's own error: (ranks, n, m) per step -> the sum that all apply."""
+    """Runs the paper's rule with each worker's own error: (ranks, n, m) per step -> the common sum."""
     errors, out, p = np.zeros_like(steps[0]), [], None
     for k, gradients in enumerate(steps):
         mine = gradients + errors
@@ -55,7 +55,7 @@ def plain_acp_sgd(steps: list[np.ndarray], q: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("ranks", "r"), [(1, 1), (3, 2), (4, 5)])
-def test_it_is_the_papers_rule_with_error_feedback(ranks: int, r: int) -> None:
+def test_acp_sgd_is_the_papers_rule_with_error_feedback(ranks: int, r: int) -> None:
     steps = [noise(9, ranks, 1200) + k * noise(k, ranks, 1200) for k in range(9)]
     first = noise(77, 30, r)
     memories = [Memory() for _ in range(ranks)]
@@ -80,7 +80,7 @@ def test_two_steps_with_one_gradient_are_one_iteration_of_power_sgd(ranks: int) 
         torch.testing.assert_close(two[0].parts[RIGHT][name], q)
 
 
-def test_it_takes_over_from_power_sgd_and_hands_over_to_it_without_forgetting() -> None:
+def test_switching_from_and_to_power_sgd_keeps_the_factors() -> None:
     g, memory = torch.stack([low_rank(3, 2)]), [Memory()]
     exchange(PowerSGD(rank=2), g, MATRIX, memory)
     for of in (ACPSGD(rank=2), ACPSGD(rank=2), PowerSGD(rank=2), ACPSGD(rank=2), PowerSGD(rank=2)):
@@ -97,7 +97,7 @@ def test_a_gradient_of_low_rank_is_recovered_in_its_second_step() -> None:
 
 @pytest.mark.parametrize("r", [30, 31, 1024])
 @pytest.mark.parametrize("rate", [1.0, 2.0])
-def test_a_rank_as_large_as_a_side_is_exact_in_every_step(r: int, rate: float) -> None:
+def test_a_rank_as_large_as_a_side_is_exact(r: int, rate: float) -> None:
     memories, parts = [Memory(), Memory()], placed((30, 4000))
     of = ACPSGD(rank=r, min_compression_rate=rate)
     for step in range(3):
@@ -105,7 +105,7 @@ def test_a_rank_as_large_as_a_side_is_exact_in_every_step(r: int, rate: float) -
         assert torch.equal(exchange(of, g, parts, memories), g[0] + g[1])
 
 
-def test_what_the_ranks_contribute_adds_up_to_the_result_in_every_step() -> None:
+def test_contributions_and_residuals_add_up_in_every_step() -> None:
     memories, owed, sent = [Memory() for _ in range(3)], 0.0, 0.0
     for step in range(4):
         g = noise(5 + step, 3, SEVERAL[-1].stop)
@@ -117,7 +117,7 @@ def test_what_the_ranks_contribute_adds_up_to_the_result_in_every_step() -> None
             assert bool((left[p.start : p.stop] == 0).all()) == whole, "vectors and small matrices cross whole"
 
 
-def test_nothing_is_lost_while_rank_rate_buckets_and_power_sgd_come_and_go() -> None:
+def test_random_live_changes_lose_nothing() -> None:
     rng = torch.Generator().manual_seed(0)
 
     def among(n: int) -> int:
@@ -140,7 +140,7 @@ def test_nothing_is_lost_while_rank_rate_buckets_and_power_sgd_come_and_go() -> 
     assert mixed > 5, "whose turn it is was never another among the parameters of one bucket"
 
 
-def test_another_rank_goes_on_with_the_columns_that_are_known_on_either_side() -> None:
+def test_a_new_rank_keeps_the_known_columns_of_both_factors() -> None:
     g, memory = torch.stack([low_rank(3, 2)]), [Memory()]
     for _ in range(2):
         exchange(ACPSGD(rank=2), g, MATRIX, memory)
@@ -150,7 +150,7 @@ def test_another_rank_goes_on_with_the_columns_that_are_known_on_either_side() -
 
 
 @pytest.mark.parametrize("r", [1, 3])
-def test_zero_gradients_give_zero_and_leave_it_able_to_learn(r: int) -> None:
+def test_zero_gradients_give_zero_and_learning_still_works(r: int) -> None:
     memories, zero = [Memory(), Memory()], torch.zeros(2, 1200)
     for _ in range(4):
         assert torch.equal(exchange(ACPSGD(rank=r), zero, MATRIX, memories), torch.zeros(1200).double())
@@ -162,7 +162,7 @@ def test_zero_gradients_give_zero_and_leave_it_able_to_learn(r: int) -> None:
 
 
 @pytest.mark.parametrize("good_steps", [2, 3])
-def test_a_non_finite_gradient_is_passed_on_and_what_was_learnt_before_it_is_kept(good_steps: int) -> None:
+def test_a_non_finite_gradient_is_passed_on_and_the_factors_are_kept(good_steps: int) -> None:
     memories, g = [Memory(), Memory()], torch.stack([low_rank(3, 2).float()] * 2)
     for _ in range(good_steps):
         exchange(ACPSGD(rank=2), g, MATRIX, memories)
@@ -173,7 +173,7 @@ def test_a_non_finite_gradient_is_passed_on_and_what_was_learnt_before_it_is_kep
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype) -> None:
+def test_sixteen_bit_gradients_are_sent_with_sixteen_bits(dtype: torch.dtype) -> None:
     memory = Memory()
     for step in range(2):
         bucket = Bucket(0, (0.1 * noise(step, 1200)).to(dtype), tuple(MATRIX), 0)
@@ -186,7 +186,7 @@ def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype)
 
 
 def formula(session: object, r: int, right: bool) -> list[int]:
-    """Bytes that one of four ranks sends for each bucket when it is the right factor's turn, from the shapes alone."""
+    """Returns the bytes that one of 4 ranks sends per bucket in a step of the right factor, from shapes alone."""
     out = []
     for bucket in session.layout.buckets:
         total = 0
@@ -198,7 +198,7 @@ def formula(session: object, r: int, right: bool) -> list[int]:
     return out
 
 
-def test_each_bucket_is_one_all_reduce_per_step_of_the_left_and_the_right_factor_in_turn() -> None:
+def test_each_bucket_sends_one_all_reduce_of_left_and_right_factors_in_turn() -> None:
     session = run(experiment(4, 10, compressor=ACPSGD.usual()), Change(6, "rank", 8))[0]
     for step in range(1, 10):
         sent = [(name, n) for k, name, n in session.record.comm() if k == step]
@@ -213,7 +213,7 @@ def test_a_rank_as_large_as_the_matrices_is_plain_averaging() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, LocalSGD(every=2)], ids=str)
-def test_both_hosts_agree_through_live_changes_of_everything(strategy: object) -> None:
+def test_engine_and_simulator_agree_through_live_changes(strategy: object) -> None:
     rest = {"strategy": strategy} if strategy else {}
     e = experiment(3, 14, compressor=ACPSGD.usual(), **rest)
     changes = [Change(3, "rank", 2), Change(5, "bucket_mb", 0.05), Change(8, "warm_start", False),
@@ -228,7 +228,7 @@ def test_both_hosts_agree_through_live_changes_of_everything(strategy: object) -
             torch.testing.assert_close(parameters(ranks), parameters(sessions), rtol=1e-4, atol=1e-5)
 
 
-def test_under_error_feedback_it_trains_as_far_as_plain_averaging() -> None:
+def test_with_error_feedback_it_reaches_the_loss_of_plain_averaging() -> None:
     rest = {"task": toy(partial(torch.optim.SGD, lr=0.05)), "eval_every": 150}
     ends = {}
     for c in (Dense(), ACPSGD.usual(), ErrorFeedback(of=ACPSGD(rank=1))):

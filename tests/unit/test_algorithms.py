@@ -1,4 +1,4 @@
-"""All-reduces in messages: what they sum to, how long they take on an ideal Link, and that both hosts do the same."""
+"""Tests all-reduces made of messages: sums, time on an ideal Link, and agreement of both hosts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXACT = {name: way for name, way in WAYS.items() if name not in ("tree in pieces
 
 
 def exchanged(way: Algorithm, xs: list[torch.Tensor], op: str = "sum", seed: int = 0) -> list[tuple[int, int, int]]:
-    """Drives every rank's part over a wire without time, in any order; all messages as (from, to, bytes)."""
+    """Drives all ranks' parts without time, in random order. Returns the messages as (from, to, bytes)."""
     p, draw, sent = len(xs), Random(seed), []
     boxes: dict[Any, list[torch.Tensor]] = {}
     parts = [way.all_reduce(Among(Rank(r, p), range(p), op, "x"), x) for r, x in enumerate(xs)]
@@ -81,7 +81,7 @@ def drawn(p: int, n: int, seed: int = 0) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("p", range(2, 10))
-def test_every_rank_has_the_sum_in_the_same_bits(way: Algorithm, p: int) -> None:
+def test_all_ranks_have_a_bit_identical_sum(way: Algorithm, p: int) -> None:
     for n, seed in ((1, 0), (5, 1), (240, 2), (1001, 3)):
         xs = drawn(p, n, seed)
         expected, room = np.sum([x.double().numpy() for x in xs], 0), p * 1e-6
@@ -94,7 +94,7 @@ def test_every_rank_has_the_sum_in_the_same_bits(way: Algorithm, p: int) -> None
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_the_largest_and_the_smallest_are_found_as_well(way: Algorithm, op: str) -> None:
+def test_maximum_and_minimum_work(way: Algorithm, op: str) -> None:
     xs = drawn(7, 50)
     expected = getattr(torch.stack(xs), op)(0).values
     exchanged(way, xs, op)
@@ -102,7 +102,7 @@ def test_the_largest_and_the_smallest_are_found_as_well(way: Algorithm, op: str)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_whole_numbers_are_added_up_exactly(way: Algorithm) -> None:
+def test_integers_are_added_exactly(way: Algorithm) -> None:
     xs = [torch.arange(33) * 7 + r for r in range(6)]
     exchanged(way, xs)
     assert all(torch.equal(x, 42 * torch.arange(33) + 15) for x in xs)
@@ -119,7 +119,7 @@ def test_whole_numbers_are_added_up_exactly(way: Algorithm) -> None:
         (Hierarchical(site=4), 8, 8, 6 * 1024 + 2 * 512),
     ],
 )
-def test_the_last_rank_sends_as_many_messages_and_bytes_as_the_paper_says(
+def test_the_last_rank_sends_the_papers_messages_and_bytes(
     way: Algorithm, p: int, messages: int, bytes_of_4096: int
 ) -> None:
     mine = [nbytes for source, _, nbytes in exchanged(way, drawn(p, 1024)) if source == p - 1]
@@ -127,7 +127,7 @@ def test_the_last_rank_sends_as_many_messages_and_bytes_as_the_paper_says(
 
 
 @pytest.mark.parametrize(("p", "sizes"), [(8, [4, 4]), (6, [4, 2]), (7, [3, 3, 1]), (5, [4, 1])])
-def test_hierarchical_sends_a_ring_s_bytes_and_between_sites_one_part_per_owner(p: int, sizes: list[int]) -> None:
+def test_hierarchical_sends_a_rings_bytes_and_one_part_per_owner_between_sites(p: int, sizes: list[int]) -> None:
     site, n, k, m = sizes[0], 1200, min(sizes), len(sizes)
     sent = exchanged(Hierarchical(site=site), drawn(p, n))
     assert sum(nbytes for *_, nbytes in sent) == 2 * (p - 1) * 4 * n
@@ -138,7 +138,7 @@ def test_hierarchical_sends_a_ring_s_bytes_and_between_sites_one_part_per_owner(
 
 @dataclass(frozen=True, kw_only=True)
 class Once(Strategy):
-    """One all-reduce of 5,040 elements in each step, and what it took as a Sample."""
+    """Makes one all-reduce of 5,040 elements in each step, and records its duration as a Sample."""
 
     lockstep: ClassVar[bool] = True
     numel: int = 5040
@@ -150,7 +150,7 @@ class Once(Strategy):
 
 
 def took(p: int, fabric: Fabric, numel: int = 5040) -> float:
-    """Seconds from when all ranks begin an all-reduce until the last has its sum, on the simulator."""
+    """Returns the simulated seconds from the start of an all-reduce on all ranks to the last sum."""
     found = simulate(experiment(p, 1, strategy=Once(numel=numel), fabric=fabric, pace=1.0)).timeline.samples.rows()
     return float(found.value[found.equal("name", "took")].max())
 
@@ -158,17 +158,17 @@ def took(p: int, fabric: Fabric, numel: int = 5040) -> float:
 @pytest.mark.parametrize("way", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("p", range(2, 10))
 @pytest.mark.parametrize("numel", [40320, 64 * 315])
-def test_the_simulator_takes_as_long_as_the_formula_says(way: Algorithm, p: int, numel: int) -> None:
+def test_the_simulator_takes_the_formulas_time(way: Algorithm, p: int, numel: int) -> None:
     fabric = Fabric(link=LINK, algorithm=way)
     simulated, said = took(p, fabric, numel), way.seconds(fabric, range(p), 4 * numel)
-    if isinstance(way, HalvingDoubling) and p in (6, 9):  # ranks that are ahead stand in the way of one message
+    if isinstance(way, HalvingDoubling) and p in (6, 9):  # fast ranks delay one message
         assert said < simulated <= said + LINK.seconds(2 * numel, 1)
     else:
         assert simulated == pytest.approx(said, rel=1e-9)
 
 
-def test_formulas_are_those_of_the_papers() -> None:
-    """By hand for eight ranks: alpha is 2 ms, and n bytes take n / 10 microseconds."""
+def test_formulas_match_the_papers() -> None:
+    """For 8 ranks: alpha is 2 ms, and n bytes take n / 10 microseconds."""
     n, fabric = 80_000, Fabric(link=LINK)
     a, b = 2e-3, n * 1e-7
     by_hand = {
@@ -186,12 +186,12 @@ def test_formulas_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize("p", [4, 6, 7, 8, 12, 16])
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_a_tree_in_pieces_takes_what_is_said_to_a_fifth(p: int, pieces: int) -> None:
+def test_a_tree_in_pieces_takes_the_formulas_time_within_20_per_cent(p: int, pieces: int) -> None:
     fabric = Fabric(link=LINK, algorithm=DoubleTree(pieces=pieces))
     assert took(p, fabric, 40320) == pytest.approx(fabric.algorithm.seconds(fabric, range(p), 4 * 40320), rel=0.2)
 
 
-def test_hundreds_of_pieces_are_put_in_order_at_once_and_each_goes_once_over_every_edge() -> None:
+def test_hundreds_of_pieces_are_scheduled_and_cross_every_edge_once() -> None:
     hops = rounds(64, 256)
     assert len({hop for now in hops for hop in now}) == sum(map(len, hops)) == 2 * 2 * 63 * 256
     assert all(len({hop.source for hop in now}) == len({hop.to for hop in now}) == len(now) for now in hops)
@@ -200,7 +200,7 @@ def test_hundreds_of_pieces_are_put_in_order_at_once_and_each_goes_once_over_eve
 @pytest.mark.parametrize("way", [Ring(), HalvingDoubling(), TwoLevel(), TwoLevel(between=HalvingDoubling()),
                                  Hierarchical(), Hierarchical(between=HalvingDoubling())])  # fmt: skip
 @pytest.mark.parametrize(("p", "site"), [(8, 4), (8, 2), (4, 2)])
-def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, p: int, site: int) -> None:
+def test_the_formula_distinguishes_messages_between_sites(way: Algorithm, p: int, site: int) -> None:
     fabric = Fabric(link=LINK, site=site, between_bandwidth=8.0, between_latency=20.0, algorithm=way)
     assert took(p, fabric) == pytest.approx(way.seconds(fabric, range(p), 4 * 5040), rel=1e-9)
 
@@ -219,7 +219,7 @@ def test_unequal_sites_take_up_to_one_message_between_them_longer(
 
 
 @pytest.mark.parametrize("way", [*EXACT.values(), TwoLevel(site=2, between=HalvingDoubling())], ids=str)
-def test_on_a_bus_each_byte_takes_as_long_as_all_ranks_make_it(way: Algorithm) -> None:
+def test_on_a_bus_all_ranks_share_the_bandwidth(way: Algorithm) -> None:
     bus = Fabric(link=LINK, shared=True, algorithm=way)
     for p in (4, 8):
         assert took(p, bus) == pytest.approx(way.seconds(bus, range(p), 4 * 5040), rel=1e-9)
@@ -228,7 +228,7 @@ def test_on_a_bus_each_byte_takes_as_long_as_all_ranks_make_it(way: Algorithm) -
 
 @pytest.mark.parametrize("p", [5, 7, 12])
 @pytest.mark.parametrize("nbytes", [4_000_000, 16_000_000])
-def test_a_tree_is_cut_into_as_many_pieces_as_are_quickest(p: int, nbytes: int) -> None:
+def test_a_tree_is_cut_into_the_fastest_number_of_pieces(p: int, nbytes: int) -> None:
     fabric = Fabric(link=LINK)
     found = DoubleTree().chosen(fabric, None, range(p), nbytes)
     best = min(range(1, 65), key=lambda k: DoubleTree(pieces=k).seconds(fabric, range(p), nbytes))
@@ -244,7 +244,7 @@ def test_two_levels_save_latency_between_sites_and_a_ring_bytes() -> None:
     assert not quicker(100_000_000)
 
 
-def test_auto_takes_the_tree_of_leaders_for_few_bytes_between_sites_and_parts_for_many() -> None:
+def test_auto_takes_two_levels_for_few_bytes_between_sites_and_hierarchical_for_many() -> None:
     far = Fabric(link=Link(bandwidth=1000.0, latency=0.1), site=6, between_bandwidth=50.0, between_latency=10.0)
     few, many = (Auto().chosen(far, None, range(12), n) for n in (1000, 4_000_000))
     assert isinstance(few, TwoLevel) and isinstance(many, Hierarchical)
@@ -252,30 +252,30 @@ def test_auto_takes_the_tree_of_leaders_for_few_bytes_between_sites_and_parts_fo
     assert Auto().chosen(powers, None, range(8), 4_000_000) == HalvingDoubling(), "the same bytes in fewer messages"
 
 
-def test_auto_takes_whichever_is_over_first() -> None:
+def test_auto_takes_the_fastest_algorithm() -> None:
     for p in (3, 5, 8, 9):
         for numel in (315, 5040, 40320):
             fabric = Fabric(link=LINK, algorithm=Auto())
             best = min(took(p, Fabric(link=LINK, algorithm=way), numel)
                        for way in (Ring(), HalvingDoubling(), DoubleTree(pieces=1), ParameterServer()))  # fmt: skip
-            assert took(p, fabric, numel) <= best * 1.1  # of a tree in pieces the time is not known better
+            assert took(p, fabric, numel) <= best * 1.1  # the time of a tree in pieces is only approximate
 
 
-def test_auto_goes_by_what_was_measured_where_nothing_is_emulated() -> None:
+def test_auto_uses_measured_values_without_an_emulated_link() -> None:
     bare = Fabric()
     assert Auto().chosen(bare, None, range(5), 100) == Ring()
     assert Auto(latency=50.0, bandwidth=100.0).chosen(bare, None, range(8), 100) == HalvingDoubling()
     assert Auto(latency=0.001, bandwidth=100.0).chosen(bare, None, range(5), 10**8) == Ring()
 
 
-def test_auto_takes_what_it_is_told_of_one_number_alone_and_of_adding_up() -> None:
+def test_auto_uses_a_single_given_number_and_the_cost_of_additions() -> None:
     assert Auto(latency=50.0).chosen(Fabric(), None, range(8), 100) == HalvingDoubling()
     cheap, dear = (Auto(latency=1.0, bandwidth=100.0, gamma=gamma).chosen(Fabric(), None, range(5), 8000)
                    for gamma in (0.0, 1000.0))  # fmt: skip
     assert cheap != dear == Ring(), "no other adds up fewer bytes one after the other"
 
 
-def test_a_group_of_several_dimensions_is_none_of_one() -> None:
+def test_a_group_of_several_dimensions_is_not_the_named_group() -> None:
     way = ByGroup(group="within", there=HalvingDoubling(), others=Ring())
     for dims, chosen in ((("within",), HalvingDoubling()), (("between", "within"), Ring()), (("between",), Ring())):
         assert way.chosen(Fabric(), Group(dims, (0, 1, 2, 3)), range(4), 100) == chosen
@@ -288,13 +288,13 @@ def summing(way: Algorithm, ranks: int = 3, steps: int = 3, **rest: Any) -> Expe
 
 
 def hops(record: Any) -> list[tuple]:
-    """(step, name, seconds, bytes) of the messages that a rank has sent, by step and name."""
+    """Returns (step, name, seconds, bytes) of a rank's messages, by step and name."""
     return sorted((r[0], r[2], round(r[5] - r[4], 9), r[6]) for r in record if r[1] == "comm")
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", [*WAYS.values(), Auto()], ids=[*WAYS, "auto"])
-def test_on_real_ranks_messages_and_their_times_are_those_of_the_simulator(way: Algorithm) -> None:
+def test_real_ranks_have_the_simulators_messages_and_times(way: Algorithm) -> None:
     e = summing(way)
     simulated = simulate(e, real=True)
     virtual = rows(simulated, "comm")
@@ -325,7 +325,7 @@ def test_all_ranks_change_the_algorithm_before_the_same_step() -> None:
 
 
 @pytest.mark.ranks
-def test_groups_may_sum_by_another_algorithm_than_all() -> None:
+def test_groups_may_use_another_algorithm() -> None:
     way = ByGroup(group="within", there=HalvingDoubling(), others=Ring())
     e = summing(way, ranks=4, steps=4, strategy=HierarchicalLocalSGD(every=4, group=2, group_every=2))
     native = run(e.set("fabric.algorithm", Native()))
@@ -342,7 +342,7 @@ def test_groups_may_sum_by_another_algorithm_than_all() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Strategy):
-    """A mean among two neighbours in each step: of the first's number and the second's."""
+    """Averages two neighbours' numbers in each step."""
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
         return (("between", size // 2), ("within", 2))
@@ -361,14 +361,14 @@ def test_a_mean_in_a_group_is_over_its_own_ranks(way: Algorithm) -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_fails_in_the_middle_frees_those_that_wait_for_its_messages() -> None:
+def test_a_failing_rank_frees_ranks_that_wait_for_its_messages() -> None:
     sessions = live(summing(Ring(), ranks=4, steps=20, task=poisoned(2, 5)))
     ended(sessions)
     assert sessions[2].error is not None and "a bad example" in sessions[2].error["text"]
     assert all(s.phase in ("failed", "stopped") for s in sessions)
 
 
-def test_what_cannot_be_is_refused_in_words() -> None:
+def test_invalid_settings_are_refused_with_a_reason() -> None:
     e = summing(Native())
     with pytest.raises(KnobError, match=r"algorithm=Ring: under TorchDDP torch itself sums.*take Native\(\)"):
         e.set("strategy", TorchDDP()).set("fabric.algorithm", Ring())
@@ -382,6 +382,6 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     assert unlike(e, None) is None
 
 
-def test_an_algorithm_is_written_down_and_read_back() -> None:
+def test_an_algorithm_survives_the_record() -> None:
     e = summing(TwoLevel(between=DoubleTree(pieces=4)), strategy=DDP(), task=toy())
     assert Experiment.read({**e.plain(), "task": Experiment().plain()["task"]}).fabric == e.fabric

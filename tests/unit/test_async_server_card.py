@@ -1,4 +1,4 @@
-"""The asynchronous server against plain references: how stale, how stable, the server's optimizer, several servers."""
+"""Tests AsyncServer against plain references: staleness, stability, server momentum, several servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CURVED = 2.0  # h of f(x) = h x^2 / 2
 
 
 class Point(torch.nn.Module):
-    """One number, which begins at 1."""
+    """One number that begins at 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def round_robin(ranks: int, steps: int, lr: float, weight: str) -> Run:
 
 
 def delayed(ranks: int, steps: int, rates: Any) -> np.ndarray:
-    """Plain delayed gradient descent, x <- x - rate(k) h x[k - delay]: by push, the loss at which it was made."""
+    """Plain delayed gradient descent, x <- x - rate(k) h x[k - delay]. Returns the loss of each push."""
     xs = [1.0]
     for k in range(ranks * steps):
         xs.append(xs[-1] - rates(k) * CURVED * xs[max(0, k - ranks + 1)])
@@ -55,12 +55,12 @@ def delayed(ranks: int, steps: int, rates: Any) -> np.ndarray:
 
 
 def losses(done: Run, ranks: int) -> np.ndarray:
-    """By push, in turn."""
+    """Returns the losses by push, in turn."""
     return np.stack([samples(done, "loss", r) for r in range(ranks)], 1).reshape(-1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_pushed_in_turn_every_push_is_stale_by_all_others(ranks: int) -> None:
+def test_pushes_in_turn_are_stale_by_the_number_of_other_ranks(ranks: int) -> None:
     done = simulate(paced(ranks, 12, strategy=AsyncServer(), mbit=0))
     for r in range(ranks):
         assert samples(done, "staleness", r).tolist() == [r] + [ranks - 1] * 11
@@ -79,7 +79,7 @@ def test_with_a_constant_delay_it_is_stable_up_to_the_exact_edge(ranks: int, edg
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_weighted_by_a_constant_staleness_it_is_delayed_sgd_at_the_rate_over_the_staleness(ranks: int) -> None:
+def test_staleness_weights_divide_the_rate_by_the_staleness(ranks: int) -> None:
     lr = 0.3
     seen = losses(round_robin(ranks, 30, lr, "staleness"), ranks)
     np.testing.assert_allclose(seen, delayed(ranks, 30, lambda k: lr / max(1, min(k, ranks - 1))), rtol=1e-9)
@@ -87,7 +87,7 @@ def test_weighted_by_a_constant_staleness_it_is_delayed_sgd_at_the_rate_over_the
     assert ranks == 2 or not np.allclose(seen, other)
 
 
-def test_alone_it_is_the_plain_optimizer() -> None:
+def test_one_rank_is_the_plain_optimizer() -> None:
     (session,), (want,) = (run(experiment(1, 20, strategy=s)) for s in (AsyncServer(), DDP()))
     torch.testing.assert_close(weights(session), weights(want), rtol=1e-6, atol=1e-7)
 
@@ -100,14 +100,14 @@ def test_the_version_is_the_number_of_pushes(servers: int, sessions: list[Sessio
         assert sessions[server].state.version == (5 - servers) * 10
 
 
-def test_who_need_not_wait_does_not() -> None:
+def test_fast_ranks_do_not_wait_for_a_slow_one() -> None:
     def lasts(*faults: Any) -> list[float]:
         return seconds(simulate(paced(4, 30, strategy=AsyncServer(), faults=faults, mbit=0)), 0).tolist()
 
     assert lasts(Slow(rank=2, factor=5.0)) == pytest.approx(lasts(), rel=1e-9)
 
 
-def test_a_rank_that_stands_still_for_three_seconds_hangs_nobody() -> None:
+def test_a_rank_frozen_for_three_seconds_hangs_no_other_rank() -> None:
     e = paced(4, 400, strategy=AsyncServer(), mbit=0)
     done = simulate(e, changes=[Change(20, "faults", [{"Freeze": {"rank": 2, "seconds": 3.0}}])])
     assert done.state == "done" and len(rows(done, "step")) == 1600
@@ -128,16 +128,16 @@ def same_for_trainers(rank: int, ranks: int, seed: int) -> list:
 SERVER = {"server_lr": 0.5, "server_momentum": 0.9}
 
 
-def test_the_servers_momentum_is_that_of_momentum_sgd() -> None:
-    """One rank whose own steps are plain: the server makes momentum SGD at server_lr times its rate of them."""
+def test_the_servers_momentum_equals_momentum_sgd() -> None:
+    """One rank makes plain steps, and the server makes momentum SGD of them at server_lr times its rate."""
     (session,) = run(experiment(1, 20, task=heavy(0.04, 0.0), strategy=AsyncServer(**SERVER)))
     (want,) = run(experiment(1, 20, task=heavy(0.02, 0.9), strategy=DDP()))
     torch.testing.assert_close(weights(session), weights(want), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("servers", [0, 2])
-def test_in_step_it_is_data_parallelism_with_the_servers_momentum(servers: int) -> None:
-    """One step of the server for all pushes of a round; and a change of buckets, which servers share anew."""
+def test_a_synchronous_server_is_data_parallelism_with_its_momentum(servers: int) -> None:
+    """The server makes one step for all pushes of a round. Includes new buckets, which servers deal out again."""
     chosen = SyncServer(servers=servers, **SERVER)
     ranks = run(experiment(3 + servers, 16, task=heavy(0.04, 0.0), strategy=chosen), Change(6, "bucket_mb", 1.0))
     want = weights(run(experiment(3, 16, task=heavy(0.02, 0.9), strategy=DDP()))[0])
@@ -147,8 +147,8 @@ def test_in_step_it_is_data_parallelism_with_the_servers_momentum(servers: int) 
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_servers_that_share_other_buckets_than_before_hold_what_they_share(servers: int) -> None:
-    """Without learning, nothing moves when the buckets change; a part that a server never held would fall back."""
+def test_servers_hold_their_new_share_after_a_change_of_buckets(servers: int) -> None:
+    """Without learning, new buckets move nothing. A part that a server never held would fall back."""
     e = paced(3 + servers, 40, strategy=AsyncServer(servers=servers), faults=(Noisy(spread=1.0),))
     still = [Change(15, "lr", 1e-12), Change(24, "bucket_mb", 1.0), Change(30, "bucket_mb", 0.01)]
     for changes in (still[:1], still):
@@ -160,7 +160,7 @@ def test_servers_that_share_other_buckets_than_before_hold_what_they_share(serve
         assert len(done.changes) == len(changes)
 
 
-def test_staleness_is_counted_on_across_a_change_of_buckets() -> None:
+def test_staleness_keeps_counting_across_a_change_of_buckets() -> None:
     done = simulate(paced(5, 30, strategy=AsyncServer(servers=2), mbit=0), changes=[Change(12, "bucket_mb", 0.03)])
     for r in range(3):
         assert set(samples(done, "staleness", r)[2:]) <= {0, 1, 2}

@@ -1,4 +1,4 @@
-"""What backgrounds have begun with each other is finished before a change, on both hosts: no answer is lost or late."""
+"""Tests that both hosts finish exchanges between backgrounds before a change."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from workbench.strategies._average import average
 
 pytestmark = pytest.mark.ranks
 
-HOPS = 7  # of a message from rank to rank, each by a background
+HOPS = 7  # passes of a message from rank to rank, each by a background
 BEGUN: Counter[int] = Counter()  # by rank, chains that its step has begun
-APART: list[int] = []  # of two of a pair, how many steps they were apart in each round
-ENDED: Counter[int] = Counter()  # and that have come back to it
+APART: list[int] = []  # of two ranks of a pair, their distance in steps in each round
+ENDED: Counter[int] = Counter()  # by rank, chains that have come back to it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chains(Strategy):
-    """Each step begins a message that backgrounds hand on from rank to rank, until it is back where it came from."""
+    """Each step begins a message that backgrounds pass from rank to rank until it is back at its origin."""
 
     every: int = knob(1, 1, 9, doc="something to turn")
 
@@ -71,7 +71,7 @@ def test_a_chain_of_messages_between_backgrounds_ends_before_a_change(virtual: b
 
 
 class Kept(ShadowEASGD):
-    """Counts rounds that were begun and ended, and what centres were given and taken."""
+    """Counts begun and ended rounds, and given and taken centres."""
 
     async def _meet(self, rank: Rank, state: Any, step: int) -> None:
         BEGUN[rank.index] += 1
@@ -80,7 +80,7 @@ class Kept(ShadowEASGD):
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])
-def test_every_round_of_a_shadow_ends_with_the_centre_that_answers_it(servers: int) -> None:
+def test_every_round_of_a_shadow_ends_with_its_centre(servers: int) -> None:
     BEGUN.clear(), ENDED.clear()
     e = experiment(4, 20, strategy=Kept(servers=servers), pace=3.0, fabric=Fabric(link=Link(bandwidth=100.0)))
     changes = [Change(step, "strategy.alpha", 0.2 + step / 50) for step in (3, 7, 8, 15)]
@@ -90,7 +90,7 @@ def test_every_round_of_a_shadow_ends_with_the_centre_that_answers_it(servers: i
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Strategy):
-    """Neighbours' backgrounds go round together, and know nothing of the other pair's."""
+    """Neighbours' backgrounds make rounds together, independent of the other pair."""
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
@@ -116,7 +116,7 @@ class Pairs(Strategy):
 
 
 @pytest.mark.parametrize("virtual", [True, False], ids=["simulated", "engine"])
-def test_who_goes_round_among_a_group_does_not_wait_for_other_groups(virtual: bool) -> None:
+def test_a_background_in_a_group_does_not_wait_for_other_groups(virtual: bool) -> None:
     BEGUN.clear()
     APART.clear()
     slow = tuple(Slow(rank=r, factor=8.0) for r in (2, 3))
@@ -133,13 +133,13 @@ def test_who_goes_round_among_a_group_does_not_wait_for_other_groups(virtual: bo
 
 @dataclass(frozen=True, kw_only=True)
 class Misplaced(Pairs):
-    """Asks in its step for what belongs in a background."""
+    """Calls in its step a verb that belongs in a background."""
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.group("in").again()
 
 
-def test_on_the_engine_too_again_belongs_in_a_background() -> None:
+def test_again_outside_a_background_is_an_error_on_the_engine() -> None:
     sessions = live(experiment(2, 4, strategy=Misplaced()))
     for s in sessions:
         s.join(60)

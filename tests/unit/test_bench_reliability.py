@@ -1,4 +1,4 @@
-"""docs/reliability.md: it says what its data say, and what they lack."""
+"""Tests docs/reliability.md: figures from its data, and missing data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def round_of(seed: int, wrong: str = "", at: str = "", **done: int) -> dict[str,
             "noticed": {"kill": [0.4, 0.2]}, "recovered": {"kill": [1.0, 3.0], "changes": [0.1]}}  # fmt: skip
 
 
-def test_the_page_is_what_its_data_say() -> None:
+def test_the_page_matches_its_data() -> None:
     assert (reliability.ROOT / "docs" / "reliability.md").read_text() == reliability.page(*reliability.read(DATA))
 
 
-def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> None:
+def test_the_page_counts_faults_survivals_and_missing_rounds() -> None:
     rounds = [round_of(7, kill=2, applied=40, refused=3), round_of(8, at="kill", kill=2, **{"ended in words": 1}),
               round_of(9, wrong="Stuck: after cut: no progress", at="cut", cut=1, applied=5)]  # fmt: skip
     broken = [{"round": 0, "point": "close", "hit": True, "outcome": "closed"},
@@ -53,14 +53,14 @@ def series(busy: bool, noticed: float) -> dict[str, Any]:
     return {"busy": busy, "partitions": busy, "kills": 100, "survived": 99, "load": 2.6, "seen": times, "on": times}
 
 
-def test_kills_are_noticed_as_soon_as_is_asked_or_not() -> None:
+def test_the_page_judges_how_fast_kills_are_noticed() -> None:
     text = reliability.page([], [], [], {}, kills=[series(False, 0.5), series(True, 1.1)])
     assert "| the whole model | no | 100 | 99 | 0.50, 1.50, 2.00 | 0.50, 1.50, 2.00 | 3 |" in text
     assert "- whole models, quiet: noticed within 1 s is asked of the median, 0.50 s: kept." in text
     assert "- parts, busy: noticed within 3 s is asked of the 95th percentile, 3.30 s: **not kept**." in text
 
 
-def test_rounds_with_faults_while_ranks_join_are_counted_by_fault_and_setting() -> None:
+def test_the_page_counts_joins_with_faults_by_fault_and_setting() -> None:
     one = {"seed": 3, "setting": "DDP", "how": "resize", "kinds": ["old"], "faults": ["killed rank 0"], "commit": "abc"}
     rounds = [{**one, "outcome": "went on", "why": ""}, {**one, "outcome": "ended", "why": "nobody holds it"},
               {**one, "kinds": ["old", "cut"], "outcome": "wrong", "why": "mean loss 2.302"}]  # fmt: skip
@@ -73,7 +73,7 @@ def test_rounds_with_faults_while_ranks_join_are_counted_by_fault_and_setting() 
     assert "4 undisturbed runs with further seeds went through the same check of losses; 1 gave an alarm." in text
 
 
-def test_cycles_that_leave_something_are_counted_and_listed() -> None:
+def test_the_page_lists_cycles_that_leave_resources() -> None:
     left = {"descriptors": {"socket:": 1}}
     rows = [{"cycle": n, "strategy": "DDP", "end": "It ends.", "left": left if n == 1 else {}} for n in range(3)]
     text = cycles_page.describe({"cycles": rows})

@@ -1,4 +1,4 @@
-"""Tuning: the same rates for all, one more beyond an edge and once only, then every seed at the best."""
+"""Tests tuning: common rates, one more beyond an edge, then all seeds at the best."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(rate: float, seed: int) -> Cell:
 
 
 def results(ends: dict[tuple[float, int], float], row: str = "TopK", part: str = "tuned") -> Results:
-    """Cells by (rate, seed) that end at a loss."""
+    """Returns cells by (rate, seed) with these final losses."""
     return Results(
         {"part": part, "row": row, "where": tuning.where(rate), "seed": seed, "found": curve([9, 1, end])}
         for (rate, seed), end in ends.items()
@@ -39,14 +39,14 @@ def asked(found: Results) -> list[tuple[float, int]]:
     return [(cell.rate, cell.seed) for cell in tuning.cells(found, "tuned", "TopK", GRID, make)]
 
 
-def test_first_the_grid_on_one_seed_then_the_best_with_all() -> None:
+def test_tuning_runs_the_grid_on_one_seed_and_then_the_best_with_all() -> None:
     first = [(1.0, 0), (2.0, 0), (4.0, 0)]
     assert asked(results({})) == asked(results({(1.0, 0): 2.0})) == first
     assert asked(results({(1.0, 0): 2.0, (2.0, 0): 1.9, (4.0, 0): 2.1})) == [*first, (2.0, 1), (2.0, 2)]
 
 
 @pytest.mark.parametrize(("low", "high", "beyond"), [(2.0, 1.8, 8.0), (1.8, 2.0, 0.5)])
-def test_beyond_an_edge_one_more_is_tried_and_then_no_other(low: float, high: float, beyond: float) -> None:
+def test_only_one_rate_beyond_an_edge_is_tried(low: float, high: float, beyond: float) -> None:
     ends = {(1.0, 0): low, (2.0, 0): 1.9, (4.0, 0): high}
     assert asked(results(ends)) == [*[(r, 0) for r in GRID], (beyond, 0)]
     edge = min(GRID, key=lambda r: ends[r, 0])
@@ -57,14 +57,14 @@ def test_beyond_an_edge_one_more_is_tried_and_then_no_other(low: float, high: fl
     assert [(c.rate, c.edge) for c in chosen if c] == [(edge, False), (beyond, True)]
 
 
-def test_a_training_that_ends_in_nan_is_the_worst_of_all() -> None:
+def test_a_training_that_ends_in_nan_is_the_worst() -> None:
     found = results({(1.0, 0): math.nan, (2.0, 0): 2.0, (4.0, 0): math.inf})
     chosen = tuning.choice(found, "tuned", "TopK", GRID)
     assert chosen == tuning.Choice(2.0, False, [1.0, 2.0, 4.0])
     assert tuning.choice(results({(2.0, 1): 2.0}), "tuned", "TopK", GRID) is None, "the first seed decides"
 
 
-def test_rounds_go_on_until_the_best_has_all_its_seeds(tmp_path: Path) -> None:
+def test_tuning_continues_until_the_best_has_all_seeds(tmp_path: Path) -> None:
     costs = Costs(forward=0.01, backward=0.02, update=0.005)
 
     def tiny(rate: float, seed: int) -> Cell:
@@ -88,7 +88,7 @@ def test_rounds_go_on_until_the_best_has_all_its_seeds(tmp_path: Path) -> None:
 # -- compressors under three optimizers
 
 
-def test_every_row_under_every_optimizer_can_be_made() -> None:
+def test_every_row_is_valid_with_every_optimizer() -> None:
     cells = compression_tuned.cells(Results([]))
     assert len({cell.path for cell in cells}) == len(cells) == sum(3 * len(s.rows) for s in compression_tuned.SETTINGS)
     for cell in cells:
@@ -102,14 +102,14 @@ def test_every_row_under_every_optimizer_can_be_made() -> None:
 
 
 def tuned(row: str, ends: list[float], setting: int = 0) -> list[dict[str, Any]]:
-    """A row whose second rate is the best of three."""
+    """Returns a row with the best loss at the second of 3 rates."""
     s = compression_tuned.SETTINGS[setting]
     low, middle, high = compression_tuned.grid(s)
     at = {(low, 0): ends[0] + 0.2, (high, 0): ends[0] + 0.1, **{(middle, seed): end for seed, end in enumerate(ends)}}
     return results(at, compression_tuned.label(s, row), compression_tuned.PART).files
 
 
-def test_the_page_holds_each_against_dense_at_denses_own_best_rate() -> None:
+def test_the_page_compares_rows_with_dense_at_its_best_rate() -> None:
     adam = [*tuned("Dense", [2.0, 2.0, 2.0]), *tuned("TopK", [2.2, 2.2, 2.2])]
     found = Results([*adam, *tuned("Dense", [3.0, 3.0], setting=2)])
     page = compression_tuned.text(found)
@@ -123,7 +123,7 @@ def test_the_page_holds_each_against_dense_at_denses_own_best_rate() -> None:
     assert "| Dense | 0.1 | 3.000 (2 of 3 seeds) | +0.0% |" in page
 
 
-def test_an_edge_beyond_which_nothing_was_tried_yet_is_not_said_to_be_widened() -> None:
+def test_an_untested_edge_does_not_count_as_widened() -> None:
     s = compression_tuned.SETTINGS[0]
     low, middle, high = compression_tuned.grid(s)
     row, ends = compression_tuned.label(s, "Dense"), {(low, 0): 2.2, (middle, 0): 2.1, (high, 0): 2.0}
@@ -134,7 +134,7 @@ def test_an_edge_beyond_which_nothing_was_tried_yet_is_not_said_to_be_widened() 
     assert "| Dense | 0.012 | " in compression_tuned.text(results({**ends, (2 * high, 0): 2.3}, row))
 
 
-def test_the_page_says_how_much_sooner_a_tuned_dense_is_there() -> None:
+def test_the_page_shows_the_head_start_of_a_tuned_dense() -> None:
     plain = [
         {"part": "loss", "row": "Dense", "where": "any link", "seed": s, "found": curve([200, 1, 3.0])}
         for s in range(3)
@@ -155,8 +155,8 @@ def test_the_page_says_how_much_sooner_a_tuned_dense_is_there() -> None:
     assert "ALQ is quickest, 4.00 times as fast as dense fp32 (2.00 over dense at its own best learning rate)" in said
 
 
-def test_winners_are_counted_against_a_tuned_dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the steps: what is 1.6 times as fast as an untuned Dense is none over a tuned one."""
+def test_winners_are_also_counted_against_a_tuned_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuned Dense needs half the steps, so 1.6 times the speed of an untuned Dense is no win."""
     took = {"Dense": 0.4, "ALQ": 0.1, "QSGD": 0.25, "AMQ": 0.4}
     about = {"where": "50 Mbit/s", "seed": 0, "part": "step"}
     steps = [{**about, "row": row, "found": {"step_s": t, "bytes": 1, "codec_s": 0}} for row, t in took.items()]

@@ -1,4 +1,4 @@
-"""Cast against torch's own hooks on gloo, and the rounding of the formats."""
+"""Tests Cast against torch's own hooks on gloo, and the rounding of its formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def on_gloo(ranks: int, what: Callable[[int, Wire], torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank, a thread with a gloo group, makes of it."""
+    """Returns each rank's result of `what`, on threads with a gloo group."""
     store, host, port = host_store()
     tag, made = uuid.uuid4().hex, {}
 
@@ -47,7 +47,7 @@ def on_gloo(ranks: int, what: Callable[[int, Wire], torch.Tensor]) -> list[torch
 
 
 def ours(codec: Cast, x: torch.Tensor, rank: int, wire: Wire) -> torch.Tensor:
-    """`reduce` on a share of x, as a strategy hands it in."""
+    """Runs `reduce` on a share of x, as a strategy does."""
     bucket = Bucket(0, x / wire.size, (), 0)
     child, answer = codec.reduce(Rank(rank, wire.size), bucket, Memory()), None
     while True:
@@ -62,8 +62,8 @@ def ours(codec: Cast, x: torch.Tensor, rank: int, wire: Wire) -> torch.Tensor:
 
 @formats
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_it_is_bit_for_bit_what_torchs_hook_makes_on_gloo(to: str, ranks: int) -> None:
-    """Dividing by a power of two is exact before the cast and after it, in the normal range of both."""
+def test_cast_is_bit_identical_to_torchs_hook_on_gloo(to: str, ranks: int) -> None:
+    """Division by a power of 2 is exact before and after the cast, in the normal range of both formats."""
 
     def both(rank: int, wire: Wire) -> torch.Tensor:
         x = noise(rank, 5000)
@@ -78,8 +78,8 @@ def test_it_is_bit_for_bit_what_torchs_hook_makes_on_gloo(to: str, ranks: int) -
     assert 0 < float((made[0][1] - exact).norm() / exact.norm()) < {"fp16": 1e-3, "bf16": 1e-2}[to]
 
 
-def test_what_is_divided_first_does_not_overflow_in_the_cast() -> None:
-    """torch's hook casts first."""
+def test_dividing_first_avoids_overflow_in_the_cast() -> None:
+    """torch's hook casts before it divides, so it overflows."""
 
     def both(rank: int, wire: Wire) -> torch.Tensor:
         x = torch.tensor([98304.0, 1.0]) * (rank == 0)
@@ -91,7 +91,7 @@ def test_what_is_divided_first_does_not_overflow_in_the_cast() -> None:
 
 
 @pytest.mark.parametrize(("to", "off"), [("fp16", 2.0**-11), ("bf16", 2.0**-8)])
-def test_each_element_is_rounded_to_the_nearest_of_the_format(to: str, off: float) -> None:
+def test_each_element_is_rounded_to_the_nearest_value_of_the_format(to: str, off: float) -> None:
     x = noise(3, 1, 100_000)
     x += 0.001 * x.sign()
     out = exchange(Cast(to=to), x, placed((100_000,)), [Memory()])
@@ -99,7 +99,7 @@ def test_each_element_is_rounded_to_the_nearest_of_the_format(to: str, off: floa
     assert 0.9 * off < worst <= off
 
 
-def test_half_the_bytes_of_dense_and_live_from_one_format_to_the_other() -> None:
+def test_cast_sends_half_the_bytes_of_dense_and_switches_formats_live() -> None:
     sessions = run(experiment(4, 8, compressor=Cast()), Change(5, "to", "fp16"))
     dense = run(experiment(4, 8))[0]
     for step in (3, 7):

@@ -1,4 +1,4 @@
-"""A checkpoint is read from what is written: the model is neither trained nor traced for it."""
+"""Tests that a checkpoint's model is read without training or tracing the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARTITIONS = {"Whole": Whole(), "Pipeline": Pipeline(micros=2), "Tensor": Tensor
 
 
 def reads_a_number(model: torch.nn.Module, pair: Any) -> torch.Tensor:
-    """A loss that no trace can follow."""
+    """A loss that a trace cannot follow."""
     return mse(model, pair) * (1.0 + abs(float(pair[0].sum())) * 1e-3)
 
 
@@ -40,7 +40,7 @@ def refuses(model: torch.nn.Module, pair: Any) -> torch.Tensor:
 
 
 def wrote(folder: Path, strategy: Strategy, partition: Partition, loss: Any = mse) -> tuple[Checkpoint, Experiment]:
-    """The checkpoint before step 5 of a simulated run."""
+    """Makes the checkpoint before step 5 of a simulated run."""
     if partition == Whole():
         e = experiment(4, 7, task=toy(loss=loss), strategy=strategy, pace=5.0, save_every=5)
     else:
@@ -50,13 +50,13 @@ def wrote(folder: Path, strategy: Strategy, partition: Partition, loss: Any = ms
 
 
 def simulated_model(checkpoint: Checkpoint, task: Any) -> dict[str, torch.Tensor]:
-    """The model as the checkpoint's ranks bring it together when they leave their strategy."""
+    """Returns the model that the checkpoint's ranks assemble when they leave their strategy."""
     with patch.object(resuming, "_fill_from_pieces", return_value=False):
         return dict(model_of(checkpoint, task).state_dict())
 
 
 @pytest.mark.parametrize(("name", "partition"), thinned(product(AGREEING, PARTITIONS), of=12))
-def test_pieces_give_the_model_that_the_ranks_bring_together(name: str, partition: str, tmp_path: Path) -> None:
+def test_pieces_give_the_model_that_ranks_assemble(name: str, partition: str, tmp_path: Path) -> None:
     try:
         checkpoint, e = wrote(tmp_path, fitting(AGREEING[name], 4), PARTITIONS[partition])
     except KnobError as refused:
@@ -71,7 +71,7 @@ def test_pieces_give_the_model_that_the_ranks_bring_together(name: str, partitio
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_a_model_is_read_although_its_loss_can_no_longer_be_run(partition: str, tmp_path: Path) -> None:
+def test_a_model_is_read_although_its_loss_raises(partition: str, tmp_path: Path) -> None:
     checkpoint, e = wrote(tmp_path, DDP(), PARTITIONS[partition])
     state = model_of(checkpoint, replace(e.task, loss=refuses)).state_dict()
     for key, x in model_of(checkpoint, e.task).state_dict().items():
@@ -90,7 +90,7 @@ def test_a_checkpoint_without_boxes_is_read_by_simulating_its_ranks(tmp_path: Pa
         assert torch.equal(model_of(old, e.task).state_dict()[key], x)
 
 
-def test_replicas_that_differ_are_not_put_together_from_pieces(tmp_path: Path) -> None:
+def test_different_replicas_are_not_assembled_from_pieces(tmp_path: Path) -> None:
     checkpoint, _ = wrote(tmp_path, LocalSGD(every=64), Whole())
     assert read_whole_model(checkpoint, Bytes(checkpoint)) is None
 
@@ -103,7 +103,7 @@ MOST = [pytest.param(name, marks=[] if name == "ZeRO3" else pytest.mark.long) fo
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_shards_of_a_loss_that_reads_a_number_are_read_and_brought_together(name: str, tmp_path: Path) -> None:
+def test_shards_with_a_loss_that_reads_a_number_are_read_and_assembled(name: str, tmp_path: Path) -> None:
     checkpoint, e = wrote(tmp_path, SHARDING[name], Whole(), loss=reads_a_number)
     model = dict(model_of(checkpoint, e.task).state_dict())
     for key, x in simulated_model(checkpoint, e.task).items():
@@ -115,7 +115,7 @@ def test_shards_of_a_loss_that_reads_a_number_are_read_and_brought_together(name
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", MOST)
-def test_ranks_resume_shards_of_a_loss_that_reads_a_number(name: str, tmp_path: Path) -> None:
+def test_ranks_resume_shards_with_a_loss_that_reads_a_number(name: str, tmp_path: Path) -> None:
     e = experiment(4, 8, task=toy(loss=reads_a_number), strategy=SHARDING[name], save_every=4)
     whole = lived(e, tmp_path / "whole")
     rest = lived(e, tmp_path / "rest", found(tmp_path / "whole" / FOLDER)[0])

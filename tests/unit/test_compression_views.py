@@ -1,4 +1,4 @@
-"""What compression saves and costs, on the dashboard: live, with a table, in words where there is nothing to show."""
+"""Tests views of compression's savings and costs: live, as a table, and without data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def said(run: Run) -> str:
 
 
 def points(run: Run, view: View | None = None) -> list[list[float]]:
-    """y of each trace: ratio, error, residual, cosine."""
+    """Returns y of each trace: ratio, error, residual, cosine."""
     patch = (view or Compressed()).update(run)
     return [list(patch.append.get(k, {}).get("y", [])) for k in range(4)]
 
 
-def test_where_nothing_is_compressed_the_panel_says_so_and_the_chart_is_not_there() -> None:
+def test_without_compression_the_panel_reports_that_and_the_chart_is_absent() -> None:
     author = Author(DENSE)
     author.steps(20, WHOLE)
     assert "Nothing is compressed" in said(author.run) and "Choose a compressor" in said(author.run)
@@ -36,7 +36,7 @@ def test_where_nothing_is_compressed_the_panel_says_so_and_the_chart_is_not_ther
     assert "Nothing is compressed" in said(Run({}, live=True))
 
 
-def test_where_measuring_is_off_the_panel_says_how_to_turn_it_on_and_the_rest_is_there() -> None:
+def test_without_measuring_the_panel_explains_how_to_enable_it() -> None:
     html = said(compressed(SLOW, measure=0))
     assert "set measure_every to 20" in html and "100 &times;" in html and "10 kB sent instead of 1 MB (fp32)" in html
     assert "What Dense would take is not known here" in html
@@ -45,7 +45,7 @@ def test_where_measuring_is_off_the_panel_says_how_to_turn_it_on_and_the_rest_is
     assert "measured every 50 steps" in said(soon.run)
 
 
-def test_one_rank_and_first_steps_are_told_in_words() -> None:
+def test_the_panel_explains_one_rank_and_too_few_steps() -> None:
     fresh = Author(TOPK)
     assert "The run has too few steps with TopK(density=0.01) to say what it saves and costs" in said(fresh.run)
     fresh.run.live = True
@@ -54,7 +54,7 @@ def test_one_rank_and_first_steps_are_told_in_words() -> None:
     assert "One rank has nobody to send to" in said(fresh.run)
 
 
-def test_the_sentence_and_the_numbers_are_those_of_the_analysis() -> None:
+def test_the_panel_shows_the_numbers_of_the_analysis() -> None:
     html = said(compressed(SLOW))
     assert '<p class="wb-verdict wb-found">TopK(density=0.01) takes 40 ms per step' in html
     assert "on this link Dense would be faster" in html
@@ -65,7 +65,7 @@ def test_the_sentence_and_the_numbers_are_those_of_the_analysis() -> None:
     assert 'class="wb-verdict">TopK' in said(compressed(QUICK)), "what pays is no alarm"
 
 
-def test_names_are_text() -> None:
+def test_names_are_escaped_in_html() -> None:
     author = Author({"<b>Mine</b>": {"x": 1}})
     author.steps(20, SLOW)
     assert "&lt;b&gt;Mine" in said(author.run) and "<b>Mine" not in said(author.run)
@@ -81,7 +81,7 @@ def test_the_chart_shows_every_exchange_and_every_measurement() -> None:
     assert len({look[0] for look in looks}) == len({look[2] for look in looks}) == 3, "not by colour alone"
 
 
-def test_it_is_fed_only_what_is_new() -> None:
+def test_the_chart_receives_only_new_points() -> None:
     author, view = Author(TOPK), Compressed()
     author.steps(10, SLOW, 5)
     assert [len(y) for y in points(author.run, view)] == [10, 2, 2, 2]
@@ -90,7 +90,7 @@ def test_it_is_fed_only_what_is_new() -> None:
     assert [len(y) for y in points(author.run, view)] == [5, 1, 1, 1]
 
 
-def test_it_begins_with_the_first_compression_and_goes_on_when_it_is_off_again() -> None:
+def test_the_chart_starts_with_the_first_compression_and_continues_without() -> None:
     author = Author(DENSE)
     author.steps(10, WHOLE)
     author.set("compressor", TOPK)
@@ -103,7 +103,7 @@ def test_it_begins_with_the_first_compression_and_goes_on_when_it_is_off_again()
     assert "Nothing is compressed" in said(author.run)
 
 
-def test_a_live_panel_follows_at_its_own_pace_and_says_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_panel_updates_at_its_own_pace_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     author, view = Author(TOPK, measure_every=5), Pays()
@@ -125,7 +125,7 @@ def test_the_chart_has_a_table() -> None:
     assert Compressed().table(Run({"ranks": 2})).rows == []
 
 
-def test_measuring_is_drawn_in_the_timeline_under_its_own_name() -> None:
+def test_the_timeline_draws_measuring_under_its_own_name() -> None:
     author = Author(TOPK)
     author.steps(6, SLOW, 6)
     number = next(i for i, kind in enumerate(KINDS) if kind.key == "measuring")
@@ -135,7 +135,7 @@ def test_measuring_is_drawn_in_the_timeline_under_its_own_name() -> None:
     assert KINDS[number].legend == "sent to evaluate, or to measure compression"
 
 
-def test_the_page_is_told_which_panel_is_quiet() -> None:
+def test_the_page_receives_the_list_of_quiet_panels() -> None:
     content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
     quiet = {spec["name"] for spec in content["specs"] if spec["quiet"]}
     assert quiet == {"asked", "beside", "causes", "collectives", "compression", "entered", "gpu", "lateness", "memory",
@@ -143,7 +143,7 @@ def test_the_page_is_told_which_panel_is_quiet() -> None:
     assert json.loads(json.dumps(content))["views"]["pays"]["html"]
 
 
-def test_a_logarithmic_axis_ends_at_round_values_about_all_that_is_on_it() -> None:
+def test_a_logarithmic_axis_ends_at_round_values_around_its_data() -> None:
     author, view = Author(TOPK), Compressed()
     author.steps(5, SLOW, 5)
     first = view.update(author.run).layout
@@ -158,7 +158,7 @@ def test_a_logarithmic_axis_ends_at_round_values_about_all_that_is_on_it() -> No
     assert later["yaxis.range"][1] > 5 and later["yaxis2.range"][1] > np.log10(3000) and later["yaxis2.dtick"] == 1
 
 
-def test_a_sum_that_points_the_other_way_is_drawn_and_an_exact_one_is_left_out_of_logarithms() -> None:
+def test_a_negative_cosine_is_drawn_and_zeros_are_left_out_of_logarithms() -> None:
     author = Author(TOPK)
     author.steps(5, SLOW, 5, (0.0, -0.5, 0.0))
     assert points(author.run)[1:] == [[], [], [-0.5]]

@@ -1,4 +1,4 @@
-"""A public question whose answer is empty says why."""
+"""Tests that an empty answer of a public query has a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_under(strategy: str, timeline: Timeline, ranks: int = 2) -> Run:
 
 
 def without_exchange(ranks: int = 2, steps: int = 12) -> Timeline:
-    """Steps of which the record has compute alone."""
+    """Steps with nothing but compute on the record."""
     tl = Timeline()
     for step in range(steps):
         for rank in range(ranks):
@@ -49,7 +49,7 @@ def test_an_empty_answer_shows_why(name: str) -> None:
         assert why in found.attrs["why"] and why in found._repr_html_()
 
 
-def test_every_question_of_a_run_is_in_the_table() -> None:
+def test_every_query_of_a_run_is_in_the_table() -> None:
     from workbench.analysis.summary.frames import Frames
 
     public = {name for name in vars(Frames) if not name.startswith("_")}
@@ -58,13 +58,13 @@ def test_every_question_of_a_run_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("strategy", ["TorchDDP", "TorchFSDP"])
 @pytest.mark.parametrize("name", ["lateness", "collectives", "overlap"])
-def test_an_exchange_that_torch_makes_is_named_as_the_reason(strategy: str, name: str) -> None:
+def test_an_exchange_by_torch_is_named_as_the_reason(strategy: str, name: str) -> None:
     found = QUESTIONS[name][0](run_under(strategy, without_exchange()))
     why = f"torch makes the exchange of {strategy}, and the record sees it only on an emulated Link."
     assert why in repr(found) and "take the strategy DDP" in found.attrs["why"]
 
 
-def test_ranks_that_do_not_meet_and_one_alone_are_the_reason() -> None:
+def test_ranks_without_meetings_and_a_single_rank_are_named_as_reasons() -> None:
     apart = run_under("LocalSGD", without_exchange()).lateness(5)
     assert "met in no collective of steps 7 to 11 under LocalSGD" in repr(apart) and "last=" in repr(apart)
     assert "One rank trains" in repr(run_under("DDP", without_exchange(1), 1).lateness())
@@ -79,7 +79,7 @@ def test_an_answer_shows_no_reason_if_it_is_not_empty() -> None:
     assert run.advice().unjudged == ""
 
 
-def test_advice_tells_too_few_steps_from_steps_that_cost_nothing() -> None:
+def test_advice_distinguishes_too_few_steps_from_steps_without_costs() -> None:
     few, enough = (run_under("DDP", synthetic.timeline(steps=n, link=False)).advice() for n in (4, 40))
     assert few == [] and "Too few steps" in repr(few) and "6 are needed" in few._repr_html_()
     assert repr(enough).startswith("Nothing costs") or enough

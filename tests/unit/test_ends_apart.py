@@ -1,4 +1,4 @@
-"""Replicas of one run may make their last steps at different times."""
+"""Tests that replicas of one run may end their last steps at different times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.partitions import Partition, Pipeline, Whole
 from workbench.strategies import HierarchicalLocalSGD, LocalSGD, Strategy
 
 RANKS, STEPS, GRACE = 4, 6, 0.2
-SLOW = 2 * GRACE  # seconds by which each step of a slow rank is longer
+SLOW = 2 * GRACE  # additional seconds of each step of a slow rank
 
 
 def slow_on(ranks: set[int]) -> Any:
-    """A task of which the batches of some replicas take longer."""
+    """A task with slower batches on some replicas."""
     rows = torch.cat([x for rank in ranks for x, _ in batches(rank, RANKS, 0)])
 
     def wait(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -37,7 +37,7 @@ def slow_on(ranks: set[int]) -> Any:
     (LocalSGD(every=100), Pipeline(micros=1), {1}),
     (HierarchicalLocalSGD(every=100, group=2), Whole(), {3}),
 ], ids=["pipeline", "groups"])  # fmt: skip
-def test_a_replica_that_ends_first_does_not_end_the_others(
+def test_a_replica_that_ends_first_does_not_end_other_replicas(
     strategy: Strategy, partition: Partition, slow: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "GRACE", GRACE)

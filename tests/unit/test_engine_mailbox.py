@@ -1,4 +1,4 @@
-"""Messages between two ranks: their order, their senders, their end; over real sockets of one process."""
+"""Tests messages between two ranks over real sockets in one process: order, senders, end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def where() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def boxes(where: tuple[str, int]) -> Iterator[list[Mailbox]]:
-    """Three ranks' boxes."""
+    """Three ranks' mailboxes."""
     host, port = where
     token = uuid.uuid4().hex
     clock = Clock(time.time())
@@ -64,7 +64,7 @@ def test_messages_of_one_sender_come_in_order_and_kinds_do_not_mix(boxes: list[M
 
 def test_a_copy_is_sent_and_the_sender_never_waits(boxes: list[Mailbox]) -> None:
     x = torch.ones(2_000_000)
-    for other in (1, 2):  # nobody asks for it before this is over: a send that waited for that would do so for ever
+    for other in (1, 2):  # no rank receives before this loop ends, so a blocking send would deadlock
         boxes[0].send(x, other)
     x.zero_()
     for other in (1, 2):
@@ -74,7 +74,7 @@ def test_a_copy_is_sent_and_the_sender_never_waits(boxes: list[Mailbox]) -> None
 
 @pytest.mark.parametrize("x", [torch.zeros(0), torch.tensor(3.5), torch.arange(6).view(2, 3), torch.ones(4).bfloat16(),
                                torch.tensor([True, False]), torch.arange(8.0)[::2]], ids=str)
-def test_any_shape_and_dtype_comes_as_it_was_sent(boxes: list[Mailbox], x: torch.Tensor) -> None:
+def test_any_shape_and_dtype_arrives_unchanged(boxes: list[Mailbox], x: torch.Tensor) -> None:
     boxes[2].send(x, 1, "x")
     data, source = boxes[1].recv(None, None, "x")
     assert source == 2 and data.shape == x.shape and data.dtype == x.dtype and torch.equal(data, x)
@@ -82,7 +82,7 @@ def test_any_shape_and_dtype_comes_as_it_was_sent(boxes: list[Mailbox], x: torch
     assert torch.equal(boxes[2].recv(torch.empty_like(x), 2, "x")[0], x), "to itself"
 
 
-def test_another_size_is_told_with_both_ends(boxes: list[Mailbox]) -> None:
+def test_a_wrong_size_is_refused_with_both_shapes(boxes: list[Mailbox]) -> None:
     boxes[0].send(torch.ones(4), 1, "x")
     with pytest.raises(StrategyError, match=r"rank 0 sent float32\[4\] of 'x' to rank 1, .* float32\[5\]"):
         boxes[1].recv(torch.empty(5), None, "x")
@@ -90,13 +90,13 @@ def test_another_size_is_told_with_both_ends(boxes: list[Mailbox]) -> None:
         boxes[0].send(torch.ones(1), 3)
 
 
-def test_a_connection_is_made_only_to_whom_one_sends(boxes: list[Mailbox]) -> None:
+def test_a_rank_connects_only_to_ranks_that_it_sends_to(boxes: list[Mailbox]) -> None:
     boxes[0].send(torch.ones(1), 1, "x")
     boxes[1].recv(None, 0, "x")
     assert [mailbox.partners for mailbox in boxes] == [{1}, set(), set()]
 
 
-def test_a_receiver_hears_that_it_must_leave_and_that_its_sender_is_gone(boxes: list[Mailbox]) -> None:
+def test_a_receiver_notices_an_order_to_leave_and_a_lost_sender(boxes: list[Mailbox]) -> None:
     threading.Timer(0.2, boxes[0].leaving.set).start()
     with pytest.raises(Aborted):
         boxes[0].recv(None, None, "x")
@@ -107,8 +107,8 @@ def test_a_receiver_hears_that_it_must_leave_and_that_its_sender_is_gone(boxes: 
         boxes[1].recv(None, 2, "more")
 
 
-def test_what_a_rank_sent_before_it_went_still_comes(boxes: list[Mailbox]) -> None:
-    """Also when it is noticed first that there is nobody left to send to, as at the end of a run."""
+def test_messages_sent_before_a_rank_left_still_arrive(boxes: list[Mailbox]) -> None:
+    """Also if the receiver first notices that it has no one to send to, as at the end of a run."""
     boxes[0].send(torch.ones(1), 1, "first")
     boxes[1].send(torch.ones(1), 0, "first")
     for mailbox in boxes[:2]:
@@ -128,7 +128,7 @@ def test_what_a_rank_sent_before_it_went_still_comes(boxes: list[Mailbox]) -> No
         boxes[0].recv(None, 1, "more")
 
 
-def test_none_comes_once_all_that_was_sent_has_come(boxes: list[Mailbox]) -> None:
+def test_recv_returns_none_once_all_messages_have_arrived(boxes: list[Mailbox]) -> None:
     expected = 3
     threading.Timer(0.2, lambda: [boxes[0].send(torch.ones(1), 1, "x") for _ in range(expected)]).start()
     got = 0
@@ -139,7 +139,7 @@ def test_none_comes_once_all_that_was_sent_has_come(boxes: list[Mailbox]) -> Non
     assert got == expected and [box.posted for box in boxes] == [expected, 0, 1], "the engine's own do not count"
 
 
-def test_what_was_sent_before_the_page_was_turned_is_void(boxes: list[Mailbox]) -> None:
+def test_messages_from_before_a_turned_page_are_dropped(boxes: list[Mailbox]) -> None:
     boxes[0].send(torch.zeros(1), 1, "x")
     boxes[0].send(torch.zeros(1), 1, "y")
     boxes[1].recv(None, 0, "y")
@@ -149,7 +149,7 @@ def test_what_was_sent_before_the_page_was_turned_is_void(boxes: list[Mailbox]) 
     assert float(boxes[1].recv(None, 0, "x")[0]) == 1.0
 
 
-def test_a_meeting_is_told_by_every_message(boxes: list[Mailbox]) -> None:
+def test_every_message_announces_a_meeting(boxes: list[Mailbox]) -> None:
     boxes[0].meet = 7
     boxes[0].send(torch.ones(1), 1, "x")
     boxes[1].recv(None, 0, "x")
@@ -158,7 +158,7 @@ def test_a_meeting_is_told_by_every_message(boxes: list[Mailbox]) -> None:
     assert [mailbox.meet for mailbox in boxes] == [7, 7, 7]
 
 
-def test_a_link_delays_messages_and_ports_take_in_one_after_the_other(boxes: list[Mailbox]) -> None:
+def test_a_link_delays_messages_and_ports_receive_one_after_the_other(boxes: list[Mailbox]) -> None:
     for mailbox in boxes:
         mailbox.port.fabric = Fabric(link=Link(bandwidth=8.0, latency=10.0))  # 1 MB/s
     for sender in (1, 2):
@@ -176,7 +176,7 @@ def test_a_link_delays_messages_and_ports_take_in_one_after_the_other(boxes: lis
     assert came[3] - spans[0][4] == pytest.approx(4 * 0.06, rel=0.1), "four messages through one port"
 
 
-def test_a_slow_port_slows_what_it_takes_in(boxes: list[Mailbox]) -> None:
+def test_a_slow_port_slows_received_messages(boxes: list[Mailbox]) -> None:
     for mailbox in boxes:
         mailbox.port.fabric = Fabric(link=Link(latency=30.0), faults=(Slow(rank=1, factor=3.0, phase="link"),))
     began = boxes[0].port.now()

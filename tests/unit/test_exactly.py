@@ -1,4 +1,4 @@
-"""What the inspector says to the microsecond: collectives' bandwidths, a step's critical path, what hid behind what."""
+"""Tests exact figures of the inspector: bandwidths of collectives, critical path, and overlap."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BASE = Experiment(ranks=4, steps=8, pace=20.0, bucket_mb=0.4)
 
 
 def ran(strategy: object, mbit: float, times: float = 1.5) -> Run:
-    """A run in which the backward of rank 2 lasts so many times as long."""
+    """Returns a run in which rank 2's backward takes `times` as long."""
     faults = (Slow(rank=2, factor=times, phase="backward"),)
     fabric = Fabric(link=Link(bandwidth=mbit), faults=faults)
     return simulate(replace(BASE, strategy=strategy, fabric=fabric))
 
 
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO3(), HSDP(), LocalSGD(every=4)], ids=lambda s: type(s).__name__)
-def test_the_bus_bandwidth_is_the_links_whatever_the_collective_and_however_late_a_rank(strategy: object) -> None:
-    """Rings fill every port in both directions: on a Link of 100 Mbit/s each carries 100, as nccl-tests reckons."""
+def test_the_bus_bandwidth_is_the_links_for_any_collective_and_lateness(strategy: object) -> None:
+    """Rings fill every port in both directions: on a Link of 100 Mbit/s each carries 100, as in nccl-tests."""
     found = ran(strategy, mbit=100.0, times=3.0).collectives()
     assert len(found) and found.waiting.max() > 1e-3, "somebody had to wait"
     np.testing.assert_allclose(found.busbw, 100.0, rtol=0.01)
@@ -37,7 +37,7 @@ def test_the_bus_bandwidth_is_the_links_whatever_the_collective_and_however_late
 
 
 def test_a_table_of_collectives_by_hand() -> None:
-    """Two all-reduces of 1,000 bytes on four ranks: from the last arrival one takes 2 s, the other 4 s."""
+    """Two all-reduces of 1,000 bytes on 4 ranks take 2 s and 4 s from the last arrival."""
     tl = Timeline()
     for rank in range(4):
         for k, (last, end) in enumerate(((5.0, 7.0), (11.0, 15.0))):
@@ -56,10 +56,10 @@ def test_a_table_of_collectives_by_hand() -> None:
 
 @pytest.mark.parametrize("mbit", [0.0, 150.0, 2000.0])
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO3(), LocalSGD(every=4)], ids=lambda s: type(s).__name__)
-def test_what_is_on_the_critical_path_makes_the_step_longer_by_as_much_as_it_gets_longer(
+def test_a_longer_phase_on_the_critical_path_lengthens_the_step_equally(
     strategy: object, mbit: float
 ) -> None:
-    """The path's own claim, put to the simulator: a phase a thousandth longer lengthens the run by that."""
+    """A phase on the path that is 0.1 % longer lengthens the simulated run by exactly its growth."""
     run = ran(strategy, mbit)
     more = 1e-3
     longer = ran(strategy, mbit, 1.5 * (1 + more))
@@ -69,7 +69,7 @@ def test_what_is_on_the_critical_path_makes_the_step_longer_by_as_much_as_it_get
     assert grown == pytest.approx(more * on_path, rel=0.02, abs=1e-9)
 
 
-def test_pieces_of_a_path_follow_each_other_from_begin_to_end_and_lie_in_what_they_name() -> None:
+def test_pieces_of_a_path_are_contiguous_and_inside_their_spans() -> None:
     run = synthetic.run(steps=60, changes=(), slow=(1, "backward", 1.4))
     steps, compute = run.spans[run.spans.lane == "step"], run.spans[run.spans.lane == "compute"]
     found = run.critical_path(20)
@@ -86,15 +86,15 @@ def test_pieces_of_a_path_follow_each_other_from_begin_to_end_and_lie_in_what_th
     assert "the network" in text and "rank 1's backward" in text
 
 
-def test_a_slow_port_is_on_the_path_by_its_rank() -> None:
+def test_a_slow_port_is_on_the_path_with_its_rank() -> None:
     run = synthetic.run(steps=60, changes=(), slow=(3, "link", 1.5))
     (rank, cause), _ = next(iter(shares(critical_path(run.timeline, 40, 60)).items()))
     assert (rank, cause) == (3, "network")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_overlap_is_what_counting_every_tick_says(seed: int) -> None:
-    """Random intervals on whole milliseconds, that overlap and touch: against a count of each millisecond."""
+def test_overlap_equals_a_count_of_every_tick(seed: int) -> None:
+    """Compares random intervals on whole milliseconds, which overlap and touch, with a count of each millisecond."""
     rng = np.random.default_rng(seed)
     ticks, tl = 200, Timeline()
     comm = np.zeros((2, ticks), bool)
@@ -119,7 +119,7 @@ def test_overlap_is_what_counting_every_tick_says(seed: int) -> None:
         assert found.behind[name].tolist() == (comm & of).sum(axis=1).tolist()
 
 
-def test_a_path_is_marked_on_the_timeline_and_a_riddle_tells_none() -> None:
+def test_a_path_is_marked_on_the_timeline_except_in_a_riddle() -> None:
     run = synthetic.run(steps=30, changes=())
     timeline = next(kind for kind in all_views().values() if kind.name == "timeline")
     boxes = timeline().update(run).replace

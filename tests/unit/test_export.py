@@ -1,4 +1,4 @@
-"""A run for other tools: a trace that Perfetto opens, and code that runs the same again."""
+"""Tests exports of a run: a trace for Perfetto, and code that repeats the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_row_of_the_record_is_one_event(tmp_path: Path) -> None:
     assert first["dur"] == pytest.approx((span.t1 - span.t0) * 1e6, abs=2e-3)
 
 
-def test_a_trace_says_how_far_clocks_may_be_off(tmp_path: Path) -> None:
+def test_a_trace_contains_the_error_of_clocks(tmp_path: Path) -> None:
     run = Run({"ranks": 1})
     run.timeline.marks.add([Mark(0, 0, "start", 0.0, json.dumps({"clock_error": 2.5e-5}))])
     about = trace(run, tmp_path / "t.json")["metadata"]
@@ -66,7 +66,7 @@ def test_an_empty_run_and_a_compressed_trace_are_written(tmp_path: Path) -> None
 
 
 def executed(code: str) -> dict[str, Any]:
-    """What the code of a run defines, but for the lab."""
+    """Runs the code of a run without its lab. Returns the definitions."""
     space: dict[str, Any] = {}
     exec(code[: code.index("lab = Lab(")].replace(", Lab\n", "\n"), space)
     return space
@@ -90,7 +90,7 @@ def test_the_code_of_a_run_rebuilds_its_experiment_and_changes() -> None:
     assert experiment_of(code) == experiment and tuple(executed(code)["changes"]) == run.changes
 
 
-def test_the_code_of_a_run_that_went_on_from_a_checkpoint_does_so_again(tmp_path: Path) -> None:
+def test_the_code_of_a_resumed_run_resumes_again(tmp_path: Path) -> None:
     parent = {"checkpoint": "runs/it's/step-00000004", "step": 4, "run": "runs/it's"}
     path = Run({"ranks": 2}, name="branch", parent=parent).save(tmp_path / "branch")
     assert Run.open(path).parent == parent
@@ -98,13 +98,13 @@ def test_the_code_of_a_run_that_went_on_from_a_checkpoint_does_so_again(tmp_path
     assert "resume" not in as_python(Run({"ranks": 2}, name="odd", parent={"checkpoint": ["x"]}))
 
 
-def test_a_run_without_an_end_gets_the_steps_it_had_done() -> None:
+def test_the_code_of_an_endless_run_has_its_completed_steps() -> None:
     run = synthetic.run(steps=30, changes=())
     run.settings["steps"] = 0
     assert "    steps=30,  # as far as this run got" in as_python(run)
 
 
-def test_functions_of_your_own_are_left_for_you_to_fill_in() -> None:
+def test_the_code_leaves_a_users_functions_to_fill_in() -> None:
     run = Run({"task": {"Task": {"model": "<net>", "data": "<lambda>"}}, "steps": 5})
     code = as_python(run)
     assert "task=...,  # your own Task(...)" in code and "import Task" not in code
@@ -129,7 +129,7 @@ def test_no_name_of_a_hostile_record_becomes_code(settings: dict[str, Any]) -> N
         as_python(Run(settings))
 
 
-def test_what_a_hostile_record_holds_as_values_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_a_hostile_record_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     deep = {"DDP": {"every": {f"X({EVIL})": {"k": EVIL}}, "b": [EVIL, {"Y": {f"k={EVIL}": 1}}], "c": float("inf")}}
     run = Run({"strategy": deep, "lr": EVIL, "seed": 5, "steps": 3, "bucket_mb": {EVIL: [EVIL, float("nan")]}})
@@ -145,7 +145,7 @@ def test_what_a_hostile_record_holds_as_values_stays_text(tmp_path: Path, monkey
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_class_of_your_own_is_named_and_found_where_it_is_defined() -> None:
+def test_a_users_class_is_named_and_found_by_the_code() -> None:
     from workbench.compressors import Cast, ErrorFeedback
 
     mine = {"ErrorFeedback": {"of": {"Owned": {"share": 0.5}}}}
@@ -167,14 +167,14 @@ def test_a_class_of_your_own_is_named_and_found_where_it_is_defined() -> None:
 
 
 @pytest.mark.parametrize("name", ["Popen", "Lab", "Run", "Path"])
-def test_what_does_not_ship_or_is_no_setting_is_never_called(name: str) -> None:
+def test_names_that_do_not_ship_are_never_called(name: str) -> None:
     code = as_python(Run({"strategy": {name: {"args": ["touch", "evil"]}}, "steps": 5}))
     assert {"strategy": {name: {"args": ["touch", "evil"]}}, "steps": 5} == ast.literal_eval(
         code[code.index("read(") + 5 : code.index(")\nchanges")]
     )
 
 
-def test_every_member_that_ships_can_be_imported_as_the_code_says() -> None:
+def test_every_shipped_member_can_be_imported_like_in_the_code() -> None:
     from tests.ranks import shipped
     from workbench.compressors import Compressor
     from workbench.fabric import Fault

@@ -1,4 +1,4 @@
-"""The judge of settings that have to fit and to be fast, and what a step takes in numbers."""
+"""Tests the judge of fast and fitting settings, and the figures of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_only_what_is_nearly_the_fastest_is_found() -> None:
+def test_only_settings_near_the_fastest_are_accepted() -> None:
     found = Fastest(START, [{"bucket_mb": size} for size in (0.1, 1, 10)], where=", on a slow wire")
     assert found.check({"bucket_mb": 0.1}).startswith("Not yet:"), "each bucket pays its latency"
     assert found.check({"bucket_mb": 1}).startswith("Found:")
@@ -32,7 +32,7 @@ def test_only_what_is_nearly_the_fastest_is_found() -> None:
     assert ", on a slow wire; 4 tries, 0 hints; solved" in repr(worksheet("03"))
 
 
-def test_what_does_not_fit_is_refused_as_a_lab_refuses_it_and_the_best_fits_too() -> None:
+def test_settings_that_do_not_fit_are_refused_and_the_best_fits() -> None:
     needs = max(m.peak for m in simulate(START.set("steps", 4)).memory()) / 1e6
     tight = Fastest(START.set("memory_mb", 0.95 * needs), [{"strategy": name} for name in ("DDP", "ZeRO1", "ZeRO2")])
     assert "needs" in tight.check({}) and "memory_mb" in tight.check({})
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_refused_as_a_lab_refuses_it_and_the_best_fits_too(
     assert any(said.startswith("Found:") for said in answers.values()), answers
 
 
-def test_what_a_step_takes_is_what_the_record_says() -> None:
+def test_the_figures_of_a_step_come_from_the_record() -> None:
     run = simulate(START.set("steps", 6))
     found, held = what_it_takes(run), run.memory(5)[0]
     assert found["peak"] == round(held.peak / 1e6, 1) and "evaluation" not in found

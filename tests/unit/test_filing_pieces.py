@@ -1,4 +1,4 @@
-"""A checkpoint has every value of a tensor."""
+"""Tests that a checkpoint contains each value of a tensor."""
 
 from __future__ import annotations
 

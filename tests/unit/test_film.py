@@ -1,4 +1,4 @@
-"""What a recorded run is played from, and the panel by which it is exported and compared."""
+"""Tests the data for replaying a recorded run, and the panel that exports and compares it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.settings import Change
 from workbench.strategies import LocalSGD
 
 
-def test_a_film_knows_when_steps_ended_and_what_was_set_when() -> None:
+def test_a_film_has_the_ends_of_steps_and_the_times_of_settings() -> None:
     changes = [Change(30, "strategy", LocalSGD(every=8)), Change(60, "strategy.every", 4), Change(60, "lr", 0.1)]
     changes += [Change(60, "fabric.link.bandwidth", 100.0)]
     run = simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes)
@@ -34,7 +34,7 @@ def test_a_film_knows_when_steps_ended_and_what_was_set_when() -> None:
     assert last["link.bandwidth"] == ("100.0", 60) and not {"fabric", "link.latency", "faults"} & set(last)
 
 
-def test_what_is_set_to_what_it_is_already_is_told_once() -> None:
+def test_a_setting_without_a_change_appears_once() -> None:
     changes = [Change(30, "strategy", LocalSGD(every=8)), Change(40, "strategy", LocalSGD(every=8)),
                Change(50, "strategy.every", 8), Change(60, "every", 4)]  # fmt: skip
     found = film(simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes))
@@ -46,7 +46,7 @@ def test_what_is_set_to_what_it_is_already_is_told_once() -> None:
     assert told["strategy"] == ("LocalSGD(every=4, momentum=keep)", 60)
 
 
-def test_only_whole_boards_of_runs_that_have_ended_are_played() -> None:
+def test_only_full_boards_of_ended_runs_have_a_film() -> None:
     run = synthetic.run(steps=3 * POINTS // 2, ranks=1)
     found = Feed(run).everything()[0]["film"]
     assert len(found["steps"]) == POINTS and found["steps"][-1][1] == 3 * POINTS // 2 - 1
@@ -58,7 +58,7 @@ def test_only_whole_boards_of_runs_that_have_ended_are_played() -> None:
     assert film(Run({"ranks": 2})) is None
 
 
-def test_the_panel_exports_and_sets_runs_beside_each_other(tmp_path: Path) -> None:
+def test_the_panel_exports_and_compares_runs(tmp_path: Path) -> None:
     run, kept = synthetic.run(steps=60), synthetic.run(steps=60, seed=3)
     board = Dashboard(run)
     panel = board.files

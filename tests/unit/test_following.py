@@ -1,4 +1,4 @@
-"""What an evaluation's calls of torch make is followed, whoever calls."""
+"""Tests that Following tracks an evaluation's calls of torch from any caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.sim.model.evaluation import computed
 WIDTH, BATCH = 256, 32
 
 
-def test_a_compiled_model_answers_as_before_and_nobody_is_warned() -> None:
+def test_a_compiled_model_gives_the_same_result_without_warnings() -> None:
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     compiled, x = torch.compile(model, backend="eager"), torch.ones(BATCH, 64)
     with torch.no_grad(), warnings.catch_warnings(action="error"):
@@ -27,7 +27,7 @@ def test_a_compiled_model_answers_as_before_and_nobody_is_warned() -> None:
 
 
 class Trimmed(nn.Module):
-    """Looks at no more columns than `longest` says of its own values, or at all of them."""
+    """Reads as many columns as its own values say (`by_values`), or all of them."""
 
     def __init__(self, by_values: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Trimmed(nn.Module):
 
 
 @pytest.mark.parametrize("by_values", [False, True])
-def test_batches_of_equal_sizes_take_as_much_as_if_each_were_followed(by_values: bool) -> None:
+def test_batches_of_equal_sizes_take_the_memory_of_each_followed_one(by_values: bool) -> None:
     def evaluate(model: nn.Module) -> float:
         kept = [model(torch.full((BATCH, 8), float(columns))) for columns in (2, 3, 8, 5)]
         return float(torch.stack(kept).mean())

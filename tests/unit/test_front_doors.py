@@ -1,4 +1,4 @@
-"""Nonsense at every front door: one sentence that names field and value, and never an error from the inside."""
+"""Tests nonsense at every public entry: one sentence with field and value, never an internal error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.strategies import LocalSGD
 
 
 class Thing:
-    """Something that nobody expects, and that cannot even show itself."""
+    """An unexpected object whose repr fails."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
@@ -70,18 +70,18 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes a front door would start something: it is enough that it passed."""
+    """Replaces Lab's start, because a value that passes the checks would start engines."""
     monkeypatch.setattr(Lab, "__init__", lambda self, *rest, **more: None)
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_nonsense_is_answered_with_one_sentence(door: Callable[[Any], Any]) -> None:
+def test_nonsense_gives_one_sentence(door: Callable[[Any], Any]) -> None:
     for name, value in NONSENSE.items():
         try:
             door(value)
         except SAID as said:
             text = str(said)
-            own = re.sub(r"there are .*", "there are", text)  # other tests add members of their own to a family
+            own = re.sub(r"there are .*", "there are", text)  # other tests add members to a family
             assert 10 < len(own) < 700 and "\n" not in text, (name, text)
             assert re.search(r"[=:]|there is|must", text), (name, text)
 
@@ -109,23 +109,23 @@ def test_nonsense_is_answered_with_one_sentence(door: Callable[[Any], Any]) -> N
         ("what_if", 5, r"settings=5: must be a dict of values by path"),
     ],
 )  # fmt: skip
-def test_the_sentence_says_what_would_do(door: str, value: Any, words: str) -> None:
+def test_the_sentence_contains_advice(door: str, value: Any, words: str) -> None:
     with pytest.raises(SAID, match=words):
         DOORS[door](value)
 
 
-def test_an_unknown_knob_is_answered_with_knobs_only() -> None:
+def test_the_error_for_an_unknown_knob_lists_knobs_only() -> None:
     with pytest.raises(KnobError) as said:
         E.set("compressor", {"TopK": {"qqqq": 0.1}})
     assert "it has density" in str(said.value) and "home" not in str(said.value) and "__" not in str(said.value)
 
 
-def test_a_lab_takes_a_name_that_is_a_name() -> None:
+def test_a_labs_name_must_be_text() -> None:
     with pytest.raises(KnobError, match="name=5: must be text"):
         Lab(name=5)  # type: ignore[arg-type]
 
 
-def test_a_run_that_cannot_be_kept_where_it_was_asked_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_is_refused_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     file = tmp_path / "file"
     bad = (("/proc/run", "nothing can be recorded in /proc/run"), (file, "is a file"), (5, "out=5: must be a path"))

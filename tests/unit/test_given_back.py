@@ -1,4 +1,4 @@
-"""What a process keeps of a record that it has read: its rows, and not what reading them took."""
+"""Tests that a process keeps a read record's rows, but not the memory of reading them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def said(script: str, *arguments: str) -> Any:
 
 
 @LINUX
-def test_a_table_that_grows_beside_other_things_takes_what_its_rows_take() -> None:
+def test_a_growing_table_takes_the_memory_of_its_rows() -> None:
     assert said(GROWN) < 1.05
 
 
 @LINUX
-def test_reading_a_record_takes_little_more_than_its_rows_once_it_is_read(tmp_path: Path) -> None:
+def test_a_read_record_takes_little_more_memory_than_its_rows(tmp_path: Path) -> None:
     path = Run({"ranks": 8}).save(tmp_path / "run")
     written(path, rows_like_an_engines(1_200_000))
     opened, fetched = said(OPENED, str(path))

@@ -1,4 +1,4 @@
-"""Gossip: its matrices, how fast disagreement shrinks, whom it talks to, and how a change reaches everybody."""
+"""Tests gossip: matrices, speed of agreement, partners, and changes that reach all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_graph = pytest.mark.parametrize("graph", GRAPHS)
 
 
 def matrix(graph: str, size: int, number: int = 0, mix: float = 1.0) -> torch.Tensor:
-    """(size, size) what every rank takes of every other in one round."""
+    """Returns the weights of every rank's sources in one round: (size, size)."""
     w = torch.zeros(size, size, dtype=torch.float64)
     for index in range(size):
         for source, share in mixing_round(graph, mix, size, index, number).shares.items():
@@ -30,13 +30,13 @@ def matrix(graph: str, size: int, number: int = 0, mix: float = 1.0) -> torch.Te
 
 
 def disagreement(w: torch.Tensor) -> float:
-    """The factor by which the distance from the mean shrinks, from the worst start."""
+    """Returns the factor by which the distance from the mean shrinks, from the worst start."""
     return float(torch.linalg.matrix_norm(w - 1.0 / len(w), 2))
 
 
 @every_graph
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_and_columns_add_up_and_every_message_is_expected(graph: str, size: int) -> None:
+def test_matrices_are_doubly_stochastic_and_every_message_is_expected(graph: str, size: int) -> None:
     if refused(graph, size):
         return
     product = torch.eye(size, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_rows_and_columns_add_up_and_every_message_is_expected(graph: str, size:
 
 
 def test_on_a_chain_the_larger_degree_of_the_two_counts() -> None:
-    """Ends have one neighbour and all others two, so with the smaller degree an end would take a half."""
+    """Ends have one neighbour and other ranks two. With the smaller degree an end would take 1/2."""
     want = [[2, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 2]]
     torch.testing.assert_close(matrix("chain", 4), torch.tensor(want).double() / 3, rtol=0, atol=1e-15)
     two = torch.tensor([[2, 1, 0], [1, 1, 1], [0, 1, 2]]).double() / 3
@@ -64,7 +64,7 @@ def test_on_a_chain_the_larger_degree_of_the_two_counts() -> None:
     ("ring", 2, 1, 0.0), ("ring", 3, 1, 0.0), ("ring", 4, 1, 1 / 3), ("ring", 5, 1, 0.5393), ("ring", 8, 1, 0.8047),
     ("complete", 7, 1, 0.0), ("exponential", 4, 2, 0.0), ("exponential", 8, 3, 0.0), ("hypercube", 8, 1, 0.5),
 ])  # fmt: skip
-def test_disagreement_shrinks_as_the_table_says(graph: str, size: int, rounds: int, left: float) -> None:
+def test_disagreement_shrinks_by_the_tables_factor(graph: str, size: int, rounds: int, left: float) -> None:
     product = torch.eye(size, dtype=torch.float64)
     for number in range(rounds):
         product = matrix(graph, size, number) @ product
@@ -73,7 +73,7 @@ def test_disagreement_shrinks_as_the_table_says(graph: str, size: int, rounds: i
 
 @every_graph
 @pytest.mark.parametrize("size", SIZES)
-def test_hops_is_how_long_a_word_of_rank_0_travels_from_any_round(graph: str, size: int) -> None:
+def test_hops_is_the_longest_spreading_time_from_rank_0(graph: str, size: int) -> None:
     if refused(graph, size):
         return
     longest = 0
@@ -86,7 +86,7 @@ def test_hops_is_how_long_a_word_of_rank_0_travels_from_any_round(graph: str, si
     assert longest <= hops(graph, size) <= max(1, longest)
 
 
-def test_graphs_that_cannot_be_drawn_are_refused_in_words() -> None:
+def test_impossible_graphs_are_refused_with_a_reason() -> None:
     with pytest.raises(KnobError, match="hypercube needs a power of two, not 6 ranks; use 4"):
         experiment(6, strategy=Gossip(graph="hypercube"))
     with pytest.raises(KnobError, match="rectangle"):
@@ -97,8 +97,8 @@ RATES = [("ring", 4, 1 / 3), ("hypercube", 4, 1 / 3), ("ring", 5, 0.5393)]
 
 
 @pytest.mark.parametrize(("graph", "ranks", "factor"), RATES)
-def test_real_ranks_come_together_by_the_second_eigenvalue(graph: str, ranks: int, factor: float) -> None:
-    """Learning stops at step 6; from then on each evaluation's drift shows one round more."""
+def test_real_ranks_converge_by_the_second_eigenvalue(graph: str, ranks: int, factor: float) -> None:
+    """Learning stops at step 6. Each later evaluation's drift shows one more round."""
     plain = toy(partial(torch.optim.SGD, lr=0.3))
     chosen = experiment(ranks, 11, task=plain, strategy=Gossip(graph=graph), eval_every=1)
     sessions = run(chosen, Change(6, "lr", 1e-30))
@@ -111,7 +111,7 @@ def test_real_ranks_come_together_by_the_second_eigenvalue(graph: str, ranks: in
     assert bool((ratios <= factor * 1.01).all())
 
 
-def test_mixing_leaves_the_mean_where_it_is() -> None:
+def test_mixing_keeps_the_mean() -> None:
     def mean(*changes: Change) -> torch.Tensor:
         plain = toy(partial(torch.optim.SGD, lr=0.1))
         sessions = run(experiment(4, 9, task=plain, strategy=Gossip(graph="chain")), Change(3, "lr", 1e-30), *changes)
@@ -133,7 +133,7 @@ def test_ranks_connect_to_their_neighbours_only(graph: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("graph", ["ring", "exponential", "chain"])
-def test_a_change_acts_on_all_before_the_same_step_though_they_meet_only_neighbours(graph: str) -> None:
+def test_a_change_acts_before_the_same_step_on_all_ranks(graph: str) -> None:
     sessions = live(experiment(5, 0, pace=10.0, strategy=Gossip(graph=graph)))
     try:
         for k, value in enumerate([0.01, 0.02, 0.03]):
@@ -176,7 +176,7 @@ def test_a_rank_that_fails_frees_its_neighbours() -> None:
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
 
 
-def test_into_gossip_and_out_again_without_learning_changes_nothing() -> None:
+def test_switching_in_and_out_without_learning_changes_nothing() -> None:
     still = [Change(3, "lr", 1e-30), Change(4, "strategy", "Gossip"), Change(8, "strategy", "DDP")]
     stay = run(experiment(3, 10, strategy=DDP()), still[0])
     went = run(experiment(3, 10, strategy=DDP()), *still)

@@ -1,4 +1,4 @@
-"""Gossip on pairings and on graphs of one's own: what is refused, how fast ranks agree, what order and period do."""
+"""Tests gossip on pairings and custom graphs: refusals, speed of agreement, order and period."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from workbench.strategies._graph import PAIRINGS, hops, mixing_round, partner, r
 pytestmark = pytest.mark.ranks
 
 KITE = "0-1 1-2 2-0 2-3 3-4"
-ONE_WAY = "1/2 1/2 0; 0 1/2 1/2; 1/2 0 1/2"  # doubly stochastic and not symmetric
+ONE_WAY = "1/2 1/2 0; 0 1/2 1/2; 1/2 0 1/2"  # doubly stochastic, not symmetric
 TEXTS = [("0-1 1-2 2-3 3-0", 4), (KITE, 5), ("0-1, 0-2; 0-3", 4), (ONE_WAY, 3), ("0.8 0.2\n0.2 0.8", 2)]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-# -- a graph of one's own
+# custom graphs
 
 
 @pytest.mark.parametrize(("text", "size"), TEXTS)
-def test_rows_and_columns_of_an_own_graph_add_up_and_every_message_is_expected(text: str, size: int) -> None:
+def test_a_custom_graph_is_doubly_stochastic_and_every_message_is_expected(text: str, size: int) -> None:
     for mix in (1.0, 0.3):
         w = matrix(text, size, mix=mix)
         torch.testing.assert_close(w.sum(0), torch.ones(size).double(), rtol=0, atol=1e-12)
@@ -43,7 +43,7 @@ def test_rows_and_columns_of_an_own_graph_add_up_and_every_message_is_expected(t
     assert sends == {(j, i) for i in range(size) for j in range(size) if i != j and w[i, j] > 0}
 
 
-def test_edges_get_metropolis_weights_and_rows_are_taken_as_they_are() -> None:
+def test_edges_get_metropolis_weights_and_rows_keep_their_values() -> None:
     third, quarter = 1 / 3, 1 / 4  # degrees 2, 2, 3, 2, 1
     want = [[5 / 12, third, quarter, 0, 0], [third, 5 / 12, quarter, 0, 0], [quarter, quarter, quarter, quarter, 0],
             [0, 0, quarter, 5 / 12, third], [0, 0, 0, third, 2 / 3]]  # fmt: skip
@@ -54,7 +54,7 @@ def test_edges_get_metropolis_weights_and_rows_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), TEXTS)
-def test_hops_of_an_own_graph_is_how_long_a_word_of_rank_0_travels(text: str, size: int) -> None:
+def test_hops_of_a_custom_graph_is_the_spreading_time_from_rank_0(text: str, size: int) -> None:
     know, rounds = {0}, 0
     while len(know) < size:
         know |= {to for i in know for to in mixing_round(text, 1.0, size, i, rounds).to}
@@ -63,8 +63,8 @@ def test_hops_of_an_own_graph_is_how_long_a_word_of_rank_0_travels(text: str, si
 
 
 @pytest.mark.parametrize(("text", "size"), [("0-1 1-2 2-3 3-0", 4), (KITE, 5)])
-def test_ranks_come_together_by_an_own_graphs_second_eigenvalue(text: str, size: int) -> None:
-    """Learning stops at step 6; once the faster parts have died out, each round takes the factor and nothing else."""
+def test_ranks_converge_by_a_custom_graphs_second_eigenvalue(text: str, size: int) -> None:
+    """Learning stops at step 6. Once the faster modes have died out, each round multiplies by the factor."""
     factor = sorted(torch.linalg.eigvalsh(matrix(text, size)).abs().tolist())[-2]
     e = paced(size, 24, strategy=Gossip(edges=text), task=toy(partial(torch.optim.SGD, lr=0.3)), eval_every=1)
     run_, _ = simulated(e, Change(6, "lr", 1e-30))
@@ -72,7 +72,7 @@ def test_ranks_come_together_by_an_own_graphs_second_eigenvalue(text: str, size:
     total = np.sqrt((drift**2).sum(0))
     ratios = total[1:] / total[:-1]
     assert total[0] > 1e-3 and (ratios[:8] <= factor * 1.001).all()
-    late = slice(0, 6) if size == 4 else slice(6, 12)  # above what float32 can tell
+    late = slice(0, 6) if size == 4 else slice(6, 12)  # above the resolution of float32
     np.testing.assert_allclose(ratios[late], factor, rtol=0.01)
 
 
@@ -94,12 +94,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "ranks", "words"), WRONG)
-def test_an_own_graph_that_cannot_be_is_refused_in_words(text: str, ranks: int, words: str) -> None:
+def test_an_invalid_custom_graph_is_refused(text: str, ranks: int, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         experiment(ranks, strategy=Gossip(edges=text))
 
 
-def test_a_change_to_a_graph_that_cannot_be_is_refused_and_the_run_goes_on() -> None:
+def test_a_change_to_an_invalid_graph_is_refused_and_the_run_goes_on() -> None:
     wrong = [Change(2, "edges", "0-1"), Change(3, "graph", "shift_one"), Change(4, "edges", "0-1 1-2")]
     sessions = run(experiment(3, 7, strategy=Gossip()), *wrong)
     refusals = [json.loads(m[3])["reason"] for m in sessions[0].record.noted("refused")]
@@ -132,14 +132,14 @@ def test_pairs_are_pairs_in_every_round(graph: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(2, 17))
-def test_who_one_peer_exponential_sends_to_is_a_permutation(size: int) -> None:
+def test_receivers_of_one_peer_exponential_form_a_permutation(size: int) -> None:
     for number in range(6):
         to = [mixing_round("exponential", 1.0, size, r, number).to for r in range(size)]
         assert sorted(r for (r,) in to) == list(range(size)) and all(r != other for r, (other,) in enumerate(to))
 
 
 @pytest.mark.parametrize(("size", "left"), [(2, 0.0), (4, 0.0), (6, 0.25), (8, 0.3536)])
-def test_what_shift_one_leaves_of_the_disagreement_after_all_have_met(size: int, left: float) -> None:
+def test_shift_one_shrinks_disagreement_as_expected_after_all_pairs(size: int, left: float) -> None:
     product = torch.eye(size, dtype=torch.float64)
     for number in range(size // 2):
         product = matrix("shift_one", size, number) @ product
@@ -147,7 +147,7 @@ def test_what_shift_one_leaves_of_the_disagreement_after_all_have_met(size: int,
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_after_a_butterfly_all_ranks_are_equal_to_the_bit(size: int) -> None:
+def test_after_a_butterfly_all_ranks_are_bit_identical(size: int) -> None:
     turns = size.bit_length() - 1
     e = paced(size, 6 + turns, strategy=Gossip(mix=0.0), task=toy(partial(torch.optim.SGD, lr=0.3)))
     plan = (Change(6, "lr", 1e-30), Change(6, "mix", 1.0), Change(6, "graph", "butterfly"))
@@ -160,11 +160,11 @@ def test_after_a_butterfly_all_ranks_are_equal_to_the_bit(size: int) -> None:
     assert len({state_hash(s.layout) for s in earlier}) > 1, "not one round sooner"
 
 
-# -- the order of mixing and updating
+# order of mixing and updating
 
 
 class Plain:
-    """D-PSGD written down as in the paper: every rank's parameters in one process, mixed by the whole matrix."""
+    """D-PSGD as in the paper: all ranks' parameters in one process, mixed by the whole matrix."""
 
     def __init__(self, w: torch.Tensor, adapt_first: bool, momentum: float = 0.0) -> None:
         self.models = [net().double() for _ in w]
@@ -205,7 +205,7 @@ def exact_task(momentum: float = 0.0) -> Any:
 
 @pytest.mark.parametrize("order", ["combine-then-adapt", "adapt-then-combine"])
 @pytest.mark.parametrize(("text", "every"), [("1/2 1/4 1/4; 1/4 1/2 1/4; 1/4 1/4 1/2", 1), ("0-1 1-2", 3)])
-def test_it_is_the_papers_rule(order: str, text: str, every: int) -> None:
+def test_gossip_follows_the_papers_rule(order: str, text: str, every: int) -> None:
     chosen = Gossip(edges=text, order=order, every=every)
     e = paced(3, 10, strategy=chosen, task=exact_task(momentum=0.9))
     plain = Plain(matrix(text, 3), adapt_first=order == "adapt-then-combine", momentum=0.9)
@@ -218,7 +218,7 @@ def test_it_is_the_papers_rule(order: str, text: str, every: int) -> None:
 
 @pytest.mark.parametrize("order", ["combine-then-adapt", "adapt-then-combine"])
 @pytest.mark.parametrize("text", [KITE, "1/2 0 1/2 0 0; 0 1/2 0 0 1/2; 1/2 0 0 1/2 0; 0 1/2 0 1/2 0; 0 0 1/2 0 1/2"])
-def test_the_mean_moves_by_the_mean_of_the_gradients_and_nothing_else(order: str, text: str) -> None:
+def test_the_mean_moves_by_the_mean_of_the_gradients_only(order: str, text: str) -> None:
     e = paced(5, 7, strategy=Gossip(edges=text, order=order), task=exact_task())
     (_, before), (_, after) = simulated(e), simulated(e.set("steps", 8))
     pulled = []
@@ -243,10 +243,10 @@ def test_updating_first_on_the_complete_graph_is_data_parallelism_with_sgd(momen
     assert len({state_hash(s.layout) for s in mixed}) == 4, "mixing first leaves the ranks a gradient apart"
 
 
-# -- how often, and how a change reaches everybody
+# periods, and changes that reach all ranks
 
 
-def test_bytes_are_the_neighbours_times_the_rounds() -> None:
+def test_bytes_are_neighbours_times_rounds() -> None:
     run_ = simulate(paced(4, 12, strategy=Gossip(edges="0-1 0-2 0-3", every=4)))
     nbytes = sum(run_.details("buckets")[-1][2]["nbytes"])
     sent = [sum(n for step, _, n in comm(run_, r) if step % 4 == 0) for r in range(4)]
@@ -254,7 +254,7 @@ def test_bytes_are_the_neighbours_times_the_rounds() -> None:
     assert not [1 for r in range(4) for step, _, _ in comm(run_, r) if step % 4]
 
 
-def test_with_rare_rounds_a_change_still_acts_on_all_before_the_same_step() -> None:
+def test_with_rare_rounds_a_change_acts_before_the_same_step_on_all() -> None:
     sessions = live(experiment(5, 0, pace=5.0, strategy=Gossip(edges="0-1 1-2 2-3 3-4", every=3)))
     try:
         for k, (path, value) in enumerate([("every", 2), ("order", "adapt-then-combine"), ("graph", "complete"),
@@ -281,7 +281,7 @@ WAITING = [Gossip(), Gossip(graph="shift_one", order="adapt-then-combine"), Stoc
 
 
 @pytest.mark.parametrize("strategy", WAITING, ids=str)
-def test_a_rank_that_pauses_is_waited_for_and_all_come_to_the_end(strategy: Any) -> None:
+def test_ranks_wait_for_a_paused_rank_and_all_reach_the_end(strategy: Any) -> None:
     e = paced(4, 12, strategy=strategy)
     run_ = simulate(e, changes=[Change(5, "faults", [Freeze(rank=1, seconds=3.0)])])
     assert run_.state == "done" and len(rows(run_, "step")) == 48
@@ -289,18 +289,18 @@ def test_a_rank_that_pauses_is_waited_for_and_all_come_to_the_end(strategy: Any)
     assert all(4.0 > end[-1] > 3.0 > end[4] for end in ends)
 
 
-# -- what it gains and what it costs
+# gains and costs
 
 
 def lasts(strategy: Any, **link: float) -> float:
-    """Seconds of a step of 1 ms of compute, one bucket of 0.32 MB, on 8 ranks."""
+    """Returns the seconds of a step with 1 ms of compute and one bucket of 0.32 MB, on 8 ranks."""
     run_ = simulate(paced(8, 4, pace=1.0, strategy=strategy, task=stack(8, 100), bucket_mb=1.0, **link))
     assert len(rows(run_, "step")) == 32
     return float(seconds(run_)[-1])
 
 
-def test_it_wins_where_latency_dominates_and_the_ring_loses_where_bandwidth_does() -> None:
-    """Against data parallelism, with the closed forms: 2 (p-1) messages one after the other against one or two."""
+def test_gossip_is_faster_with_high_latency_and_the_ring_slower_with_low_bandwidth() -> None:
+    """Compares with data parallelism by closed forms: 2 (p-1) messages in sequence against one or two."""
     late, n = {"latency": 20.0, "mbit": 0.0}, 8 * 100 * 100 * 4
     ddp, ring, one = (lasts(s, **late) for s in (DDP(), Gossip(), Gossip(graph="exponential")))
     assert ddp == pytest.approx(0.001 + 14 * 0.020)

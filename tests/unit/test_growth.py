@@ -1,4 +1,4 @@
-"""A rank whose memory grows from step to step is noticed; ordinary runs give no alarm."""
+"""Tests that growing memory of a rank is noticed, and ordinary runs give no alarm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.engine.record.growth import FIRST, LEAST_MB, MOST, Growth, find_g
 
 
 class Memory:
-    """Readings in MB, one a step, on a clock of its own."""
+    """Readings in MB, one per step, with a separate clock."""
 
     def __init__(self, mb: list[float]) -> None:
         self.mb, self.step, self.told, self.reads = mb, 0, list[dict[str, Any]](), 0
@@ -32,13 +32,13 @@ def leak(each: float, steps: int, noise: float = 0.0, seed: int = 0) -> list[flo
 
 @pytest.mark.parametrize(("each", "steps", "noise"), [(16.0, 30, 0.0), (16.0, 30, 5.0), (1.0, 200, 2.0),
                                                       (0.05, 4000, 3.0)])  # fmt: skip
-def test_a_leak_is_told_once_with_rank_and_megabytes_a_step(each: float, steps: int, noise: float) -> None:
+def test_a_leak_is_reported_once_with_rank_and_megabytes_per_step(each: float, steps: int, noise: float) -> None:
     (said,) = Memory(leak(each, steps, noise)).told
     assert said["rank"] == 1 and said["mb_per_step"] == pytest.approx(each, rel=0.25) and said["mb"] >= LEAST_MB
     assert said["text"].startswith("rank 1's memory grows by ") and " MB a step on its host" in said["text"]
 
 
-def test_a_leak_that_begins_late_is_told() -> None:
+def test_a_leak_that_begins_late_is_reported() -> None:
     flat = [300.0] * 100
     assert Memory([*flat, *(300 + 4.0 * step for step in range(200))]).told
 
@@ -49,14 +49,14 @@ def test_ordinary_memory_gives_no_alarm(seed: int) -> None:
     n = 1200
     jumps = 300 + 400 * np.cumsum(rng.random(n) < 2 / n)  # a switch of strategy, an evaluation
     warm = 300 + 500 * (1 - np.exp(-np.arange(n) / rng.uniform(3, 20)))  # an allocator or a cache fills
-    saw = 300 + 200 * ((np.arange(n) / rng.uniform(3, 12)) % 1)  # is given back again and again
+    saw = 300 + 200 * ((np.arange(n) / rng.uniform(3, 12)) % 1)  # memory that is freed again and again
     noise = 300 + rng.normal(0, 40, n)
     walk = 300 + np.clip(np.cumsum(rng.normal(0, 1.0, n)), -50, 50)
     for name, mb in {"jumps": jumps, "warm": warm, "saw": saw, "noise": noise, "walk": walk}.items():
         assert not Memory(mb.tolist()).told, name
 
 
-def test_small_growth_and_few_readings_are_no_word() -> None:
+def test_small_growth_and_few_readings_give_no_report() -> None:
     assert not Memory(leak(0.05, 600)).told, "30 MB"
     assert find_growth(np.arange(15), np.arange(15) * 100.0) is None
 
@@ -67,7 +67,7 @@ def test_long_runs_keep_few_readings_and_the_first_steps_do_not_count() -> None:
     assert Memory([*(100.0 * step for step in range(FIRST)), *[400.0] * 100]).told == []
 
 
-def test_the_reading_is_of_this_process() -> None:
+def test_memory_is_read_of_this_process() -> None:
     before = read_host_mb()
     kept = np.ones(25_000_000)
     assert read_host_mb() - before > 150 and kept.all()

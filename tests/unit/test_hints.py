@@ -1,4 +1,4 @@
-"""A wrong name or a knob that is not there is answered with what was meant; one table, a wrong input to a row."""
+"""Tests that an unknown name or knob is refused with the intended one; a table of wrong inputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WRONG: list[tuple[str, Any, list[str], list[str]]] = [  # knob, value, words of 
 
 
 @pytest.mark.parametrize(("path", "value", "words", "misleading"), WRONG, ids=[f"{w[0]}={w[1]}" for w in WRONG])
-def test_a_wrong_setting_is_answered_with_what_was_meant(
+def test_a_wrong_setting_is_refused_with_the_intended_one(
     path: str, value: Any, words: list[str], misleading: list[str]
 ) -> None:
     with pytest.raises(KnobError) as caught:
@@ -60,7 +60,7 @@ def test_a_wrong_setting_is_answered_with_what_was_meant(
         assert word not in str(caught.value)
 
 
-def test_an_experiment_takes_the_names_that_set_takes() -> None:
+def test_an_experiment_takes_the_same_names_as_set() -> None:
     made = Experiment(strategy="LocalSGD", compressor="TopK", partition="Whole", policy="ByHand")  # type: ignore[arg-type]
     assert made.strategy == LocalSGD() and made.compressor == ErrorFeedback(of=TopK())
     assert made.checked() == Experiment().set({"strategy": "LocalSGD", "compressor": "TopK"})
@@ -72,7 +72,7 @@ def test_an_experiment_takes_the_names_that_set_takes() -> None:
         Experiment(strategy=3)  # type: ignore[arg-type]
 
 
-def test_the_range_of_ranks_says_what_it_is_a_range_of(tmp_path: Path) -> None:
+def test_the_error_for_ranks_explains_its_range(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["run", "digits", "--ranks", "5000", "--out", str(tmp_path / "run")])
     assert said.exit_code == 2
     words = f"ranks=5000: must be an integer in [1, {given.MAX_RANKS}]: as many ranks as a lab starts as processes"
@@ -82,7 +82,7 @@ def test_the_range_of_ranks_says_what_it_is_a_range_of(tmp_path: Path) -> None:
     assert Experiment(ranks=given.LIMIT).ranks == 4096, "what the sentence says holds"
 
 
-def test_a_plan_without_a_pair_says_why() -> None:
+def test_a_plan_without_a_valid_pair_has_a_reason() -> None:
     e = Experiment(ranks=3, pace=10.0, batch=2, memory_mb=0.5)
     with pytest.raises(KnobError, match=r"plan: no strategy and partition can train this .*memory_mb=0\.5"):
         plan(e, strategies=[DDP()])
@@ -90,7 +90,7 @@ def test_a_plan_without_a_pair_says_why() -> None:
         plan(e.set("memory_mb", 0.0), strategies=[HSDP(group=2)], partitions=[e.partition])
 
 
-def test_a_summary_says_what_is_in_force_now() -> None:
+def test_a_summary_shows_the_settings_in_force() -> None:
     run = Run(Experiment(strategy=DDP(), ranks=2), name="changed")
     assert (run.summary()["strategy"], run.summary()["compressor"]) == ("DDP", "Dense")
     for number, (path, value) in enumerate([("compressor", "TopK"), ("strategy", {"LocalSGD": {"every": 4}})]):
@@ -102,7 +102,7 @@ def test_a_summary_says_what_is_in_force_now() -> None:
     assert repr(run).startswith("Run changed: LocalSGD, 2 ranks")
 
 
-def test_an_answer_that_is_not_written_down_is_no_try() -> None:
+def test_a_missing_answer_is_no_attempt() -> None:
     which = Exercise("which of the two hints?", lambda **said: (said == {"a": 1, "b": 2}, "judged"))
     assert which.check(a=None, b=None) == "Write down your answer first: a, b are None."
     assert which.check(a=1, b=None) == "Write down your answer first: b is None."

@@ -1,4 +1,4 @@
-"""Sharding within groups of ranks (HSDP), and second shards within groups (hpZ of ZeRO++)."""
+"""Tests sharding within groups (HSDP), and second shards within groups (hpZ of ZeRO++)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPT = Experiment(task=ByteGPT(layers=4), ranks=4, steps=6, eval_every=0, optimiz
 
 
 def by_group(rows: list[tuple[int, str, int]], step: int) -> dict[str, int]:
-    """Bytes of a step by what is done and in which dimension of the mesh; "all" for all ranks."""
+    """Returns a step's bytes by verb and dimension of the mesh; "all" for all ranks."""
     found: dict[str, int] = defaultdict(int)
     for at, what, n in rows:
         if at == step:
@@ -35,7 +35,7 @@ def by_group(rows: list[tuple[int, str, int]], step: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_groups_of_any_size_train_as_ddp_does_but_for_the_last_bits(group: int) -> None:
+def test_groups_of_any_size_train_like_ddp_up_to_rounding(group: int) -> None:
     ours, plain = (run(many(4, strategy=s, eval_every=4)) for s in (HSDP(group=group), DDP()))
     assert all(torch.equal(weights(s), weights(ours[0])) for s in ours)
     torch.testing.assert_close(weights(ours[0]), weights(plain[0]), rtol=1e-4, atol=1e-5)
@@ -43,7 +43,7 @@ def test_groups_of_any_size_train_as_ddp_does_but_for_the_last_bits(group: int) 
 
 
 @pytest.mark.parametrize("strategy", [HSDP(), HpZ(), HpZ(group=4)], ids=str)
-def test_two_clocks_ask_the_same_of_the_same_groups(strategy: Strategy) -> None:
+def test_engine_and_simulator_send_the_same_in_the_same_groups(strategy: Strategy) -> None:
     sessions, model = run(GPT.set("strategy", strategy)), simulate(GPT.set("strategy", strategy).set("pace", 10.0))
     for rank in (0, 3):
         assert sorted(sessions[rank].record.comm()) == sorted(tuple(row) for row in comm(model, rank))
@@ -52,7 +52,7 @@ def test_two_clocks_ask_the_same_of_the_same_groups(strategy: Strategy) -> None:
         assert seen(sessions[0], f"memory {what}")[-1] == pytest.approx(held[f"memory {what}"], rel=0.01)
 
 
-def test_a_group_holds_the_model_and_a_share_of_it_crosses_between_groups() -> None:
+def test_a_group_holds_the_model_and_a_share_travels_between_groups() -> None:
     session = run(GPT.set("strategy", HSDP(group=2)))[0]
     psi, largest = session.layout.nbytes, max(b.nbytes for b in session.layout.buckets)
     sent = by_group(session.record.comm(), 4)
@@ -65,7 +65,7 @@ def test_a_group_holds_the_model_and_a_share_of_it_crosses_between_groups() -> N
 
 
 @pytest.mark.long
-def test_second_shards_keep_the_backwards_gathers_within_groups_and_change_no_bit(
+def test_second_shards_keep_backward_gathers_within_groups_with_the_same_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[int] = []
@@ -87,7 +87,7 @@ def test_second_shards_keep_the_backwards_gathers_within_groups_and_change_no_bi
         assert torch.equal(weights(one), weights(other)) and seen(one, "held_out") == seen(other, "held_out")
 
 
-def test_who_shares_with_whom_is_changed_live() -> None:
+def test_groups_change_live() -> None:
     changes = [Change(3, "strategy", "HSDP"), Change(6, "strategy.group", 4), Change(8, "strategy.prefetch", 2),
                Change(10, "strategy.group", 1), Change(12, "bucket_mb", 0.05), Change(14, "strategy.group", 2),
                Change(16, "strategy", "HpZ"), Change(18, "strategy.group", 4), Change(20, "strategy", "HSDP"),
@@ -113,7 +113,7 @@ def test_the_gradient_is_clipped_by_the_norm_of_one_replica() -> None:
 
 
 @pytest.mark.parametrize("cls", [HSDP, HpZ])
-def test_groups_that_do_not_fit_are_refused_in_words(cls: type[Strategy]) -> None:
+def test_groups_that_do_not_fit_are_refused_with_a_reason(cls: type[Strategy]) -> None:
     with pytest.raises(KnobError, match="group=3 does not divide 4 ranks into equal groups; use one of 1, 2, 4"):
         many(4, strategy=cls(group=3)).checked()
     sessions = run(many(4, 6, strategy=cls()), Change(3, "strategy.group", 3))

@@ -1,4 +1,4 @@
-"""What a live run tells of its ranks: who has entered which collective, clocks, recording's cost, GPUs, a profile."""
+"""Tests a live run's reports on its ranks: collectives, clocks, cost of recording, GPUs, profiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shown(name: str, run: Run) -> str:
     return next(kind() for kind in all_views().values() if kind.name == name).update(run).html or ""
 
 
-def test_who_has_entered_a_collective_and_who_has_not() -> None:
+def test_entered_lists_waiting_and_missing_ranks_of_a_collective() -> None:
     bucket, group = "all_reduce bucket 1", "all_gather params 3 in within [0, 1]"
     waits = [Standing(r, 7, bucket, True, 3.0 + r) for r in (0, 1, 3)]
     (found,) = entered([*waits, Standing(2, 7, "backward", False, 5.0)])
@@ -44,7 +44,7 @@ def test_who_has_entered_a_collective_and_who_has_not() -> None:
     assert entered([Standing(0, 7, "backward", False, 9.0)]) == []
 
 
-def test_the_table_of_who_waits_comes_and_goes_while_no_row_comes() -> None:
+def test_the_table_of_waiting_ranks_updates_without_new_rows() -> None:
     table = [Standing(0, 7, "all_reduce bucket 1", True, 0.4), Standing(1, 7, "backward", False, 0.5)]
     run = Run({"ranks": 2}, live=True)
     run._control = SimpleNamespace(standing=table, holdup="", profile=lambda rank, steps: Path("trace"))  # type: ignore
@@ -79,7 +79,7 @@ def test_clocks_and_recording_in_words() -> None:
 
 
 class Nvml:
-    """A stand-in for nvidia-ml-py: one GPU with or without NVLink, which has no power meter."""
+    """A stand-in for nvidia-ml-py: one GPU with or without NVLink, without a power meter."""
 
     class NVMLError(Exception):
         pass
@@ -113,10 +113,10 @@ class Nvml:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_gpus_gauge_reads_what_the_library_tells_and_leaves_out_the_rest(
+def test_a_gpus_gauge_reads_available_values_and_omits_the_rest(
     links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a stand-in; not run on a GPU."""
+    """Uses a stand-in, not a GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(links))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
     got: list[tuple[str, float]] = []
@@ -149,7 +149,7 @@ def until(so: Any, patience: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_profile_has_all_threads_of_so_many_steps_and_the_run_goes_on_whatever_happens(tmp_path: Path) -> None:
+def test_a_profile_covers_all_threads_and_never_ends_the_run(tmp_path: Path) -> None:
     marks: list[dict[str, Any]] = []
     profiler = Profiler(1, tmp_path, "cpu", lambda name, detail: marks.append(detail))
     path = Path(profiler.ask(2))

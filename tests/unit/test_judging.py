@@ -1,4 +1,4 @@
-"""`lab.tune` and `run.advice` order the same settings alike."""
+"""Tests that `lab.tune` and `run.advice` rank the same settings alike."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[dict[str, Any]]:
-    """The candidates that `Tuning` may use, best first. drop: by how much a setting's loss lies below the trend."""
+    """Returns the candidates that `Tuning` may use, best first. drop: how far a setting's loss lies below the trend."""
     found, noise = [], Random(2)
 
     def loss(step: int, now: Experiment) -> float:
@@ -52,8 +52,8 @@ def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[
     return [settings for settings, trial in order if trial.fit]
 
 
-def test_tune_and_advice_order_the_same_evidence_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No loss can be told from its noise, as advice knows none: then both use only what learns the same."""
+def test_tune_and_advice_rank_the_same_evidence_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loss differs from its noise, so both use only settings that do not change learning. Advice knows no losses."""
     monkeypatch.setattr(advising, "_candidates", lambda *_: iter(SPACE))
     asked = Asked(simulate(replace(FAR, steps=60), costs=COSTS))
     suggestions = [advising._suggestion(asked, settings) for settings in SPACE]
@@ -71,7 +71,7 @@ def test_tune_and_advice_order_the_same_evidence_alike(monkeypatch: pytest.Monke
     (E.set("compressor", Cast()), {"compressor": Dense()}, True),
     (E.set("strategy", LocalSGD(every=4)), {"strategy": DDP()}, False),
 ], ids=lambda value: "" if isinstance(value, Experiment) else str(value))  # fmt: skip
-def test_advice_and_tune_know_alike_what_learns_the_same(
+def test_advice_and_tune_agree_on_settings_that_learn_the_same(
     before: Experiment, settings: dict[str, Any], alike: bool
 ) -> None:
     asked = Asked(simulate(replace(before, steps=30), costs=COSTS))
@@ -90,6 +90,6 @@ def test_a_setting_is_usable_if_its_loss_is_known_to_keep_to_the_trend(
     assert is_usable(alike, loss, 0.02) is usable
 
 
-def test_what_is_usable_comes_first_and_then_what_is_fast() -> None:
+def test_usable_settings_come_first_and_then_fast_ones() -> None:
     found = {"a": Evidence(1.0, False), "b": Evidence(3.0, True), "c": Evidence(2.0, True), "d": Evidence(0.5, False)}
     assert in_order(found, found.__getitem__) == ["c", "b", "d", "a"]

@@ -1,4 +1,4 @@
-"""KFAC against its papers' formulas in numpy, on one process with everybody's examples, and what it does live."""
+"""Tests KFAC against its papers' formulas in numpy, in one process with all examples, and live."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LR, MOMENTUM = 0.1, 0.9
 
 
 class Mixed(nn.Module):
-    """Two Linear layers and a scale that is none, in double precision."""
+    """Two Linear layers and a scale outside KFAC, in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Reference:
         one = np.hstack([x, np.ones((n, 1))])
         squashed = np.tanh(one @ np.hstack([w["a.weight"], w["a.bias"][:, None]]).T)
         hidden = squashed * w["scale"]
-        out = 2 * (hidden @ w["b.weight"].T - y) / y.shape[1]  # (n, 4): every row's own slope
+        out = 2 * (hidden @ w["b.weight"].T - y) / y.shape[1]  # (n, 4): the gradient of each row's own loss
         back = out @ w["b.weight"]
         inner = back * w["scale"] * (1 - squashed**2)
         grads = {"a": inner.T @ one / n, "b": out.T @ hidden / n}
@@ -111,31 +111,31 @@ def made(ranks: int, k: KFAC, **rest: Any) -> Experiment:
     (4, KFAC(fraction=0.25, damping=0.03, kl_clip=1.0)),
     (3, KFAC(fraction=0.5, accumulate=2, factors_every=2, inverses_every=3, kl_clip=0.01)),
 ], ids=str)  # fmt: skip
-def test_all_ranks_together_do_what_one_process_does_with_all_examples(ranks: int, k: KFAC) -> None:
+def test_all_ranks_together_equal_one_process_with_all_examples(ranks: int, k: KFAC) -> None:
     want = Reference(k).after(20, ranks)
     for session in run(made(ranks, k)):
         np.testing.assert_allclose(weights(session), want, rtol=1e-9, atol=1e-11)
 
 
-def test_clipping_the_step_has_been_at_work_in_that() -> None:
+def test_clipping_changes_the_step() -> None:
     bold, careful = (Reference(KFAC(kl_clip=clip)).after(20, 4) for clip in (0.1, 1e-3))
     assert np.abs(bold - careful).max() > 0.1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_who_keeps_the_inverses_changes_no_bit(ranks: int) -> None:
+def test_the_keepers_of_inverses_do_not_change_the_result(ranks: int) -> None:
     ends = [fingerprint([weights(s)]) for f in (1.0, 0.5, 1 / ranks) for s in run(made(ranks, KFAC(fraction=f)))]
     assert len(set(ends)) == 1
 
 
-def test_who_keeps_the_inverses_can_be_turned_while_it_trains() -> None:
+def test_the_keepers_of_inverses_can_change_live() -> None:
     changes = [Change(5, "strategy.fraction", 0.25), Change(11, "strategy.fraction", 0.5)]
     steady, turned = run(made(4, KFAC(inverses_every=1))), run(made(4, KFAC(inverses_every=1)), *changes)
     assert len({fingerprint([weights(s)]) for s in (*steady, *turned)}) == 1
     assert len({name for _, name, _ in turned[0].record.comm() if "inverses" in name}) == 2, "groups of 4 and of 2"
 
 
-def test_factors_are_symmetric_never_negative_and_everybodys() -> None:
+def test_factors_are_symmetric_nonnegative_and_equal_on_all_ranks() -> None:
     sessions = run(made(3, KFAC()))
     for name in ("inputs", "outputs"):
         for weight, first in sessions[0].state.memory.parts[name].items():
@@ -145,7 +145,7 @@ def test_factors_are_symmetric_never_negative_and_everybodys() -> None:
 
 
 def exact(rank: int, ranks: int, seed: int) -> list[Any]:
-    """Every input with every error: second moments of their products are the products of their second moments."""
+    """Pairs every input with every error, so second moments of products are products of second moments."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((24, 4))
     errors = np.linalg.qr(rng.standard_normal((6, 3)))[0] * 6**0.5  # E[e e^T] = I
@@ -156,8 +156,8 @@ def exact(rank: int, ranks: int, seed: int) -> list[Any]:
     return [pair] * 8
 
 
-def test_where_the_block_is_a_kronecker_product_a_step_is_the_exact_gauss_newton_step() -> None:
-    """Linear least squares whose slopes are white and independent of the inputs: one step is the solution."""
+def test_with_kronecker_blocks_a_step_is_the_exact_gauss_newton_step() -> None:
+    """Linear least squares with white gradients that are independent of the inputs: one step is the solution."""
     task = toy(optimizer=partial(torch.optim.SGD, lr=1.0), data=exact, evaluate=None,
                model=partial(net, partial(nn.Linear, 4, 3, bias=False, dtype=torch.float64)),
                loss=lambda model, pair: (model(pair[0]) - pair[1]).square().sum(1).mean() / 2)  # fmt: skip
@@ -173,8 +173,8 @@ def test_where_the_block_is_a_kronecker_product_a_step_is_the_exact_gauss_newton
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_layers_are_dealt_out_by_what_they_cost(ranks: int) -> None:
-    """Graham 1969: the largest first, each to whom has least, is within 4/3 of the best there is."""
+def test_layers_are_dealt_out_by_cost(ranks: int) -> None:
+    """Graham 1969: the largest job first, each to the least loaded rank, is within 4/3 of the optimum."""
     layers = [Layer(str(n), "", n, 3) for n in (40, 64, 20, 33, 64, 50, 12)]
     owner = dealt(layers, ranks)
     cost = {x.weight + str(i): x.inputs**3 + x.outputs**3 for i, x in enumerate(layers)}
@@ -188,7 +188,7 @@ def test_layers_are_dealt_out_by_what_they_cost(ranks: int) -> None:
     assert best <= mine <= 4 / 3 * best
 
 
-def test_what_crosses_is_half_of_the_factors_and_half_of_the_inverses() -> None:
+def test_ranks_send_half_of_the_factors_and_half_of_the_inverses() -> None:
     (first, *_) = run(made(4, KFAC(warmup=1, factors_every=100, inverses_every=100)))
     comm = [row for row in first.record.comm() if "bucket" not in row[1]]
     half = {"a": 9 * 10 // 2 + 6 * 7 // 2, "b": 6 * 7 // 2 + 4 * 5 // 2}  # elements of 8 bytes, of layers a and b
@@ -201,7 +201,7 @@ def test_what_crosses_is_half_of_the_factors_and_half_of_the_inverses() -> None:
 
 
 @pytest.mark.parametrize("other", ["LocalSGD", "ZeRO3", "DDP"])
-def test_a_stay_begins_like_data_parallelism_and_leaves_nothing_behind(other: str) -> None:
+def test_switching_in_starts_as_data_parallelism_and_out_leaves_no_state(other: str) -> None:
     stay = [Change(4, "strategy", {"KFAC": {"warmup": 3, "factors_every": 1}}), Change(12, "strategy", other)]
     sessions = run(made(3, DDP()), *stay)
     assert len({fingerprint([weights(s)]) for s in sessions}) == 1 or other == "LocalSGD"
@@ -212,18 +212,19 @@ def test_a_stay_begins_like_data_parallelism_and_leaves_nothing_behind(other: st
     assert not torch.equal(weights(until[8]), weights(plain[8]))
 
 
-def test_both_hosts_send_and_remember_the_same() -> None:
+def test_engine_and_simulator_send_and_keep_the_same() -> None:
     e = made(3, KFAC(fraction=0.34, factors_every=2, inverses_every=3), pace=5.0)
     sessions = run(e)
     for real in (False, True):
         crosses_alike(simulate(e, real=real), sessions)
     memory_alike(e, sessions)
-    own = 8 * (2 * (9 * 9 + 6 * 6) + 2 * (6 * 6 + 4 * 4))  # fp64 factors and inverses of both layers, if it keeps both
+    # fp64 factors and inverses of both layers, if one rank keeps both
+    own = 8 * (2 * (9 * 9 + 6 * 6) + 2 * (6 * 6 + 4 * 4))
     most = max(sampled(simulate(e, real=True), "memory strategy state", rank)[-1] for rank in range(3))
     assert own / 2 < most <= own
 
 
-def test_the_simulator_learns_what_the_engine_learns() -> None:
+def test_the_simulator_has_the_engines_losses() -> None:
     e = made(4, KFAC())
     losses = [s.record.losses() for s in run(e)]
     simulated = simulate(e.set("pace", 5.0), real=True)
@@ -231,13 +232,13 @@ def test_the_simulator_learns_what_the_engine_learns() -> None:
         np.testing.assert_allclose(sampled(simulated, "loss", rank), own, rtol=1e-9)
 
 
-def test_it_says_what_share_of_the_parameters_is_preconditioned() -> None:
+def test_the_share_of_preconditioned_parameters_is_recorded() -> None:
     linear, rest = 8 * 6 + 6 + 6 * 4, 6
     said = sampled(simulate(made(2, KFAC(), pace=5.0)), "preconditioned", 0)
     assert said[0] == pytest.approx(linear / (linear + rest))
 
 
-def test_a_model_that_has_diverged_stays_no_number_and_nothing_fails() -> None:
+def test_a_diverged_model_stays_nan_without_an_error() -> None:
     def lost() -> nn.Module:
         model = net(Mixed)
         model.a.weight.data[0, 0] = torch.nan
@@ -251,7 +252,7 @@ def test_a_model_that_has_diverged_stays_no_number_and_nothing_fails() -> None:
 @pytest.mark.parametrize(("field", "said"), [
     ({"compressor": "DGC"}, "DDP"), ({"partition": {"Pipeline": {"stages": 2}}}, "go by all of a replica's"),
 ])  # fmt: skip
-def test_what_it_cannot_be_with_is_refused_in_words(field: dict[str, Any], said: str) -> None:
+def test_unsupported_settings_are_refused_with_a_reason(field: dict[str, Any], said: str) -> None:
     e = experiment(2, 4, strategy=KFAC())
     ((path, value),) = field.items()
     with pytest.raises(KnobError, match=said):

@@ -1,4 +1,4 @@
-"""What training threads print, warn and log is taken aside by thread; the rest goes its usual way."""
+"""Tests the capture of output, warnings and logs by thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def speak() -> None:
     warnings.warn("five", UserWarning, stacklevel=1)
 
 
-def test_only_the_training_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_output_of_training_threads_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[tuple[str, str]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -42,14 +42,14 @@ def test_only_the_training_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a cell's own words\nnot the training's\n"
 
 
-def test_everything_is_put_back() -> None:
+def test_all_hooks_are_restored() -> None:
     before = sys.stdout, sys.stderr, warnings.showwarning, list(logging.getLogger().handlers)
     with Capture("rank ", lambda *said: None):
         assert sys.stdout is not before[0]
     assert (sys.stdout, sys.stderr, warnings.showwarning, list(logging.getLogger().handlers)) == before
 
 
-def test_a_flood_is_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_output_is_counted_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     second = [1.0]
     monkeypatch.setattr(capture.time, "monotonic", lambda: second[0])

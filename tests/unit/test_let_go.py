@@ -1,4 +1,4 @@
-"""Passes whose backward never comes: what autograd kept of them goes with them, whoever packs it."""
+"""Tests that passes without a backward leave nothing in memory, with any saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: dict[str, Passes] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forward_that_nobody_goes_back_through_leaves_nothing(way: str) -> None:
+def test_a_forward_without_backward_leaves_no_saved_tensors(way: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sigmoid())
     with WAYS[way](model):
         out = model(torch.ones(2, 4))
@@ -47,7 +47,7 @@ def test_a_forward_that_nobody_goes_back_through_leaves_nothing(way: str) -> Non
     assert there() is None
 
 
-def test_what_shards_pack_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_without_backward_leaves_no_packed_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[weakref.ref[Tensor]] = []
     pack = Reading._pack
 
@@ -64,7 +64,7 @@ def test_what_shards_pack_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("schedule", "micros"), [(PipeDream(), 1), (PipeDream2BW(), 4)], ids=str)
-def test_forwards_that_a_pipeline_made_ahead_go_with_a_change_that_takes_them_back(schedule: Any, micros: int) -> None:
+def test_a_change_that_cancels_a_pipelines_early_forwards_frees_them(schedule: Any, micros: int) -> None:
     def kept() -> int:
         gc.collect()
         return sum(type(x) is versions._Other for x in gc.get_objects())

@@ -1,4 +1,4 @@
-"""A rank steps its optimizer without torch's compiler, which is there as soon as somebody asks for it."""
+"""Tests that ranks step optimizers without torch's compiler, which loads on first use."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ assert "torch._dynamo.eval_frame" not in sys.modules
 
 
 @pytest.mark.timeout(300)
-def test_steps_are_the_same_without_the_compiler_which_comes_when_it_is_asked_for() -> None:
+def test_steps_are_the_same_without_the_compiler_which_loads_on_use() -> None:
     command = [sys.executable, "-W", "ignore", "-c", STEPS + COMPILER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.timeout(300)
-def test_a_notebook_that_asks_for_a_change_does_not_wait_for_the_compiler_to_be_imported() -> None:
+def test_a_change_from_a_notebook_does_not_import_the_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 
 
-def test_threads_that_ask_for_the_compiler_at_once_all_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has seen the stand-in before any of them takes it away."""
+def test_threads_that_use_the_compiler_at_once_all_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has seen the stand-in before a thread removes it."""
     both, stand_in, real = threading.Barrier(2), light.Light(light.NAME), types.SimpleNamespace(reset="reset")
 
     class Modules(dict[str, Any]):

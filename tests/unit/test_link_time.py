@@ -1,4 +1,4 @@
-"""The emulated Link's arithmetic on a clock that is turned by hand."""
+"""Tests the emulated Link's arithmetic with a manual clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.strategies import DDP, Gossip
 
 
 class HandClock:
-    """A clock and its naps in one: every sleep ends `late` seconds after it should."""
+    """A clock that also naps: every sleep ends `late` seconds too late."""
 
     hurried = False
 
@@ -32,14 +32,16 @@ class HandClock:
 
 
 def shaper(late: float) -> Shaper:
-    """Rank 0 of two on 8 Mbit/s: an all-reduce of 10,000 bytes takes 10 ms."""
+    """Returns rank 0 of two on 8 Mbit/s: an all-reduce of 10,000 bytes takes 10 ms."""
     port = Port(0, 2, HandClock(late), 0)
     port.fabric = Fabric(link=Link(bandwidth=8))
     return Shaper(port, None)
 
 
 def operation(s: Shaper, asked: float, codec: float = 0.0, transfer: float = 1e-3) -> float:
-    """One all-reduce: encoded for `codec` seconds, really moved in `transfer`; when it ended on the Link."""
+    """Makes one all-reduce: `codec` seconds of encoding, `transfer` seconds of real transfer. Returns its end on the
+    Link.
+    """
     clock = s.naps.clock
     clock.t = max(clock.t, asked) + codec
     ready = s.ready(clock.t, asked)
@@ -48,7 +50,7 @@ def operation(s: Shaper, asked: float, codec: float = 0.0, transfer: float = 1e-
 
 
 @pytest.mark.parametrize("late", [0.0, 2e-3])
-def test_operations_that_queue_take_no_longer_because_each_sleep_ends_late(late: float) -> None:
+def test_late_sleeps_do_not_lengthen_queued_operations(late: float) -> None:
     s = shaper(late)
     ends = [operation(s, asked=0.0) for _ in range(10)]
     assert ends == pytest.approx([0.01 * (k + 1) for k in range(10)])
@@ -62,7 +64,7 @@ def test_encoding_between_two_operations_takes_its_time(late: float) -> None:
 
 
 @pytest.mark.parametrize(("asked", "end"), [(0.0105, 0.0205), (0.030, 0.040)])
-def test_an_operation_that_is_asked_for_later_begins_then(asked: float, end: float) -> None:
+def test_a_later_operation_begins_at_its_request(asked: float, end: float) -> None:
     s = shaper(2e-3)
     operation(s, asked=0.0)
     assert operation(s, asked=asked) == pytest.approx(end)
@@ -74,7 +76,7 @@ def test_a_transfer_that_is_slower_than_the_link_is_not_credited() -> None:
     assert ends == pytest.approx([0.010, 0.035, 0.060])
 
 
-def test_what_a_stop_cuts_short_ends_then_and_not_where_it_would_have() -> None:
+def test_operations_cut_short_by_a_stop_end_at_the_stop() -> None:
     s = shaper(0.0)
     operation(s, asked=0.0)
     s.naps.hurried = True
@@ -84,9 +86,9 @@ def test_what_a_stop_cuts_short_ends_then_and_not_where_it_would_have() -> None:
 
 
 def test_a_stop_in_the_middle_of_a_collective_ends_all_of_it() -> None:
-    """Began, this port's end and everybody's: none lies behind the moment at which the rank went on."""
+    """Start, this port's end and the common end: none is later than the moment at which the rank went on."""
     s = shaper(0.0)
-    s.port.free = 0.5  # what was posted before keeps it busy
+    s.port.free = 0.5  # earlier messages keep it busy
 
     def stopped(t: float) -> None:
         s.naps.t, s.naps.hurried = 0.02, True
@@ -98,8 +100,8 @@ def test_a_stop_in_the_middle_of_a_collective_ends_all_of_it() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), Gossip()], ids=str)
-def test_nothing_is_written_down_that_ends_when_a_stopped_run_is_over(strategy: Any) -> None:
-    """On a slow wire; but for messages that were on it when the stop came, whose end was written down as they left."""
+def test_no_span_ends_after_the_end_of_a_stopped_run(strategy: Any) -> None:
+    """Uses a slow Link. Messages in flight at the stop are excepted: their end was recorded as they left."""
     e = Experiment(ranks=2, steps=0, eval_every=0, pace=20, strategy=strategy, fabric=Fabric(link=Link(bandwidth=2)))
     sessions = live(e)
     while min(len(s.record.losses()) for s in sessions) < 3:

@@ -1,4 +1,4 @@
-"""Dead links: told from what the system knows of real sockets, and named by the two ranks at their ends."""
+"""Tests dead links: found from the system's view of real sockets, named by their two ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 @pytest.fixture
 def lines() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
-    """Two connections, each with both of its ends."""
+    """Two connections with both of their ends."""
     with ExitStack() as stack:
         door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         yield [(stack.enter_context(socket.create_connection(door.getsockname())),
                 stack.enter_context(door.accept()[0])) for _ in range(2)]  # fmt: skip
 
 
-def test_what_is_never_acknowledged_is_told_and_what_is_not_read_is_not(
+def test_unacknowledged_data_is_reported_but_unread_data_is_not(
     lines: list[tuple[socket.socket, socket.socket]],
 ) -> None:
     (full, _), (one, other) = lines
     full.setblocking(False)
     with pytest.raises(BlockingIOError):
         while True:
-            full.send(bytes(2**20))  # nobody reads, as where a process is stopped
+            full.send(bytes(2**20))  # not read, as if a process is stopped
     deaf(other)
     one.sendall(b"never")
     assert until(lambda: unheard(one) > 3.0) and unheard(full) == unheard(other) == 0.0
@@ -45,19 +45,19 @@ def test_what_is_never_acknowledged_is_told_and_what_is_not_read_is_not(
     assert until(lambda: unheard(one) == 0.0), "the link is there again"
 
 
-def test_a_connection_counts_whatever_its_descriptor(lines: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_a_connection_with_any_descriptor_counts(lines: list[tuple[socket.socket, socket.socket]]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     try:
         high = socket.socket(fileno=fcntl.fcntl(lines[0][0], fcntl.F_DUPFD, 2048))
-        lines[0][0].close()  # an engine of many ranks has more than 1,024
+        lines[0][0].close()  # the descriptor of an engine with many ranks exceeds 1,024
         with high:
             assert high.getsockname() in [tuple(mine) for mine, _, _ in wires()]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_link_is_named_by_both_ends_whoever_has_something_unheard() -> None:
+def test_a_dead_link_is_named_by_both_ends_from_either_ends_report() -> None:
     def end(port: int, to: int, seconds: float = 0.0) -> list[object]:
         return [["127.0.0.1", port], ["127.0.0.1", to], seconds]
 
