@@ -1,6 +1,6 @@
-"""Where a Chromium is that Playwright can drive; run as a program, tries to get one without root's rights.
+"""Finds a Chromium for Playwright; run as a program, installs one without root's rights.
 
-Knows no test. Browser tests ask `find()` and skip, saying so, where it returns None.
+Knows no test. Browser tests call `find()`, and skip with a reason if it returns None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _own() -> str | None:
 
 
 def main() -> None:
-    """Says which Chromium the browser tests will use; asks Playwright for its own where there is none."""
+    """Prints the Chromium that browser tests will use. Without one, installs Playwright's own."""
     if found := find():
         print(f"browser tests: {found}")
         return

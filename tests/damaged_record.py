@@ -1,4 +1,4 @@
-"""A record whose files are changed: which rows a reader gets then, and whether it says that some are missing."""
+"""A damaged record: the rows that a reader gets, and whether missing rows are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = dict[tuple[str, int], list[tuple[Any, ...]]]
 
 
 class DamagedRecord:
-    """Two ranks' rows in several batches; rank 0 has closed its files, rank 1 was killed."""
+    """Two ranks' rows in several batches. Rank 0 has closed its files; rank 1 was killed."""
 
     def make(self, folder: Path) -> None:
         changes = ((5, "strategy.every", 4), (20, "compressor", {"TopK": {"density": 0.1}}))
@@ -66,7 +66,7 @@ def written(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def rows_of(run: Run) -> Rows:
-    """By kind and rank all rows in their order."""
+    """Returns all rows in order, by kind and rank."""
     found: Rows = {}
     for kind in KINDS:
         frame = run.timeline.table(kind).frame()

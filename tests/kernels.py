@@ -1,4 +1,4 @@
-"""A kernel that dies with a lab that trains: nothing is left of it, or its lab is found again."""
+"""Kills a kernel with a training lab: nothing of it may remain, or its lab must be found again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.waiting import until
 from workbench.lab import Lab
 
 ROOT = Path(__file__).parents[1]
-GONE = 60.0  # seconds within which nothing is left: a hang, not a busy machine, takes longer
-BACK = 60.0  # seconds within which a detached lab is there again, with its record whole: as well
+GONE = 60.0  # seconds within which nothing remains; a hang takes longer, a busy machine does not
+BACK = 60.0  # seconds within which a detached lab is found with its whole record
 KERNEL = """
 import json, sys, time
 from tests.torture import start
@@ -40,7 +40,7 @@ time.sleep(1000)
 
 
 def round_of(rng: random.Random, done: Counter[str], say: Callable[[str], None]) -> dict[str, list[float]]:
-    """Three kernels killed: at any moment of their life, while they train, and with their lab detached."""
+    """Kills three kernels: at any moment, during training, and with a detached lab."""
     times: dict[str, list[float]] = {}
     for how in ("at any moment", "training", "detached"):
         name = f"kernel-{rng.randrange(10**9)}"
@@ -67,7 +67,7 @@ def round_of(rng: random.Random, done: Counter[str], say: Callable[[str], None])
 
 
 def killed(kernel: subprocess.Popen[str], how: str, name: str, rng: random.Random) -> float:
-    """Kills it; seconds until nothing was left of it, or until its detached lab was there again."""
+    """Kills the kernel. Returns the seconds until nothing remained, or until its detached lab was found."""
     family = psutil.Process(kernel.pid).children(recursive=True)
     engines = [p for p in family if p.is_running() and "boot.py engine" in " ".join(p.cmdline()) and not p.children()]
     if how == "training" and engines and rng.random() < 0.5:

@@ -19,7 +19,7 @@ BOUND = 120.0  # seconds, on a machine that is busy with other things
 
 @contextmanager
 def apart(folders: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
-    """Labs that begin inside keep what they write, and are found, in folders of their own."""
+    """Gives labs that start inside the block separate folders for files and discovery."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORKBENCH_RUNTIME_DIR", str(folders.mktemp("runtime")))
         patch.setenv("XDG_DATA_HOME", str(folders.mktemp("data")))
@@ -38,7 +38,7 @@ def shared_lab(ranks: int, name: str) -> Any:
 
 
 def endless(**more: object) -> Experiment:
-    """A run that goes on until somebody stops it."""
+    """Makes an experiment that runs until it is stopped."""
     return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
 
 

@@ -1,4 +1,4 @@
-"""Is the mean of many draws what was drawn from? One statistic, for whatever claims to be unbiased."""
+"""Tests whether the mean of many draws equals the source: one statistic for all unbiased codecs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def assert_unbiased(off: torch.Tensor) -> None:
-    """(draws, n) errors of independent draws: the mean error is no larger than chance would have it.
+    """Checks that the mean error of independent draws is within chance. off: (draws, n)
 
     U = T ||mean error||^2 / mean ||error||^2 is 1 on average, with a spread of sqrt(2 / degrees of freedom).
     """

@@ -1,4 +1,4 @@
-"""The card of a change: before against after, with spread, never across another change."""
+"""Tests a change's card: before and after with spread, never across another change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_windows_end_at_the_neighbouring_changes() -> None:
     assert card.before == (40, 60) and card.after == (60, 75)
 
 
-def test_steps_beside_an_evaluation_a_hand_over_or_a_pause_are_left_out() -> None:
+def test_steps_next_to_an_evaluation_a_hand_over_or_a_pause_are_left_out() -> None:
     tl = synthetic.timeline(steps=120, changes=((60, "lr", 1.0),), eval_every=10)
     tl.marks.add([Mark(0, 73, "state", 20.0, json.dumps({"state": "paused"}))])
     card = before_after(tl, 60, window=30)
@@ -56,7 +56,7 @@ def test_rounds_longer_than_the_window_are_still_compared_as_rounds() -> None:
     assert sent.after.n >= 3
 
 
-def test_just_after_a_change_the_card_says_that_it_knows_little() -> None:
+def test_just_after_a_change_the_card_reports_that_it_knows_little() -> None:
     card = before_after(synthetic.timeline(steps=101, changes=((100, "lr", 1.0),)), 100)
     assert row(card, "step").after.n <= 1 and np.isnan(row(card, "step").after.low)
     assert np.isnan(row(card, "loss slope").after.value)
@@ -87,7 +87,7 @@ def test_the_same_record_gives_the_same_card() -> None:
 def lossy(
     values: list[float], changes: tuple[int, ...] = (), ranks: int = 2, rates: dict[int, float] | None = None
 ) -> Timeline:
-    """Steps of 100 ms with these losses on all ranks, changes before some of them, and learning rates written down."""
+    """Makes steps of 100 ms with these losses on all ranks, changes before some steps, and learning rates."""
     tl = Timeline()
     for s, loss in enumerate(values):
         for r in range(ranks):
@@ -104,14 +104,14 @@ def slopes(tl: Timeline, change: int) -> tuple[str, str]:
     return str(trends[0]), str(trends[1])
 
 
-def test_two_steps_are_too_short_for_a_verdict_however_different() -> None:
+def test_two_steps_are_too_few_for_a_verdict() -> None:
     tl = synthetic.timeline(steps=102, changes=((100, "strategy", "LocalSGD"),), link=True)
     step = row(before_after(tl, 100), "step")
     assert step.verdict == "" and not step.change.clear
     assert step.change.lacks == "After: too short: 2 steps, 0 of them undisturbed; needs 20"
 
 
-def test_the_first_steps_of_a_run_after_new_buckets_and_after_a_stand_still_are_left_out() -> None:
+def test_steps_after_a_start_new_buckets_or_a_standstill_are_left_out() -> None:
     tl = synthetic.timeline(steps=120, changes=((60, "bucket_mb", 2.0),), eval_every=0)
     assert row(before_after(tl, 60, window=60), "step").before.n == 60 - 2
     tl.marks.add([Mark(0, 62, "buckets", 9.0, json.dumps({"nbytes": [1]}))])
@@ -120,7 +120,7 @@ def test_the_first_steps_of_a_run_after_new_buckets_and_after_a_stand_still_are_
 
 
 def test_slow_first_steps_do_not_reach_the_verdict() -> None:
-    """A segment that began in a transient: without leaving it out, half of these steps would be slow."""
+    """A segment that began in a transient: without skipping it, half of these steps would be slow."""
     host = synthetic.Host(2, 0.1, link=False, seed=0, noise=0.02, hiccups=0.0)
     seconds = host.seconds
     for step in range(64):
@@ -131,7 +131,7 @@ def test_slow_first_steps_do_not_reach_the_verdict() -> None:
     assert row(card, "step").verdict == "same" and row(card, "step").after.high < 120
 
 
-def test_where_every_step_is_disturbed_that_is_what_is_usual() -> None:
+def test_if_every_step_is_disturbed_none_is_left_out() -> None:
     tl = synthetic.timeline(steps=80, changes=((40, "lr", 1.0),), eval_every=1)
     assert row(before_after(tl, 40), "step").verdict == "same"
 
@@ -146,7 +146,7 @@ def test_rounds_of_any_length_come_to_a_verdict(every: int) -> None:
     assert step.change.lacks == ("Before: too short: 1 round, 0 of them undisturbed; needs 5" if every == 64 else "")
 
 
-def test_a_loss_that_falls_rises_or_does_neither_is_said_in_words() -> None:
+def test_falling_rising_and_flat_losses_are_described() -> None:
     noise = np.random.default_rng(0).normal(0, 0.01, 200)
     falls = [5.0 - 0.004 * s + noise[s] for s in range(100)]
     rises = [falls[-1] + 0.003 * s + noise[100 + s] for s in range(100)]
@@ -158,7 +158,7 @@ def test_a_loss_that_falls_rises_or_does_neither_is_said_in_words() -> None:
     assert slopes(lossy([2.0] * 100, (50,)), 50) == ("does not change", "does not change")
 
 
-def test_a_slope_is_said_of_one_side_even_where_the_other_is_too_short() -> None:
+def test_a_slope_is_given_for_one_side_if_the_other_is_too_short() -> None:
     values = [5.0 - 0.02 * s for s in range(10)] + [4.8 + 0.00264 * s for s in range(60)]
     tl = lossy(values, (10,))
     assert slopes(tl, 10) == (
@@ -168,7 +168,7 @@ def test_a_slope_is_said_of_one_side_even_where_the_other_is_too_short() -> None
     assert row(before_after(tl, 10), "loss slope").verdict == ""
 
 
-def test_a_rate_that_still_rises_is_waited_for() -> None:
+def test_the_verdict_waits_for_a_rising_learning_rate() -> None:
     values = [5.0 - 0.01 * s for s in range(120)]
     rising = {s: 0.01 * s for s in range(40, 60)}
     assert slopes(lossy(values[:60], (40,), rates=rising), 40)[1] == "waits: the learning rate still changes"
@@ -184,7 +184,7 @@ def test_losses_that_are_not_finite_are_counted_and_left_out() -> None:
     assert slopes(lossy(gone, (50,)), 50)[1] == "never finite"
 
 
-def test_noise_that_is_alike_from_step_to_step_makes_no_trend() -> None:
+def test_autocorrelated_noise_makes_no_trend() -> None:
     rng, said = np.random.default_rng(4), 0
     for _ in range(60):
         x = np.zeros(120)

@@ -1,4 +1,4 @@
-"""Each on its home ground: the same budget for all, resumed where it stopped, and a verdict that the interval bears."""
+"""Tests the bench of methods in their home regimes: equal budgets, resumption, and verdicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COSTS = Costs(forward=0.01, backward=0.02, update=0.005)
 
 
 def ran(seconds: float, loss: float = 0.5) -> dict[str, Any]:
-    """A run that reaches the goal, 1, after so many seconds."""
+    """Returns a run that reaches the goal, 1, after so many seconds."""
     return {
         "samples_per_s": 100.0,
         "bytes": 10.0,
@@ -42,7 +42,7 @@ def ran(seconds: float, loss: float = 0.5) -> dict[str, Any]:
 
 
 def filled(book: Book, row: Row, took: Callable[[Trial, int], float], there: Any = None) -> None:
-    """Runs what a row needs until it needs nothing more."""
+    """Plays all trials that a row needs."""
 
     def kept(row: Row, trial: Trial, seed: int) -> bool:
         return book.line(row, trial, seed) is not None
@@ -52,7 +52,7 @@ def filled(book: Book, row: Row, took: Callable[[Trial, int], float], there: Any
             book.keep(row, trial, seed, ran(took(trial, seed)), key="")
 
 
-def test_a_grid_is_widened_once_beyond_each_edge_and_the_winner_runs_with_other_seeds(tmp_path: Path) -> None:
+def test_a_grid_grows_once_beyond_each_edge_and_the_winner_runs_with_new_seeds(tmp_path: Path) -> None:
     book = Book(tmp_path)
     filled(book, ROW, lambda t, _: 8.0 / t["rate"] + 1.0 / t["every"])
     assert tried(ROW, book)[6:] == [{"rate": 8.0, "every": 4}, {"rate": 4.0, "every": 8}]
@@ -70,7 +70,7 @@ def test_beyond_an_edge_stays_within_the_knobs_range() -> None:
     assert (slow.beyond("every", 4), slow.beyond("every", 8)) == (2, 16)
 
 
-def test_who_reaches_the_goal_beats_who_never_does_and_a_refused_trial_is_the_worst(tmp_path: Path) -> None:
+def test_reaching_the_goal_beats_missing_it_and_a_refused_trial_is_worst(tmp_path: Path) -> None:
     book, trials = Book(tmp_path), BASE.trials()
     ends = [{"refused": "no"}, ran(math.inf, 1.2) | {"curve": [[0, 0.0, 2.0], [4, 9.0, 1.2]]}, ran(8.0)]
     for trial, found in zip(trials, ends, strict=True):
@@ -79,7 +79,7 @@ def test_who_reaches_the_goal_beats_who_never_does_and_a_refused_trial_is_the_wo
     assert best(BASE, book, trials) == trials[2] and best(BASE, book, trials[:2]) == trials[1]
 
 
-def test_each_seed_has_shards_and_stumbles_of_its_own() -> None:
+def test_each_seed_has_separate_shards_and_stragglers() -> None:
     task = Digits(shards="dirichlet")
     regime = replace(HOME, task=task, fabric=Fabric(faults=(TransientStraggler(),)))
     (one, there), (other, _) = regime.seeded(3), regime.seeded(4)
@@ -97,7 +97,7 @@ def test_every_trial_of_a_claim_can_be_run_within_the_budget(claim: Claim) -> No
         assert all(isinstance(row.cell({**trials[0], **edge}, 0).asked()[0], Experiment) for edge in edges)
 
 
-def test_rows_of_one_name_are_one_row() -> None:
+def test_rows_with_one_name_are_equal() -> None:
     every: dict[str, Row] = {}
     for claim in CLAIMS:
         for row in (claim.row, claim.against):
@@ -105,7 +105,7 @@ def test_rows_of_one_name_are_one_row() -> None:
     assert len({Book(Path()).path(row) for row in every.values()}) == len(every)
 
 
-def test_a_campaign_goes_on_where_it_stopped_and_runs_again_what_is_another(tmp_path: Path) -> None:
+def test_a_campaign_continues_and_repeats_changed_cells(tmp_path: Path) -> None:
     claim = replace(CLAIM, row=replace(ROW, axes={"every": (2,)}), against=replace(BASE, axes={"rate": (1.0,)}))
     book = Book(tmp_path)
     assert not home.Campaign(COSTS, book, until=0.0).run([claim]) and not book.lines()
@@ -133,7 +133,7 @@ def test_a_cell_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_cells_of_other_code_are_kept_where_a_few_come_out_the_same(
+def test_cells_of_older_code_are_kept_if_a_few_come_out_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
 ) -> None:
     monkeypatch.setattr(home, "ProcessPoolExecutor", lambda workers, *_, **__: ThreadPoolExecutor(workers))
@@ -152,7 +152,7 @@ def test_cells_of_other_code_are_kept_where_a_few_come_out_the_same(
     assert all(line["confirmed"]["cells"] == home.CONFIRM for line in kept)
 
 
-# -- the verdict and the page
+# verdict and page
 
 
 def page(tmp_path: Path, mine: Callable[[int], float], because: Because | None = None, there: float = 1.0) -> str:
@@ -166,18 +166,18 @@ def page(tmp_path: Path, mine: Callable[[int], float], because: Because | None =
     return home_page.text(tmp_path, (claim,))
 
 
-def test_what_the_whole_interval_bears_out_is_seen(tmp_path: Path) -> None:
+def test_a_claim_within_the_whole_interval_is_seen(tmp_path: Path) -> None:
     said = page(tmp_path, lambda seed: 2.0)
     assert "| 2.00 (2.00 to 2.00) times as fast to the goal (asked: 1) | seen |" in said
     assert "| home | LocalSGD | rate 2, every 4 | 6 + 1 |" in said and "| home | DDP | rate 2 | 3 |" in said
 
 
-def test_an_interval_that_holds_both_is_not_seen(tmp_path: Path) -> None:
+def test_a_claim_with_an_interval_on_both_sides_is_not_seen(tmp_path: Path) -> None:
     said = page(tmp_path, lambda seed: 2.0 if seed < 12 else 5.0)
     assert "| not seen: the interval holds both |" in said
 
 
-def test_a_reason_is_proven_where_it_does_not_hold_and_only_there(tmp_path: Path) -> None:
+def test_a_reason_is_tested_in_the_regime_where_it_does_not_hold(tmp_path: Path) -> None:
     reason = Because(words="The wire is fast", regime=replace(HOME, name="slow", words="a slow wire"))
     said = page(tmp_path / "a", lambda seed: 8.0, reason)
     assert "| not seen: see below |" in said
@@ -191,7 +191,7 @@ def test_a_reason_is_proven_where_it_does_not_hold_and_only_there(tmp_path: Path
     assert "So it is NOT this." in page(tmp_path / "f", lambda seed: 8.0, same, there=4.0)
 
 
-def test_a_reason_is_run_only_for_what_does_not_show(tmp_path: Path) -> None:
+def test_a_reason_is_tested_only_for_claims_that_are_not_seen(tmp_path: Path) -> None:
     claim = replace(CLAIM, because=Because(words="", regime=replace(HOME, name="elsewhere")))
     for seconds, more in ((2.0, 0), (8.0, 2 * len(FRESH))):
         book = Book(tmp_path / str(seconds))
@@ -201,7 +201,7 @@ def test_a_reason_is_run_only_for_what_does_not_show(tmp_path: Path) -> None:
         assert len(wanted(claim, book, lambda r, t, s, b=book: b.line(r, t, s) is not None)) == more  # type: ignore[misc]
 
 
-def test_numbers_of_a_method_beside_its_baseline() -> None:
+def test_numbers_of_a_method_relative_to_its_baseline() -> None:
     base, mine = {**ran(4.0, 0.5), "accuracy": 0.9}, {**ran(2.0, 0.4), "accuracy": 0.92, "bytes": 5.0}
     never = {"curve": [[0, 0.0, 2.0], [4, 9.0, 1.5]]}
     told = {what: Look(what, 0.0).value(mine, base, (1.0, 1.0)) for what in ("time", "loss", "points", "bytes", "pace")}
@@ -212,7 +212,7 @@ def test_numbers_of_a_method_beside_its_baseline() -> None:
     assert Look("loss", 0.0).value(broken, base, (1.0, 1.0)) == 0.0
 
 
-def test_a_page_without_data_says_so_of_every_claim(tmp_path: Path) -> None:
+def test_a_page_without_data_reports_that_for_every_claim(tmp_path: Path) -> None:
     said = home_page.text(tmp_path)
     assert said.count("| not run yet |") == len(CLAIMS) and "0 cells" in said
     book, row = Book(tmp_path), CLAIMS[0].row

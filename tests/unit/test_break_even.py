@@ -1,4 +1,4 @@
-"""Bytes saved against error added, and whether it pays: on runs that can be added up by hand."""
+"""Tests whether compression pays, on runs that can be added up by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def told(run: Run) -> BreakEven:
     return found
 
 
-def test_the_effective_ratio_is_dense_fp32_bytes_over_bytes_sent_and_measuring_is_not_counted() -> None:
+def test_the_effective_ratio_is_fp32_bytes_over_sent_bytes_without_measuring() -> None:
     what = compression(compressed(SLOW).timeline, 0, 40)
     assert what.dense == sum(NBYTES) and what.sent == 10_000  # 2 (p-1)/p is 1 for two ranks
     assert what.ratio == 100.0
@@ -35,10 +35,10 @@ def test_a_model_in_16_bits_is_compared_with_32() -> None:
     assert compression(half.run.timeline, 0, 5).dense == 2 * sum(NBYTES)
 
 
-def test_new_buckets_hold_from_the_next_step_on() -> None:
+def test_new_buckets_count_from_the_next_step_on() -> None:
     author = Author(TOPK)
     author.steps(3, SLOW)
-    author.now -= 1e-4  # as the order of gradients is learned: at the end of a step, before the next begins
+    author.now -= 1e-4  # as when the bucket order is learned: at the end of a step, before the next one begins
     author.step -= 1
     author.mark("buckets", nbytes=[2 * n for n in NBYTES])
     author.now += 1e-4
@@ -48,7 +48,7 @@ def test_new_buckets_hold_from_the_next_step_on() -> None:
     assert ratio.tolist() == [100.0, 100.0, 100.0, 200.0, 200.0]
 
 
-def test_what_was_measured_is_told_as_medians_and_unknown_is_not_a_number() -> None:
+def test_measurements_are_medians_and_unknown_ones_are_nan() -> None:
     author = Author(TOPK)
     for value in (0.5, 0.6, 9.0):
         author.steps(2, SLOW, 2, (value, 0.8, 2.0))
@@ -58,7 +58,7 @@ def test_what_was_measured_is_told_as_medians_and_unknown_is_not_a_number() -> N
     assert np.isnan([nothing.error, nothing.cosine, nothing.residual]).all() and nothing.measured == 0
 
 
-def test_compression_that_costs_more_than_it_saves_is_said_to() -> None:
+def test_compression_that_costs_more_than_it_saves_is_reported() -> None:
     found = told(compressed(SLOW))
     assert (found.verdict, found.known) == ("costs", "predicted")
     assert found.codec == pytest.approx(0.040) and found.beside == pytest.approx(0.010)
@@ -70,20 +70,20 @@ def test_compression_that_costs_more_than_it_saves_is_said_to() -> None:
     )
 
 
-def test_compression_that_pays_is_said_to() -> None:
+def test_compression_that_pays_is_reported() -> None:
     found = told(compressed(QUICK))
     assert found.verdict == "pays" and found.dense == pytest.approx(0.090)  # 20 + 50 + 50 - 30 ms
     assert found.text.startswith("TopK(density=0.01) saves 89 ms of waiting per step and takes 2 ms to encode")
     assert "it pays on this link." in found.text
 
 
-def test_what_hides_beside_computing_pays_only_where_cores_are_idle() -> None:
+def test_encoding_hidden_by_compute_pays_only_with_idle_cores() -> None:
     found = told(compressed(HIDDEN))
     assert found.verdict == "depends" and found.beside == pytest.approx(0.009)
     assert "it costs more than it saves, unless cores are idle meanwhile" in found.text
 
 
-def test_steps_with_dense_under_the_same_settings_are_compared_with_whole_steps() -> None:
+def test_recorded_steps_with_dense_are_compared_as_whole_steps() -> None:
     author = Author(DENSE)
     author.steps(30, WHOLE)
     author.set("compressor", TOPK)
@@ -98,7 +98,7 @@ def test_steps_with_dense_under_the_same_settings_are_compared_with_whole_steps(
     assert told(again.run).verdict == "even" and "no clear difference from Dense" in told(again.run).text
 
 
-def test_dense_on_another_link_says_nothing() -> None:
+def test_dense_on_another_link_does_not_count() -> None:
     author = Author(DENSE)
     author.steps(30, WHOLE)
     author.set("fabric.link.bandwidth", 50.0)
@@ -109,7 +109,7 @@ def test_dense_on_another_link_says_nothing() -> None:
     assert "What Dense would take is not known here: set measure_every to 20" in found.text
 
 
-def test_nothing_is_said_where_nothing_is_compressed_or_just_after_a_change() -> None:
+def test_no_verdict_without_compression_or_just_after_a_change() -> None:
     plain = Author({"ErrorFeedback": {"of": DENSE}})
     plain.steps(20, WHOLE)
     assert break_even(plain.run) is None
@@ -135,7 +135,7 @@ def test_measured_steps_are_left_out_of_every_comparison() -> None:
     assert [r.step_ms for r in analysis.per_rank(with_.timeline, 0, 60)] == [67.0, 67.0]
 
 
-def test_measured_steps_are_left_out_of_the_card_of_a_change() -> None:
+def test_measured_steps_are_left_out_of_a_changes_card() -> None:
     author = Author(TOPK)
     author.steps(36, SLOW, 3)
     author.set("lr", 0.1)
@@ -145,8 +145,8 @@ def test_measured_steps_are_left_out_of_the_card_of_a_change() -> None:
     assert step.before.n == 24 - 2 and step.before.value == pytest.approx(step.after.value) == pytest.approx(67.0)
 
 
-def test_where_ranks_meet_now_and_then_a_measured_meeting_counts_without_the_measuring() -> None:
-    """Of four steps one exchanges, and every second of these is measured: no round can be left out."""
+def test_with_rare_exchanges_a_measured_one_counts_without_the_measuring() -> None:
+    """One step of 4 exchanges, and every second exchange is measured, so no round can be left out."""
     author, alone = Author(TOPK), Author(TOPK)
     for round_ in range(4):
         for writer, measure in ((author, round_ % 2), (alone, 0)):
@@ -186,7 +186,7 @@ def test_a_changed_knob_is_found_among_plain_settings(path: str, value: object, 
     assert with_value(settings, path, value) == {**settings, "compressor": found}
 
 
-def test_the_steps_between_two_changes_know_their_compressor() -> None:
+def test_steps_between_two_changes_have_the_right_compressor() -> None:
     author = Author(DENSE)
     author.steps(3, WHOLE)
     author.set("compressor", TOPK)
@@ -198,8 +198,8 @@ def test_the_steps_between_two_changes_know_their_compressor() -> None:
 
 
 @pytest.mark.parametrize("times", [0.5, 0.9, 0.97, 1.0, 1.03, 1.1, 2.0])
-def test_the_card_of_a_change_and_the_panel_say_the_same_of_the_same_steps(times: float) -> None:
-    """Dense, then TopK whose steps last `times` as long, both with noise that is alike from step to step."""
+def test_a_changes_card_and_the_panel_agree(times: float) -> None:
+    """Dense, then TopK with steps `times` as long, both with autocorrelated noise."""
     opposite = {"more": "costs", "less": "pays", "same": "even", "": "unknown"}
     for seed in range(3):
         rng, noise = np.random.default_rng(seed), 0.0
@@ -214,7 +214,7 @@ def test_the_card_of_a_change_and_the_panel_say_the_same_of_the_same_steps(times
         assert told(author.run).verdict == opposite[card.rows[0].verdict], (seed, card.rows[0])
 
 
-def test_of_a_few_steps_the_panel_gives_numbers_and_no_verdict() -> None:
+def test_few_steps_give_numbers_without_a_verdict() -> None:
     author = Author(DENSE)
     author.steps(40, WHOLE)
     author.set("compressor", TOPK)
@@ -225,8 +225,8 @@ def test_of_a_few_steps_the_panel_gives_numbers_and_no_verdict() -> None:
     assert analysis.before_after(author.run.timeline, 40).rows[0].verdict == ""
 
 
-def test_standing_still_for_compressing_is_not_called_transfer() -> None:
-    """Of the 32 ms for which a step of SLOW stands still its rank encodes for 30 ms, and 2 ms are the wire's."""
+def test_waiting_for_encoding_is_not_called_transfer() -> None:
+    """A step of SLOW stands still for 32 ms: 30 ms of encoding and 2 ms of transfer."""
     found = analysis.breakdown(compressed(SLOW, measure=0).timeline, 0, 40)
     assert found.packing == pytest.approx(0.030) and found.exposed - found.packing == pytest.approx(0.002)
     patch = Ranks().update(compressed(SLOW, measure=0))

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused by the file's name, with the older one; a deletion follows no link."""
+"""Tests that damaged checkpoints are refused by file name, and that deletions follow no link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workbench.sim.run.resuming import model_of
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints before steps 2 and 4."""
+    """Makes checkpoints before steps 2 and 4."""
     folder = tmp_path_factory.mktemp("made")
     simulated(2, 4, folder, 2, saves=9)
     return folder
@@ -51,7 +51,7 @@ def test_a_changed_digit_of_the_manifest_is_refused_and_the_older_checkpoint_nam
         Checkpoint.open(newest)
 
 
-def test_a_damaged_file_is_refused_by_name_before_a_value_of_it_is_used(copied: Path) -> None:
+def test_a_damaged_file_is_refused_by_name_before_its_values_are_used(copied: Path) -> None:
     file = copied / name(4) / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
@@ -88,7 +88,7 @@ def test_the_public_checkpoint_gives_the_model(copied: Path) -> None:
 
 @pytest.mark.parametrize("linked", ["a checkpoint", "the folder"])
 def test_pruning_deletes_nothing_behind_a_symbolic_link(linked: str, made: Path, copied: Path, tmp_path: Path) -> None:
-    """`copied` is another run's; ours has one checkpoint of its own, or none."""
+    """`copied` belongs to another run; ours has one checkpoint, or none."""
     mine = tmp_path / "mine" / FOLDER
     mine.parent.mkdir()
     if linked == "the folder":
@@ -102,7 +102,7 @@ def test_pruning_deletes_nothing_behind_a_symbolic_link(linked: str, made: Path,
     assert linked == "the folder" or (mine / name(1)).is_symlink()
 
 
-def test_a_draft_takes_the_place_of_a_link_and_leaves_what_is_behind_it(copied: Path, tmp_path: Path) -> None:
+def test_a_draft_replaces_a_link_and_keeps_its_target(copied: Path, tmp_path: Path) -> None:
     mine = tmp_path / FOLDER
     mine.mkdir()
     (mine / name(4)).symlink_to(copied / name(4), target_is_directory=True)
@@ -131,8 +131,8 @@ def test_folders_that_are_made_again_are_private(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_random_changes_load_no_other_value_and_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    """A part of `make damage`, whose other seeds are in docs/reliability.md."""
+def test_random_damage_loads_no_wrong_value_and_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Plays a part of the seeds of `make damage`; docs/reliability.md has the results of the rest."""
     subject = DamagedCheckpoint()
     subject.make(tmp_path / "good")
     assert (tmp_path / "good" / DamagedCheckpoint.manifest).is_file() and AT == 4

@@ -1,4 +1,4 @@
-"""ClickThrough: sparse gradients, a best loss that is known, and ranks that may see ids of their own."""
+"""Tests ClickThrough: sparse gradients, a known best loss, and shards by id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ClickThrough(fields=3, ids=200, numbers=2, width=4, hidden=8)
 
 
 class KnowsTheWorld(nn.Module):
-    """The planted model itself, but for a factor on its log odds and an offset."""
+    """The planted model with a factor on its log odds and an offset."""
 
     def __init__(self, task: ClickThrough, factor: float = 1.0, offset: float = 0.0) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class KnowsTheWorld(nn.Module):
 
 
 @pytest.mark.parametrize("task", [ClickThrough(), SMALL, ClickThrough(skew=0.0, world=3)], ids=str)
-def test_the_planted_model_reaches_the_entropy_and_no_other_does(task: ClickThrough) -> None:
+def test_only_the_planted_model_reaches_the_entropy(task: ClickThrough) -> None:
     evaluate = task.build().evaluate
     best = evaluate(KnowsTheWorld(task))
     assert best["loss"] == pytest.approx(best["entropy"], abs=1e-6)
@@ -45,7 +45,7 @@ def test_the_planted_model_reaches_the_entropy_and_no_other_does(task: ClickThro
     assert best["auc"] > 0.6 and evaluate(KnowsTheWorld(task, 0.0))["auc"] == 0.5
 
 
-def test_the_normalised_entropy_is_one_for_whoever_knows_the_rate_alone(task: ClickThrough = SMALL) -> None:
+def test_the_normalised_entropy_is_one_for_a_constant_rate(task: ClickThrough = SMALL) -> None:
     evaluate = task.build().evaluate
     rate = held_out(task._about).chance.double().mean()
     assert evaluate(KnowsTheWorld(task, 0.0, float(torch.logit(rate))))["normalised entropy"] == pytest.approx(1.0)
@@ -53,7 +53,7 @@ def test_the_normalised_entropy_is_one_for_whoever_knows_the_rate_alone(task: Cl
     assert evaluate(KnowsTheWorld(task))["normalised entropy"] < 0.95
 
 
-def test_drawn_clicks_cost_the_planted_model_its_entropy_but_for_the_luck_of_drawing() -> None:
+def test_the_planted_models_loss_on_drawn_clicks_is_its_entropy_up_to_chance() -> None:
     held = held_out(ClickThrough()._about)
     cost = F.binary_cross_entropy(held.chance, held.clicked, reduction="none").double()
     assert abs(float(cost.mean()) - held.entropy) < 4 * float(cost.std()) / len(cost) ** 0.5
@@ -75,7 +75,7 @@ def trained(task: ClickThrough, steps: int, ranks: int = 4) -> dict[str, float]:
     return learner.evaluate(model)
 
 
-def test_it_begins_at_log_2_and_beats_the_best_constant_after_60_steps() -> None:
+def test_training_begins_at_log_2_and_beats_the_best_constant_after_60_steps() -> None:
     learner = ClickThrough().build()
     before = learner.evaluate(learner.model())
     assert before["loss"] == pytest.approx(0.6931, abs=1e-4) and before["auc"] == 0.5
@@ -85,7 +85,7 @@ def test_it_begins_at_log_2_and_beats_the_best_constant_after_60_steps() -> None
     assert before["entropy"] < after["loss"] < constant - 0.01 and after["auc"] > 0.65
 
 
-def test_a_batchs_gradient_is_zero_but_in_the_rows_that_it_names() -> None:
+def test_a_batchs_gradient_is_zero_outside_its_rows() -> None:
     learner = ClickThrough().build()
     model = learner.model()
     nn.init.normal_(model.head.weight)
@@ -97,7 +97,7 @@ def test_a_batchs_gradient_is_zero_but_in_the_rows_that_it_names() -> None:
         assert torch.equal(rows, batch[0][:, f].unique()) and len(rows) <= 64
 
 
-def test_ids_come_as_often_as_their_power_law_says() -> None:
+def test_ids_follow_their_power_law() -> None:
     task = ClickThrough(ids=50, skew=1.1)
     ids = next(iter(task.build().data(0, 1, 20_000, 0)))[0]
     want = torch.arange(1, 51, dtype=torch.float64) ** -1.1
@@ -111,7 +111,7 @@ def taken(task: ClickThrough, *where: int) -> list[torch.Tensor]:
     return [torch.cat([x.double().reshape(-1) for x in batch]) for batch in islice(task.build().data(*where), 3)]
 
 
-def test_batches_depend_on_rank_and_seed_alone_and_no_two_ranks_see_the_same() -> None:
+def test_batches_depend_only_on_rank_and_seed_and_differ_between_ranks() -> None:
     first, again = taken(SMALL, 0, 4, 16, 0), taken(SMALL, 0, 4, 16, 0)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     for other in (taken(SMALL, 1, 4, 16, 0), taken(SMALL, 0, 4, 16, 1)):
@@ -119,7 +119,7 @@ def test_batches_depend_on_rank_and_seed_alone_and_no_two_ranks_see_the_same() -
     assert not torch.equal(first[0], first[1])
 
 
-def test_with_shards_no_two_ranks_see_the_same_first_id_and_all_see_all_others() -> None:
+def test_with_shards_ranks_share_no_first_id_and_all_other_ids() -> None:
     task = ClickThrough(fields=2, ids=500, shards="ids")
     seen = [next(iter(task.build().data(rank, 4, 20_000, 0)))[0] for rank in range(4)]
     firsts = [set(ids[:, 0].tolist()) for ids in seen]
@@ -128,7 +128,7 @@ def test_with_shards_no_two_ranks_see_the_same_first_id_and_all_see_all_others()
     assert all(len(set(ids[:, 1].tolist())) > 450 for ids in seen)
 
 
-def test_ids_are_dealt_out_whole_and_their_frequencies_evenly() -> None:
+def test_ids_are_dealt_out_completely_with_even_frequencies() -> None:
     frequency = planted(ClickThrough()._about).frequency
     shares = [dealt_ids(frequency, 4, rank) for rank in range(4)]
     assert torch.equal(torch.stack(shares).sum(0), frequency)
@@ -152,14 +152,14 @@ def test_a_step_and_an_evaluation_are_quick() -> None:
     for what, limit in ((step, 0.05), (lambda: learner.evaluate(model), 0.15)):
         lasted = []
         for _ in range(5):
-            began = time.thread_time()  # of this thread: other work on the machine does not count
+            began = time.thread_time()  # of this thread, without other work on the machine
             what()
             lasted.append(time.thread_time() - began)
         assert min(lasted) < limit, what
 
 
 @pytest.mark.parametrize("levels", [2, 5, 1000])
-def test_auc_counts_pairs_and_halves_of_those_that_tie(levels: int) -> None:
+def test_auc_counts_pairs_and_half_of_ties(levels: int) -> None:
     rng = torch.Generator().manual_seed(levels)
     scores = torch.randint(0, levels, (300,), generator=rng).double()
     clicked = (torch.rand(300, generator=rng) < 0.3).float()
@@ -170,7 +170,7 @@ def test_auc_counts_pairs_and_halves_of_those_that_tie(levels: int) -> None:
 
 
 @pytest.mark.ranks
-def test_zen_trains_it_as_dense_does_with_a_tenth_of_the_bytes() -> None:
+def test_zen_trains_it_like_dense_with_a_tenth_of_the_bytes() -> None:
     runs: dict[str, Any] = {}
     for name, compressor in (("dense", Dense()), ("zen", Zen())):
         e = Experiment(task=ClickThrough(), compressor=compressor, ranks=4, steps=6, pace=10, eval_every=6)
@@ -184,7 +184,7 @@ def test_zen_trains_it_as_dense_does_with_a_tenth_of_the_bytes() -> None:
 
 
 @pytest.mark.ranks
-def test_it_is_simulated_with_sizes_only() -> None:
+def test_the_task_is_simulated_with_shapes_only() -> None:
     e = Experiment(task=ClickThrough(), compressor=Zen(), ranks=8, steps=3, pace=10).checked()
     spans = simulate(e).spans
     assert 0 < int(spans[spans.step == 2].nbytes.sum()) < 8 * 4e6

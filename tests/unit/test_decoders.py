@@ -1,4 +1,4 @@
-"""Models of transformers: they bring their own plan for slices, and are cut by a ready recipe."""
+"""Tests transformers' decoder models: their own plan for slices, and a recipe for cuts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS, LAYERS = 64, 3
 
 
 def decoder(kind: str = "Llama", **rest: Any) -> nn.Module:
-    """A small one, from a generator of its own: threads as ranks share torch's."""
+    """Makes a small model from a separate generator, because ranks on threads share torch's."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, **{"tie_word_embeddings": False, **rest},
@@ -58,7 +58,7 @@ WAYS = [Tensor(), Pipeline(micros=2), Pipeline(micros=2, of=Tensor()), Pipeline(
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["slices", "stages", "both", "halves", "pieces"])
-def test_a_llama_learns_what_it_learns_on_one_rank(way: Partition) -> None:
+def test_a_partitioned_llama_learns_as_on_one_rank(way: Partition) -> None:
     e = spread(way.size, 4, task=TASK, partition=way, eval_every=2, pace=1.0)
     (plain,), sessions = run(spread(1, 4, task=TASK, eval_every=2)), run(e)
     near(together(sessions), {p.name: p.param.data for p in plain.layout.order}, 1e-5)
@@ -69,8 +69,8 @@ def test_a_llama_learns_what_it_learns_on_one_rank(way: Partition) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_its_layers_are_units_that_are_computed_again(cached: bool) -> None:
-    """To the bit, whether it would keep a cache of keys and values or not."""
+def test_a_models_layers_are_units_for_recomputation(cached: bool) -> None:
+    """Bit-identical, with and without a cache of keys and values."""
     task = toy(model=lambda: _caching(cached), data=texts, loss=loss, evaluate=None)
     runs = [simulate(spread(2, 4, task=task, partition=Whole(checkpoint=what), pace=1.0), real=True)
             for what in ("none", "units", "attention")]  # fmt: skip
@@ -88,7 +88,7 @@ def _caching(cached: bool) -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_its_parts_compute_what_it_does(kind: str, attention: str) -> None:
+def test_a_models_parts_compute_the_same_as_the_model(kind: str, attention: str) -> None:
     model, text = decoder(kind).eval(), texts(0, 1, 0)[0]
     model.set_attn_implementation(attention)  # type: ignore[operator]
     parts = parts_of(model, TASK.build())
@@ -98,15 +98,15 @@ def test_its_parts_compute_what_it_does(kind: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_plan_deals_it_out(kind: str) -> None:
+def test_a_models_own_plan_slices_it(kind: str) -> None:
     task = toy(model=lambda: decoder(kind), data=texts, loss=loss, evaluate=None)
     sessions, (plain,) = run(spread(2, 3, task=task, partition=Tensor())), run(spread(1, 3, task=task))
     near(together(sessions), {p.name: p.param.data for p in plain.layout.order}, 1e-5)
     assert len(sessions[0].training.spread.split.sliced) >= 7 * LAYERS
 
 
-def test_one_whose_words_are_tied_is_dealt_out_and_not_cut() -> None:
-    """The vocabulary lies in slices on all ranks; stages would each need it."""
+def test_a_model_with_tied_embeddings_can_be_sliced_but_not_cut() -> None:
+    """All ranks hold slices of the vocabulary; two stages would each need the whole."""
     task = toy(model=lambda: decoder(tie_word_embeddings=True), data=texts, loss=loss, evaluate=None)
     sessions = run(spread(2, 6, task=task, partition=Tensor()), Change(3, "partition", Pipeline(micros=2)))
     ((*_, said),) = sessions[0].record.noted("refused")

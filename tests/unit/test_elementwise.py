@@ -1,4 +1,4 @@
-"""Which optimizers step each element by itself, so that a shard of a tensor may be stepped; others are refused."""
+"""Tests which optimizers step each element by itself, so that shards may be stepped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCHS = {cls.__name__: lambda params, cls=cls: cls(params, lr=0.01) for cls in 
 
 
 def stepped(make: Maker, cuts: list[int]) -> torch.Tensor:
-    """(64,): one tensor after five steps with the same gradients, kept in pieces that end at `cuts`."""
+    """Returns one tensor after 5 steps with the same gradients, kept in pieces that end at `cuts`: (64,)."""
     rng = torch.Generator().manual_seed(1)
     start = torch.randn(64, 1, generator=rng)
     ends = [*cuts, 64]
@@ -39,12 +39,12 @@ def stepped(make: Maker, cuts: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [*OURS.values(), *TORCHS.values()], ids=[*OURS, *TORCHS])
-def test_what_claims_it_steps_pieces_as_the_whole_and_what_does_not_claim_it_does_not(make: Maker) -> None:
+def test_optimizers_step_pieces_like_the_whole_exactly_if_they_claim_it(make: Maker) -> None:
     claimed = elementwise(make([nn.Parameter(torch.zeros(2, 1))]))
     assert torch.equal(stepped(make, []), stepped(make, [1, 40])) == claimed
 
 
-def test_one_of_your_own_says_so_by_an_attribute() -> None:
+def test_a_users_optimizer_claims_it_by_an_attribute() -> None:
     class Mine(torch.optim.SGD):
         pass
 
@@ -66,12 +66,12 @@ class Sharded(Strategy):
 
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-def test_a_shard_is_not_stepped_by_another(optimizer: str) -> None:
+def test_other_optimizers_refuse_a_shard(optimizer: str) -> None:
     e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).set("optimizer", optimizer)
     with pytest.raises(StrategyError, match="not known to step each element by itself; take SGD, Adam or AdamW"):
         simulate(e)
 
 
-def test_a_shard_is_stepped_by_adamw() -> None:
+def test_adamw_steps_a_shard() -> None:
     e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).set("optimizer", "AdamW")
     assert simulate(e).state == "done"

@@ -1,4 +1,4 @@
-"""The gradient exchange: against torch's own, across live bucket sizes, with every odd model."""
+"""Tests the gradient exchange against torch's, across live bucket sizes, with unusual models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.ranks
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def test_two_ranks_equal_torch_ddp_bit_for_bit() -> None:
+def test_two_ranks_are_bit_identical_to_torch_ddp() -> None:
     ours = run(experiment(2, 20, task=toy(adamw)))[0]
     torchs = run(experiment(2, 20, task=toy(adamw), strategy=TorchDDP()))[0]
     assert torch.equal(weights(ours), weights(torchs))
 
 
-def test_torch_ddp_on_an_emulated_link_learns_the_same_and_is_on_the_record() -> None:
+def test_torch_ddp_on_an_emulated_link_learns_the_same_and_is_recorded() -> None:
     linked = experiment(2, 8, task=toy(adamw), strategy=TorchDDP()).set("bandwidth", 50)
     sessions = run(linked, Change(6, "strategy", "LocalSGD"))
     plain = run(experiment(2, 8, task=toy(adamw), strategy=TorchDDP()), Change(6, "strategy", "LocalSGD"))
@@ -70,7 +70,7 @@ def test_the_first_bucket_goes_out_before_backward_ends() -> None:
 
 
 class Unused(Net):
-    """`alone` is never used, `frozen` does not learn, `b` is used twice and its bias never."""
+    """`alone` is unused, `frozen` does not learn, `b` is used twice without its bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Tied(nn.Module):
 
 
 class Mixed(Net):
-    """One layer in another dtype."""
+    """One layer has another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_odd_models_train_and_the_ranks_agree(model: type, strategy: object) -> 
     assert held_out[-1] < held_out[0]
 
 
-def test_several_optimizer_groups_keep_their_rates_when_the_knob_is_turned() -> None:
+def test_optimizer_groups_keep_the_ratio_of_their_rates() -> None:
     def two_groups(params: list) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.01}])
 
@@ -129,7 +129,7 @@ def test_several_optimizer_groups_keep_their_rates_when_the_knob_is_turned() -> 
     assert [g["lr"] for g in sessions[0].optimizer.param_groups] == pytest.approx([0.2, 0.02])
 
 
-def test_a_parameter_used_on_one_rank_only_hangs_nobody() -> None:
+def test_a_parameter_used_on_one_rank_only_hangs_no_rank() -> None:
     calls = {"n": 0}
 
     def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_a_parameter_of_another_shape_is_named_with_both_shapes_and_both_ranks()
     }
 
 
-def test_a_cause_that_cannot_be_put_into_words_is_still_the_cause() -> None:
+def test_an_error_without_a_printable_text_is_still_the_cause() -> None:
     class Unspeakable(RuntimeError):
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -193,15 +193,15 @@ def _fail(chosen: object) -> list:
     (lambda m, p: m(p[0]), "scalar"), (lambda m, p: 3.0, "scalar Tensor"),
     (lambda m, p: mse(m, p).detach(), "does not depend"), (lambda m, p: 1 / 0, "division"),
 ])  # fmt: skip
-def test_a_loss_that_cannot_be_is_told_with_rank_step_and_operation(loss: object, words: str) -> None:
+def test_an_invalid_loss_is_reported_with_rank_step_and_operation(loss: object, words: str) -> None:
     sessions = _fail(experiment(2, 4, task=toy(loss=loss)))
     causes = [s.error for s in sessions if not s.error["consequence"]]
     assert causes and words in causes[0]["text"]
     assert causes[0]["op"] == "forward" and causes[0]["step"] == 0
 
 
-def test_ranks_of_one_host_meet_without_a_server_that_would_ask_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's TCPStore looks loopback's address up in reverse; a lost answer of DNS held a run up for five seconds."""
+def test_ranks_of_one_host_meet_without_a_server_that_resolves_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's TCPStore looks up loopback's name in reverse; a lost DNS answer delayed a run by 5 s."""
     monkeypatch.setattr(torch.distributed, "TCPStore", None)
     sessions = run(experiment(3, 4))
     assert {s.phase for s in sessions} == {"done"}

@@ -1,4 +1,4 @@
-"""The figures of strategies: well-formed, the same each time, their bars the simulated spans and nothing else."""
+"""Tests the strategies' figures: well-formed, repeatable, with bars equal to the simulated spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cover = dict[tuple[int, str], list[tuple[float, float]]]
 
 
 def drawn(page: str) -> list[Cover]:
-    """Of each panel, by rank and kind: the stretches of time (ms) that bars cover."""
+    """Returns each panel's time stretches (ms) under bars, by rank and kind."""
     panels: list[Cover] = []
     for group in ElementTree.fromstring(page).iter(f"{SVG}g"):
         scale = float(group.get("data-window", "")) / (figures.WIDTH - figures.RIGHT - figures.LEFT)
@@ -32,7 +32,7 @@ def drawn(page: str) -> list[Cover]:
 
 
 def joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of some stretches of time."""
+    """Returns the union of time stretches."""
     out: list[tuple[float, float]] = []
     for begin, end in sorted(stretches):
         if out and begin <= out[-1][1] + 0.02:
@@ -43,7 +43,7 @@ def joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def simulated(run: Run, window: float) -> Cover:
-    """The same of a run, from its spans: a rank in a collective sends while its port is busy and waits before."""
+    """Returns the same from a run's spans: a rank in a collective sends while its port is busy, and waits before."""
     spans = run.timeline.spans.rows()
     steps = spans[spans.equal("lane", "step") & (spans.step == figures.FIRST)]
     begin = float(steps.t0[steps.rank == min(steps.rank)][0])
@@ -81,14 +81,14 @@ def test_bars_are_the_simulated_spans(name: str) -> None:
         assert {kind for _, kind in found} <= {"waiting"}
 
 
-def test_a_slow_rank_makes_the_others_wait_before_they_send() -> None:
+def test_a_slow_rank_makes_other_ranks_wait_before_they_send() -> None:
     ddp, _ = drawn(figures.figure(method("AsyncServer")))
     waits = {rank for rank, kind in ddp if kind == "waiting"}
     assert waits == {0, 1, 3}
     assert all(end - begin > 5 for rank in waits for begin, end in joined(ddp[rank, "waiting"])[:1])
 
 
-def test_a_figure_is_the_same_each_time_stands_alone_and_can_be_read() -> None:
+def test_a_figure_is_repeatable_self_contained_and_readable() -> None:
     one = method("ShadowMA")
     page = figures.figure(one)
     assert page == figures.figure(one)
@@ -112,21 +112,21 @@ def test_no_colour_is_the_only_sign_of_waiting() -> None:
 
 
 @pytest.mark.parametrize("one", [m for m in METHODS if found(m.name)], ids=lambda m: m.name)
-def test_every_entry_has_knobs_that_its_strategy_has(one: Method) -> None:
+def test_every_entry_has_only_knobs_of_its_strategy(one: Method) -> None:
     for knobs in (*one.knobs, one.shown):
         strategy = one.strategy(knobs)
         assert all(getattr(strategy, k) == v for k, v in knobs.items())
     assert len(one.see) > 40 and one.see.endswith(".") and one.paper.endswith(".")
 
 
-def test_an_entry_is_found_once_and_names_ranks_that_there_are() -> None:
+def test_entries_are_unique_and_name_existing_ranks() -> None:
     names = [m.name for m in methods()]
     assert len(set(names)) == len(names) and names[0] == "DDP"
     assert all(getattr(f, "rank", 0) < figures.RANKS for m in METHODS for f in m.faults)
     assert 0 < SLOW_RANK < figures.RANKS - 1
 
 
-def test_what_is_not_there_yet_is_said_and_left_out(
+def test_missing_strategies_are_reported_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = Method(name="NotYetSGD", see="Nothing to see.")
@@ -144,7 +144,7 @@ def test_a_strategy_without_an_entry_is_drawn_with_its_usual_knobs(monkeypatch: 
     assert all(m.strategy(m.shown) == found(m.name).usual() and m.see for m in added)  # type: ignore[union-attr]
 
 
-def test_a_panel_says_how_many_batches_and_bytes_there_are() -> None:
+def test_a_panel_shows_batches_and_bytes() -> None:
     words = re.findall(r"([\d.]+) batches/s, ([\d.]+) MB sent per batch", figures.figure(method("DDP")))
     (plain, whole), (accumulated, part) = [(float(a), float(b)) for a, b in words]
     assert plain == pytest.approx(4 / 46.5e-3, abs=0.6) and whole == 1.5

@@ -1,4 +1,4 @@
-"""Buckets are cut in the order in which gradients come before the first step is made, and nothing else is touched."""
+"""Tests that buckets follow the order of gradients before the first step, without side effects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.tasks import ByteGPT
 
 
 class Crossed(nn.Module):
-    """Layers that are registered in another order than they are used in, a buffer, and dropout."""
+    """Layers that are not registered in the order of use, a buffer, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ def cuts(marks: Any) -> list[list[int]]:
 
 
 def training(comm: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
-    """All but what ZeRO asks at its start."""
+    """Returns the messages without those that ZeRO sends at its start."""
     return [one for one in comm if one[1] != "all_reduce slots"]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), HSDP(group=2)], ids=lambda s: type(s).__name__)
-def test_the_first_step_has_the_buckets_of_all_others_on_every_host(strategy: Any) -> None:
+def test_the_first_step_has_the_final_buckets_on_every_host(strategy: Any) -> None:
     e = crossed().set("strategy", strategy)
     sessions = run(e)
     order = [place.name for place in sessions[0].layout.order]
@@ -65,7 +65,7 @@ def test_the_first_step_has_the_buckets_of_all_others_on_every_host(strategy: An
         assert training(comm(virtual, 0)) == sent
 
 
-def test_random_numbers_and_buffers_are_as_if_nobody_had_looked() -> None:
+def test_finding_the_order_changes_no_random_number_or_buffer() -> None:
     e = crossed()
     learner, model = e.task.build(), net(Crossed)
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
@@ -77,8 +77,8 @@ def test_random_numbers_and_buffers_are_as_if_nobody_had_looked() -> None:
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
 
 
-def test_training_is_to_the_bit_what_it_is_when_the_order_is_learned_in_the_first_step() -> None:
-    """One process, dropout and all: only when it is known differs. A model that looks at a value shows it later."""
+def test_training_is_bit_identical_to_learning_the_order_in_the_first_step() -> None:
+    """Compares in one process, with dropout. A model that reads a value shows its order in the first step only."""
 
     def looking(model: nn.Module, pair: Any) -> torch.Tensor:
         found = mse(model, pair)
@@ -94,7 +94,7 @@ def test_training_is_to_the_bit_what_it_is_when_the_order_is_learned_in_the_firs
 
 
 @pytest.mark.ranks
-def test_what_cannot_be_foreseen_is_learned_in_the_first_step_as_before() -> None:
+def test_an_order_that_cannot_be_predicted_is_learned_in_the_first_step() -> None:
     def looking(model: nn.Module, pair: Any) -> torch.Tensor:
         found = mse(model, pair)
         return found if float(found.detach()) < torch.inf else found * 0
@@ -105,14 +105,14 @@ def test_what_cannot_be_foreseen_is_learned_in_the_first_step_as_before() -> Non
 
 
 @pytest.mark.ranks
-def test_a_model_is_not_built_twice_for_it() -> None:
-    """One that is read from a file does not let itself be built on the meta device; then the first step shows it."""
+def test_finding_the_order_does_not_build_the_model_twice() -> None:
+    """A model that is read from a file cannot be built on the meta device; the first step shows its order."""
     made: list[int] = []
 
     def loaded() -> nn.Module:
         made.append(1)
         model = Crossed()
-        assert float(model.first.weight.detach().abs().sum())  # which has no value on the meta device
+        assert float(model.first.weight.detach().abs().sum())  # a value that the meta device does not have
         return net(lambda: model)
 
     e = crossed(model=loaded)
@@ -122,13 +122,13 @@ def test_a_model_is_not_built_twice_for_it() -> None:
     assert comm(simulate(e), 0) == sessions[0].record.comm()
 
 
-def test_who_exchanges_no_gradients_lies_as_before() -> None:
+def test_strategies_without_gradient_exchange_keep_the_layout() -> None:
     _, sessions = simulated(crossed().set("strategy", LocalSGD(every=2)))
     assert [p.name for p in sessions[0].layout.order] == [n for n, _ in reversed(list(net(Crossed).named_parameters()))]
 
 
-def test_it_says_the_order_in_which_gradients_really_come() -> None:
-    """Against autograd itself, on a transformer."""
+def test_the_predicted_order_is_that_of_autograd() -> None:
+    """Compares with autograd itself, on a transformer."""
     e = Experiment(task=ByteGPT(layers=2, width=32, context=16, heads=2)).checked()
     learner = e.task.build()
     model, came = learner.model(), []
@@ -140,7 +140,7 @@ def test_it_says_the_order_in_which_gradients_really_come() -> None:
 
 
 def counted(kept: list[Any]) -> Any:
-    """A loss that keeps something from call to call: numbers, or the tensor itself."""
+    """A loss that keeps something between calls: numbers, or the tensor itself."""
 
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
         found = mse(model, pair)
@@ -150,13 +150,13 @@ def counted(kept: list[Any]) -> Any:
     return loss
 
 
-def test_a_loss_that_counts_its_calls_is_called_by_steps_alone_unless_it_is_said_to_be_pure() -> None:
+def test_only_steps_call_a_loss_that_is_not_declared_pure() -> None:
     kept: list[Any] = []
     sessions = run(experiment(1, 4, task=toy(loss=counted(kept), evaluate=None)))
     assert sessions[0].error is None and len(kept) == 4 and all(x.device.type == "cpu" and float(x) for x in kept)
 
 
-def test_data_that_is_there_once_is_read_by_steps_alone() -> None:
+def test_only_steps_read_data_that_exist_once() -> None:
     drawn = []
 
     def data(rank: int, ranks: int, seed: int) -> Any:

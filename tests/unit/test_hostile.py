@@ -1,4 +1,4 @@
-"""Run directories that somebody made to do harm: opened or refused in one sentence, soon and small, and never code."""
+"""Tests malicious run directories: opened, or refused in one sentence, fast, small, and never executed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_a_child(first: int, stop: int, out: Path) -> dict[str, Any]:
-    """Seeds tried in a process of their own, which one that ends it or takes its memory would end."""
+    """Tries seeds in a child process, which a crash or a lack of memory would end."""
     command = [sys.executable, "-m", "tests.unit.hostile", str(first), str(stop), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -48,7 +48,7 @@ def test_many_hostile_run_directories(first: int, count: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_a_small_file_that_unpacks_to_a_lot_is_not_unpacked(tmp_path: Path, compression: str) -> None:
+def test_a_small_file_with_huge_contents_is_not_unpacked(tmp_path: Path, compression: str) -> None:
     path = hostile.good(tmp_path / "run")
     before = len(Run.open(path).timeline.samples)
     kind, n = schema("samples", 1), 10_000_000
@@ -67,8 +67,8 @@ def test_a_small_file_that_unpacks_to_a_lot_is_not_unpacked(tmp_path: Path, comp
     assert said.startswith("samples-1.1.arrow: ends in a torn batch") and "unpacks to more than its size allows" in said
 
 
-def test_what_real_ranks_write_is_read_whole(tmp_path: Path) -> None:
-    """Of rows as alike as there can be the most is unpacked."""
+def test_real_records_are_read_whole(tmp_path: Path) -> None:
+    """Rows that are as equal as possible have the highest ratio of unpacking."""
     path = tmp_path / "run"
     run = hostile.good(path)
     for file in path.glob("*.arrow"):
@@ -80,7 +80,7 @@ def test_what_real_ranks_write_is_read_whole(tmp_path: Path) -> None:
     assert len(again.timeline.samples) == 10**6 and not again.warnings and run == path
 
 
-def test_a_stream_is_good_up_to_every_byte_at_which_it_is_cut(tmp_path: Path) -> None:
+def test_a_stream_cut_at_any_byte_is_read_up_to_the_cut(tmp_path: Path) -> None:
     data = (hostile.good(tmp_path / "run") / "spans-0.arrow").read_bytes()
     ends = {frames.whole(data[:at])[0] for at in range(len(data))}
     assert len(ends) < 20 and 0 in ends, "messages are taken whole"

@@ -1,4 +1,4 @@
-"""Large batches as live choices: the rate follows the global batch, warms up, and long gradients are shortened."""
+"""Tests large batches as live settings: scaled learning rate, warm-up and clipping."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ALL = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}
 
 
 def noted(session: Any, name: str) -> list[tuple[int, float]]:
-    """(step, value) of every Sample of this name."""
+    """Returns (step, value) of every Sample with this name."""
     return [(step, v) for step, n, _, v in session.record.samples if n == name]
 
 
 def rates(session: Any, steps: int) -> list[float]:
-    """The rate of each step, read off the record, which says it when it is new."""
+    """Returns the learning rate of each step from the record, which notes changes only."""
     said, now = dict(noted(session, "lr")), 0.0
     return [now := said.get(step, now) for step in range(steps)]
 
@@ -56,7 +56,7 @@ class Piecemeal(Strategy):
             await rank.update(bucket)
 
 
-# The rate.
+# learning rate
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ class Piecemeal(Strategy):
     ],
     ids=str,
 )
-def test_the_rate_is_in_proportion_to_the_global_batch(settings: dict[str, Any], expected: float) -> None:
-    """Digits likes 32 examples on one rank; there are four."""
+def test_the_rate_is_proportional_to_the_global_batch(settings: dict[str, Any], expected: float) -> None:
+    """Digits recommends 32 examples on one rank; these are 4 ranks."""
     assert factor(Experiment(task=Digits(), ranks=4, **settings).checked()) == expected
 
 
-def test_it_is_off_by_default_and_the_record_says_the_rate_once() -> None:
+def test_scaling_is_off_by_default_and_the_rate_is_recorded_once() -> None:
     for session in run(experiment(2, 6)):
         assert noted(session, "lr") == [(0, 0.02)]
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2)], ids=str)
-def test_it_rises_from_lr_to_k_times_lr_in_equal_parts_on_both_hosts(strategy: Strategy) -> None:
+def test_the_rate_rises_linearly_from_lr_to_k_times_lr_on_both_hosts(strategy: Strategy) -> None:
     e = experiment(4, 9, strategy=strategy, lr=0.01, lr_scaled=True, lr_warmup=5)
     expected = pytest.approx([0.01 * (1 + 3 * min(1, t / 5)) for t in range(9)])
     sessions = run(e)
@@ -98,12 +98,12 @@ def test_it_rises_from_lr_to_k_times_lr_in_equal_parts_on_both_hosts(strategy: S
     assert samples(simulate(e.set("pace", 5.0)), "lr", 2).tolist() == lr
 
 
-def test_without_scaling_a_warm_up_begins_at_an_equal_part_of_lr() -> None:
+def test_without_scaling_a_warm_up_begins_at_one_part_of_lr() -> None:
     (session,) = run(experiment(1, 8, lr=0.01, lr_warmup=4))
     assert rates(session, 8) == pytest.approx([0.0025 + 0.0075 * min(1, t / 4) for t in range(8)])
 
 
-def test_its_steps_are_those_of_one_process_with_that_schedule() -> None:
+def test_ranks_with_warm_up_equal_one_process_with_the_schedule() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     for step in range(8):
@@ -117,8 +117,8 @@ def test_its_steps_are_those_of_one_process_with_that_schedule() -> None:
         torch.testing.assert_close(weights(s), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_k_small_steps_and_one_k_times_as_large_come_to_nearly_the_same_place() -> None:
-    """On a gradient that hardly turns: f(w) = w^2 / 2, k = 8, rate 0.001, error of the order (k lr)^2."""
+def test_k_small_steps_nearly_equal_one_step_with_k_times_the_rate() -> None:
+    """f(w) = w^2 / 2 has a slowly turning gradient: k = 8, rate 0.001, error of the order (k lr)^2."""
     w_small, w_large, lr, k = 1.0, 1.0, 1e-3, 8
     for _ in range(k):
         w_small -= lr * w_small
@@ -126,7 +126,7 @@ def test_k_small_steps_and_one_k_times_as_large_come_to_nearly_the_same_place() 
     assert abs(w_small - w_large) < (k * lr) ** 2 and abs(w_small - 1) > 7 * lr
 
 
-def test_a_live_turn_rises_from_the_present_rate_and_lr_acts_at_once() -> None:
+def test_live_scaling_rises_from_the_present_rate_and_lr_acts_at_once() -> None:
     e = experiment(4, 20, lr=0.01)
     turns = [
         Change(3, "lr_warmup", 4), Change(5, "lr_scaled", True), Change(7, "lr", 0.02), Change(14, "lr_scaled", False)
@@ -140,7 +140,7 @@ def test_a_live_turn_rises_from_the_present_rate_and_lr_acts_at_once() -> None:
     assert samples(simulated, "lr", 3).tolist() == [v for _, v in noted(sessions[3], "lr")]
 
 
-def test_groups_keep_their_ratio_while_it_rises() -> None:
+def test_groups_keep_their_ratio_while_the_rate_rises() -> None:
     def two(params: Any) -> torch.optim.Optimizer:
         first, *rest = params
         return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.01}], lr=0.1)
@@ -151,8 +151,8 @@ def test_groups_keep_their_ratio_while_it_rises() -> None:
 
 
 @pytest.mark.parametrize("before", [ShadowMA(), AsyncServer(), SyncServer()], ids=str)
-def test_ranks_that_counted_steps_of_their_own_rise_together_under_ddp(before: Strategy) -> None:
-    """Rank 1 is three times as slow, and everything is turned in the middle of the warm-up."""
+def test_ranks_with_different_step_counts_share_the_rate_under_ddp(before: Strategy) -> None:
+    """Rank 1 is 3 times as slow, and all changes come in the middle of the warm-up."""
     e = paced(3, 60, strategy=before, faults=(Slow(rank=1, factor=3.0),), lr=0.001)
     turns = [Change(4, "lr_warmup", 60), Change(4, "lr_scaled", True), Change(20, "strategy", "DDP")]
     run = simulate(e, changes=turns, real=True)
@@ -175,26 +175,26 @@ def test_ranks_that_counted_steps_of_their_own_rise_together_under_ddp(before: S
         ({"clip": -1.0}, "clip=-1.0: must be a number in"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_with_a_reason(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
         experiment(2, 4, **settings)
 
 
-def test_a_larger_batch_turned_live_takes_a_larger_rate() -> None:
+def test_a_larger_live_batch_raises_the_rate() -> None:
     e = experiment(2, 8, task=toy(data=sized), batch=4, lr=0.01, lr_scaled=True, lr_base=8)
     assert rates(run(e, Change(4, "batch", 12))[0], 8) == pytest.approx([0.01] * 4 + [0.03] * 4)
 
 
-def test_a_rate_turned_back_to_0_is_the_tasks_own_again() -> None:
+def test_a_rate_set_back_to_0_is_the_tasks_own_again() -> None:
     (session,) = run(experiment(1, 6), Change(2, "lr", 0.005), Change(4, "lr", 0.0))
     assert rates(session, 6) == [0.02, 0.02, 0.005, 0.005, 0.02, 0.02]
 
 
-# Clipping.
+# clipping
 
 
 def clipped_reference(ranks: int, steps: int, limit: float) -> tuple[torch.Tensor, list[float]]:
-    """One process on the joined batch; the norm by hand."""
+    """One process on the joined batch, with an explicit norm."""
     model, norms = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     for step in range(steps):
@@ -209,7 +209,7 @@ def clipped_reference(ranks: int, steps: int, limit: float) -> tuple[torch.Tenso
     return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())]), norms
 
 
-def test_under_ddp_the_gradient_of_all_ranks_is_shortened_to_the_limit_on_both_hosts() -> None:
+def test_ddp_clips_the_mean_gradient_on_both_hosts() -> None:
     whole, norms = clipped_reference(3, 8, 1.8)
     assert min(norms) < 1.8 < max(norms), "some are shortened and some are not"
     e = experiment(3, 8, clip=1.8)
@@ -223,7 +223,7 @@ def test_under_ddp_the_gradient_of_all_ranks_is_shortened_to_the_limit_on_both_h
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_under_local_sgd_each_rank_shortens_its_own_gradient() -> None:
+def test_local_sgd_clips_each_ranks_own_gradient() -> None:
     model, moved, norms = net(), [], []
     for rank in range(3):
         grads = torch.autograd.grad(mse(model, batch(rank, 0, 0)), [p for _, p in sorted(model.named_parameters())])
@@ -240,26 +240,27 @@ def test_a_limit_above_every_norm_changes_nothing() -> None:
         assert torch.equal(weights(a), weights(b)) and not noted(a, "grad_norm") and len(noted(b, "grad_norm")) == 6
 
 
-def test_the_limit_is_turned_live() -> None:
+def test_the_clip_limit_changes_live() -> None:
     (session, _) = run(experiment(2, 9), Change(3, "clip", 0.3), Change(6, "clip", 0.0))
     assert [step for step, _ in noted(session, "grad_norm")] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_strategy_limits_each_update_or_says_that_it_cannot(name: str) -> None:
-    """A claim without an update would be a limit that limits nothing."""
+def test_every_strategy_clips_each_update_or_refuses(name: str) -> None:
+    """A claim without a clipped update would be a limit without effect."""
     strategy = ALL[name]()
     if not strategy.clips:
         with pytest.raises(KnobError, match=f"clip=0.5: under {name} .* use clip=0 with it"):
             paced(4, 8, strategy=strategy, clip=0.5)
         return
-    ranks = 1 if strategy.shared else 4  # of several, each with workers that share, the simulator has sizes only
+    # with several ranks of workers that share memory, the simulator has shapes only
+    ranks = 1 if strategy.shared else 4
     run = simulate(paced(ranks, 8, strategy=strategy, clip=1e-3), real=True)
     norms = [samples(run, "grad_norm", rank) for rank in range(ranks) if strategy.trains(rank, ranks)]
     assert all(len(n) >= 1 and (n > 1e-3).any() for n in norms)
 
 
-def test_where_there_is_no_norm_a_limit_is_refused_before_it_is_applied() -> None:
+def test_strategies_without_a_norm_refuse_clip() -> None:
     e = paced(2, 4, strategy=DDP(), clip=1.0)
     for before, path, value in ((e, "strategy", "Piecemeal"), (Experiment(strategy=Piecemeal()), "clip", 1.0)):
         with pytest.raises(KnobError, match="under Piecemeal no update has all gradients before it"):
