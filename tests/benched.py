@@ -1,4 +1,4 @@
-"""An engine's own end of a line, without the engine: a session of a test's own begins there."""
+"""An engine's end of a line without the engine, for a test's own sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.cluster.transport.line import Line
 
 @contextmanager
 def benched(*ranks: int) -> Iterator[tuple[Bench, Line]]:
-    """It, and a line that reaches it as each of `ranks`."""
+    """Yields an engine's end, and a line that reaches it as each of `ranks`."""
     keys = Keys.new()
     made = Bench({
         "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
@@ -33,7 +33,7 @@ def benched(*ranks: int) -> Iterator[tuple[Bench, Line]]:
 
 
 def begin(bench: Bench, session: type, path: Path, generation: str = "g", rank: int = 0) -> Any:
-    """A session of this class begins there, in a run below `path`; returns it."""
+    """Begins a session of this class, in a run below `path`. Returns it."""
     (path / "run.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.benched.Session", session, raising=False)

@@ -1,4 +1,4 @@
-"""Processes that never rest: a machine that other programs keep busy, or whose cores are not to fall asleep."""
+"""Processes that spin, to keep a machine busy or its cores awake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes bring about."""
+"""Waits for effects of other threads and processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENT = 120.0  # seconds: others may keep the machine busy, and a test that passes waits for none of them
+PATIENT = 120.0  # seconds; only a failing test waits so long, also on a busy machine
 
 
 def until(condition: Callable[[], Any], seconds: float = PATIENT) -> bool:
-    """Whether `condition` came true within `seconds`."""
+    """Returns whether `condition` came true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Where the time of a step went: checked on timelines small enough to add up by hand."""
+"""Tests the parts of a step's time on timelines small enough to add up by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_divides_into_compute_exposed_and_other() -> None:
     assert b.other.tolist() == [0.5, 0.5] and b.codec.tolist() == [0.25, 0.25]
 
 
-def test_before_the_last_arrival_a_rank_waits_and_after_it_data_move() -> None:
+def test_a_rank_waits_until_the_last_arrival_and_transfers_after_it() -> None:
     b = analysis.breakdown(by_hand(), 0, 1)
     assert b.waiting.tolist() == [2.0, 0.0] and b.transferring.tolist() == [1.0, 1.0]
     assert b.held.tolist() == [2.0, 0.0]
@@ -56,7 +56,7 @@ def test_the_parts_of_a_step_add_up_and_exposed_is_communication_outside_compute
     assert ((0.4 < o.share) & (o.share < 0.9)).all()
 
 
-def test_bytes_are_those_sent_in_steps_hand_overs_left_out() -> None:
+def test_bytes_are_those_of_steps_without_hand_overs() -> None:
     run = synthetic.run(steps=120)
     sent = analysis.bytes_per_step(run.timeline, 0, 120)
     assert sent.shape == (120, 4) and (sent[:100] == synthetic.BUCKETS * synthetic.NBYTES).all()
@@ -71,7 +71,7 @@ def test_a_collective_inside_an_evaluation_is_not_part_of_a_step() -> None:
     assert analysis.breakdown(tl, 0, 1).transferring.tolist() == [1.0, 1.0]
 
 
-def test_a_message_is_sent_by_one_rank_and_waited_for_by_no_other_sender() -> None:
+def test_messages_do_not_count_as_collectives() -> None:
     tl = by_hand()
     tl.spans.add([Span(r, 0, "comm", "send bucket 0", t, t, t + 0.5, 100) for r, t in ((0, 1.0), (1, 5.0))])
     assert analysis.arrivals(tl, 0, 1).name.tolist() == ["all_reduce bucket 0"]
@@ -79,7 +79,7 @@ def test_a_message_is_sent_by_one_rank_and_waited_for_by_no_other_sender() -> No
     assert analysis.bytes_per_step(tl, 0, 1).tolist() == [[900, 900]]
 
 
-def test_the_same_collective_twice_in_a_step_is_told_apart() -> None:
+def test_repeated_collectives_in_a_step_are_distinguished() -> None:
     tl = Timeline()
     for rank in (0, 1):
         tl.spans.add([Span(rank, 0, "comm", "all_reduce x", t, t + 0.1 * rank, t + 0.5, 1) for t in (1.0, 2.0)])
@@ -107,7 +107,7 @@ def test_a_step_cut_off_by_a_kill_is_left_out_of_means() -> None:
     assert np.isnan(analysis.step_times(tl).seconds).sum() == 0
 
 
-def test_of_nothing_there_are_no_numbers_and_no_errors() -> None:
+def test_an_empty_timeline_gives_no_numbers_and_no_errors() -> None:
     tl = Timeline()
     assert analysis.step_times(tl).seconds.shape == (0, 0)
     assert analysis.breakdown(tl, 0, 10).steps == 0 and analysis.per_rank(tl, 0, 10) == []
@@ -115,13 +115,13 @@ def test_of_nothing_there_are_no_numbers_and_no_errors() -> None:
     assert len(analysis.overlap(tl, 0, 5).share) == 0
 
 
-def test_one_rank_waits_for_nobody() -> None:
+def test_a_single_rank_never_waits() -> None:
     tl = synthetic.timeline(ranks=1, steps=10)
     b = analysis.breakdown(tl, 0, 10)
     assert b.waiting.tolist() == [0.0] and b.steps == 10 and b.seconds[0] > 0
 
 
-def test_the_table_beside_the_chart_has_a_row_per_rank() -> None:
+def test_the_charts_table_has_a_row_per_rank() -> None:
     run = synthetic.run(steps=60, changes=())
     rows = analysis.per_rank(run.timeline, 40, 60)
     assert [r.rank for r in rows] == [0, 1, 2, 3] and {r.steps for r in rows} == {20}
@@ -142,7 +142,7 @@ def test_covers_measure_unions_of_intervals(seed: int) -> None:
     assert cover.between(np.array([100.0]), np.array([700.0]))[0] == pytest.approx(inside[100:700].sum())
 
 
-def test_a_window_of_a_long_run_is_quick() -> None:
+def test_a_window_of_a_long_run_is_fast() -> None:
     tl = synthetic.timeline(ranks=8, steps=900)
     tl.spans.extend(tl.spans.rows().columns)
     analysis.breakdown(tl, 880, 900)

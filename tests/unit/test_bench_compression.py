@@ -1,4 +1,4 @@
-"""The compressors' campaign: times are products of steps and their length, and the page says who wins and who loses."""
+"""Tests the campaign over compressors: times as steps times step time, and the page's verdicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(folder: Path, part: str, row: str, where: str, seed: int, **found: Any
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Dense is at 3.0 after 200 of 300 steps of 0.1 s; QSGD after 210 of half that; SIDCo never."""
+    """Dense reaches 3.0 after 200 of 300 steps of 0.1 s; QSGD after 210 steps of half the time; SIDCo never."""
     for row, middle, step in (("Dense", 3.0, 0.1), ("QSGD", 3.05, 0.05), ("SIDCo", 3.5, 0.01)):
         for seed in (0, 1, 2):
             curve = [[0, 0.0, 5.0], [200, 1.0, middle], [220, 1.1, middle - 0.1], [300, 1.5, middle - 0.2]]
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_time_to_the_loss_is_steps_times_their_length(folder: Path) -> None:
+def test_time_to_the_loss_is_steps_times_step_time(folder: Path) -> None:
     found = Results.of(folder)
     assert compression_page.target(found) == 3.0
     rows = compression_page.ranking(found, LINK)
@@ -42,7 +42,7 @@ def test_time_to_the_loss_is_steps_times_their_length(folder: Path) -> None:
     assert [r.time for r in rows] == pytest.approx([210 * 0.05, 200 * 0.1, 0.0])
 
 
-def test_the_page_says_who_wins_who_loses_and_what_is_lacking(folder: Path) -> None:
+def test_the_page_lists_winners_losers_and_missing_rows(folder: Path) -> None:
     page = compression_page.text(folder, folder)
     assert f"**{LINK}**: QSGD is quickest, 1.90 times as fast as dense fp32; 1 of 2 win, 1 lose: SIDCo." in page
     assert "| SIDCo | 10.0 | not by 3 of 3 |" in page and "Not measured yet: `python -m tests.bench.codecs" in page
@@ -53,7 +53,7 @@ def test_the_page_says_who_wins_who_loses_and_what_is_lacking(folder: Path) -> N
     assert "| QSGD | 50 ms | 2.00 | 100.0 kB | 1.0 ms | 1.90 |  |" in page, "bf16 was not measured, so nothing is said"
 
 
-def test_every_shipped_compressor_has_a_row_that_can_be_made() -> None:
+def test_every_shipped_compressor_has_a_valid_row() -> None:
     rows = compression.rows()
     assert {"Dense", "Cast(to=bf16)", "PowerSGD", "Zen", "DGC(momentum=0)"} <= set(rows)
     assert all(isinstance(from_plain(plain, Compressor), Compressor) for plain in rows.values())
@@ -65,7 +65,7 @@ def ending(folder: Path, part: str, row: str, loss: float, nbytes: float = 1e5) 
         write(folder, part, row, "any link", seed, curve=[[0, 0.0, 5.0], [300, 1.0, loss + luck]], bytes=nbytes)
 
 
-def test_accordion_stands_between_its_two_ratios(tmp_path: Path) -> None:
+def test_accordions_row_is_between_its_two_ratios(tmp_path: Path) -> None:
     for word, loss, nbytes in (("gentle", 2.0, 1e6), ("Accordion", 2.1, 4e5), ("harsh", 2.4, 2e5)):
         ending(tmp_path, "accordion", f"TopK: {word}", loss, nbytes)
         ending(tmp_path, "accordion", f"PowerSGD: {word}", 2.0, nbytes)
@@ -74,7 +74,7 @@ def test_accordion_stands_between_its_two_ratios(tmp_path: Path) -> None:
     assert "that the harsh ratio saves. The two ratios' losses differ by less than seeds do" in page
 
 
-def test_what_a_rounding_loses_is_told_by_size_of_block(tmp_path: Path) -> None:
+def test_variance_of_rounding_is_measured_by_block_size(tmp_path: Path) -> None:
     grads = [torch.randn(40_000, generator=torch.Generator().manual_seed(k)) for k in range(4)]
     found = compression_studies.variances(grads, last=2)
     assert set(found) == set(compression_studies.rounders()) and all(len(each) == 2 for each in found.values())
@@ -84,7 +84,7 @@ def test_what_a_rounding_loses_is_told_by_size_of_block(tmp_path: Path) -> None:
     assert f" {sum(found['ALQ, blocks of 64']) / 2:.3g} " in row
 
 
-def test_losses_of_levels_that_were_fitted_wrongly_are_left_out_and_named(tmp_path: Path) -> None:
+def test_losses_with_wrongly_fitted_levels_are_left_out_and_marked(tmp_path: Path) -> None:
     for row in ("ALQ, blocks of 64", "ALQ, blocks of 1024", "QSGD, blocks of 64"):
         ending(tmp_path, "levels", row, 2.0)
     page = studies_page.text(Results.of(tmp_path), tmp_path, ["ALQ, blocks of 64", "QSGD, blocks of 64"])
@@ -93,7 +93,7 @@ def test_losses_of_levels_that_were_fitted_wrongly_are_left_out_and_named(tmp_pa
     assert "Of ALQ, blocks of 64 some seeds are from before" in page
 
 
-def test_every_setting_of_the_closer_looks_can_be_made() -> None:
+def test_every_setting_of_the_studies_is_valid() -> None:
     for part in ("accordion", "levels"):
         cells = compression.losses(part)
         assert compression.possible(cells) == cells and len({cell.path for cell in cells}) == len(cells)
@@ -101,7 +101,7 @@ def test_every_setting_of_the_closer_looks_can_be_made() -> None:
     assert sizes == set(compression_studies.IDS[200.0])
 
 
-def test_the_page_names_the_quickest_scheme_and_the_formulas_choice(tmp_path: Path) -> None:
+def test_the_page_names_the_fastest_scheme_and_the_formulas_choice(tmp_path: Path) -> None:
     took = {"gather": 3.0, "tree": 4.0, "owners": 1.0, "ring": 5.0, "dense": 2.0, "auto": 1.1}
     about = {"mbit": 200.0, "ids": 400, "density": 0.15, "nbytes": 1, "model": 4 * 64 * 3200}
     rows = [{**about, "scheme": s, "wire": t / 1e3} for s, t in took.items()]
@@ -110,13 +110,13 @@ def test_the_page_names_the_quickest_scheme_and_the_formulas_choice(tmp_path: Pa
     assert "| 1.1 ms | owners | tree |" in page and "200 Mbit/s: in 0 of 1 the formulas' choice" in page
 
 
-def test_codecs_that_were_timed_are_not_timed_again() -> None:
+def test_timed_codecs_are_not_timed_again() -> None:
     there = set(compression.rows()) - {"TopK", "SignSGD"} | {"DGC", "ErrorFeedback", "Layers", "WarmUp", "Cast"}
     rows = list(codecs.every(10_000, 1, there))
     assert [r["name"] for r in rows] == ["SignSGD", "TopK"] and all(len(r["codec"]) == 1 for r in rows)
 
 
-def test_a_seed_that_never_got_there_is_slower_than_all_that_did(folder: Path) -> None:
+def test_a_seed_that_missed_the_loss_is_slower_than_all_others(folder: Path) -> None:
     late = [[0, 0.0, 5.0], [200, 1.0, 3.2], [250, 1.3, 3.0], [300, 1.5, 2.8]]
     write(folder, "loss", "QSGD", "any link", 1, curve=[[0, 0.0, 5.0], [300, 1.5, 3.5]], bytes=1e5)
     write(folder, "loss", "QSGD", "any link", 2, curve=late, bytes=1e5)
@@ -126,7 +126,7 @@ def test_a_seed_that_never_got_there_is_slower_than_all_that_did(folder: Path) -
     assert row.steps == 250 and row.time == pytest.approx(250 * 0.05)
 
 
-def test_the_page_names_the_bucket_and_what_ran_before_its_code_changed(folder: Path) -> None:
+def test_the_page_names_the_bucket_size_and_rows_of_older_code(folder: Path) -> None:
     page = compression_page.text(folder, folder)
     assert f"buckets of {compression.BUCKET:g} MB" in page and compression.losses()[0].bucket_mb == compression.BUCKET
     assert "Some or all seeds of these ran before their code, or code they share, changed: Dense, QSGD, SIDCo." in page
@@ -138,7 +138,7 @@ def test_the_page_names_the_bucket_and_what_ran_before_its_code_changed(folder: 
     assert "changed: Dense, SIDCo." in compression_page.text(folder, folder)
 
 
-def test_a_product_that_was_checked_with_other_code_says_what_it_would_be_now(folder: Path) -> None:
+def test_a_product_checked_with_older_code_shows_its_current_value(folder: Path) -> None:
     for label, product in (("Dense", 200 * 0.1), ("QSGD", 99.0)):
         write(folder, "full", label, LINK, 0, target=3.0, product_s=product, time_s=21.0)
     page = compression_page.text(folder, folder)
@@ -146,7 +146,7 @@ def test_a_product_that_was_checked_with_other_code_says_what_it_would_be_now(fo
     assert "| Dense | 20.0 s | 21.0 s | 1.05 |" in page
 
 
-def test_why_fitted_levels_lose_on_long_tails_is_measured() -> None:
+def test_variance_of_fitted_levels_on_long_tails_is_measured() -> None:
     found = compression_studies.tails(n=2**14, block=1024)
     assert set(found) == {"normal", "Student's t, 3 degrees of freedom,"}
     assert found["normal"]["ALQ"] < found["normal"]["AMQ"]

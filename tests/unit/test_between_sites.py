@@ -1,4 +1,4 @@
-"""BetweenSites against sums made by hand: whole inside a site, compressed between, and nothing lost."""
+"""Tests BetweenSites against explicit sums: whole inside a site, compressed between sites."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_on_one_site_nothing_is_compressed() -> None:
     torch.testing.assert_close(found, g.sum(0).double(), rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_site_leaves_unsent_is_its_first_ranks_and_nothing_is_lost() -> None:
+def test_a_sites_residual_is_on_its_first_rank_and_nothing_is_lost() -> None:
     g, memories, sent = drawn(5), [Memory(r) for r in range(5)], torch.zeros(200, dtype=torch.float64)
     feeding = ErrorFeedback(of=BetweenSites(of=TopK(density=0.05), site=2))
     for _ in range(6):
@@ -52,7 +52,7 @@ def test_what_a_site_leaves_unsent_is_its_first_ranks_and_nothing_is_lost() -> N
 
 
 @pytest.mark.ranks
-def test_real_ranks_and_virtual_ones_exchange_the_same_in_the_same_groups() -> None:
+def test_real_ranks_and_virtual_ranks_exchange_the_same_in_the_same_groups() -> None:
     e = experiment(4, 4, compressor=ErrorFeedback(of=BetweenSites()), pace=3.0,
                    fabric=Fabric(link=Link(bandwidth=80.0), site=2, between_bandwidth=8.0))  # fmt: skip
     virtual, sessions = simulate(e, real=True), run(e)
@@ -65,11 +65,11 @@ def test_real_ranks_and_virtual_ones_exchange_the_same_in_the_same_groups() -> N
 
 
 @pytest.mark.ranks
-def test_uncompressed_between_sites_it_learns_what_dense_learns() -> None:
+def test_uncompressed_between_sites_it_equals_dense() -> None:
     plain, sites = (run(experiment(4, 6, compressor=c))[0] for c in (Dense(), BetweenSites(of=Dense())))
     torch.testing.assert_close(weights(sites), weights(plain), rtol=1e-5, atol=1e-6)
 
 
-def test_a_momentum_of_ranks_is_refused_for_sums_of_sites() -> None:
+def test_codecs_with_momentum_are_refused_between_sites() -> None:
     with pytest.raises(KnobError, match="sums of sites have none; use TopK"):
         Experiment().set("compressor", BetweenSites(of=DGC()))

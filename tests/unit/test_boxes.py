@@ -1,4 +1,4 @@
-"""Slices as boxes, against the elements themselves."""
+"""Tests slices as boxes against their elements."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_boxes_hold_the_elements_of_their_slices_in_order() -> None:
         assert torch.cat([x.reshape(-1) for x in inside]).tolist() == elements(slices[0])
 
 
-def test_columns_of_a_matrix_are_one_box_and_what_would_be_thousands_is_none() -> None:
+def test_columns_of_a_matrix_are_one_box_and_thousands_of_boxes_are_refused() -> None:
     assert boxes((1000, 64), [Slice(16, 16, 64, 1000)]) == [((0, 16), (1000, 16))]
     assert boxes((2 * MOST, 3), [Slice(0, 1, 2, 2 * MOST)]) is None

@@ -1,4 +1,4 @@
-"""The 8-bit codes between a tensor's smallest and largest value: one byte each, and never beyond either end."""
+"""Tests 8-bit codes between a tensor's smallest and largest value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def back(x: torch.Tensor) -> torch.Tensor:
-    """There and back."""
+    """Encodes and decodes."""
     return CODER.decode((encode(x),), x)
 
 
@@ -30,7 +30,7 @@ def noise(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 2, 3, 255, 1001])
-def test_it_is_one_byte_per_element_and_a_heading(n: int, dtype: torch.dtype) -> None:
+def test_a_code_has_one_byte_per_element_and_a_header(n: int, dtype: torch.dtype) -> None:
     for x in (noise(n, dtype=dtype), torch.empty(n, dtype=dtype, device="meta")):
         code = encode(x)
         assert code.dtype == torch.uint8 and code.shape == (8 + n,)
@@ -39,7 +39,7 @@ def test_it_is_one_byte_per_element_and_a_heading(n: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
-def test_it_is_off_by_half_a_code_at_most(seed: int, scale: float) -> None:
+def test_the_error_is_at_most_half_a_code(seed: int, scale: float) -> None:
     x = noise(999, seed) ** 3 * scale
     half = float(x.max() - x.min()) / 510
     assert float((back(x) - x).abs().max()) <= half * 1.001
@@ -53,13 +53,13 @@ def test_the_ends_get_the_first_and_the_last_code() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.25, 1.0, 3e38, 1e-45])
 @pytest.mark.parametrize("n", [1, 7])
-def test_what_is_all_the_same_comes_back_as_it_was(value: float, n: int) -> None:
+def test_equal_values_come_back_unchanged(value: float, n: int) -> None:
     x = torch.full((n,), value)
     assert torch.equal(back(x), x)
 
 
 def test_a_huge_offset_never_wraps() -> None:
-    """Codes reckoned as round(x * s) would leave the byte here: a range of a few spacings of float32 around 1."""
+    """Codes computed as round(x * s) would exceed the byte here: the range is a few float32 spacings around 1."""
     for seed in range(500):
         x = (1 + 1e-6 * noise(100, seed, torch.float64)).float()
         codes, spread = encode(x)[8:].int(), float(x.max() - x.min())
@@ -68,13 +68,13 @@ def test_a_huge_offset_never_wraps() -> None:
         assert float((back(x) - x).abs().max()) <= spread / 510 + 1.2e-7
 
 
-def test_the_widest_range_that_there_is_stays_finite() -> None:
+def test_the_widest_range_stays_finite() -> None:
     x = torch.tensor([-3e38, -1e38, 0.0])
     torch.testing.assert_close(back(x), x, rtol=0, atol=3e38 / 510 * 1.001)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+def test_values_that_are_not_finite_stay_visible(bad: float) -> None:
     x = noise(50)
     x[7] = bad
     out = back(x)

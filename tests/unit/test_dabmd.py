@@ -1,4 +1,4 @@
-"""DABMD on real ranks: a slow one takes fewer batches and holds up nobody, and the rest hear of every change."""
+"""Tests DABMD on real ranks: a slow rank takes fewer batches, delays no rank, and changes reach all."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def took(session: Session) -> list[float]:
     return [v for _, name, _, v in session.record.samples if name == "batches"]
 
 
-def test_a_slow_rank_takes_fewer_batches_and_a_round_is_as_long() -> None:
-    """On the virtual clock as many as go into the window; of real ranks a busy machine takes some away."""
+def test_a_slow_rank_takes_fewer_batches_in_rounds_of_equal_length() -> None:
+    """On the virtual clock ranks take as many batches as fit into the window. A busy machine allows fewer on real
+    ranks.
+    """
     chosen = experiment(3, 10, strategy=DABMD(window=240.0), pace=30.0).set("faults", (Slow(rank=1, factor=4.0),))
     change = Change(9, "strategy", "DDP")
     simulated = simulate(chosen, changes=[change])
@@ -34,7 +36,7 @@ def test_a_slow_rank_takes_fewer_batches_and_a_round_is_as_long() -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-def test_turned_live_between_graphs_it_goes_on() -> None:
+def test_live_changes_of_graph_and_rounds_work() -> None:
     wanted = [(3, "strategy.graph", "exponential"), (6, "strategy.rounds", 3), (9, "bucket_mb", 0.02)]
     sessions = run(experiment(4, 12, strategy=DABMD(window=5.0), pace=1.0), *(Change(*change) for change in wanted))
     assert len(sessions[0].record.noted("change")) == 3 and not sessions[0].record.noted("refused")

@@ -1,4 +1,4 @@
-"""A process may end by itself between two looks at it. Then the lab goes on without it."""
+"""Tests that a lab goes on without a process that ends between two looks at it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
     return Place.new("ended")
 
 
-def test_memory_leaves_out_a_process_that_ends_while_it_is_looked_at(
+def test_memory_leaves_out_a_process_that_ends_during_the_look(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "alive", lambda process: True)

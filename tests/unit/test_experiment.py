@@ -1,4 +1,4 @@
-"""An experiment: complete, checked as a whole, the same after JSON, and clear about what cannot be."""
+"""Tests experiments: defaults, checks as a whole, JSON, and errors for invalid settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.strategies import LocalSGD, Strategy, TorchDDP
 from workbench.tasks import ByteGPT, Digits
 
 
-def test_an_experiment_takes_the_tasks_own_rate_and_batch_where_none_is_given() -> None:
+def test_an_experiment_takes_the_tasks_rate_and_batch_by_default() -> None:
     filled = Experiment(task=Digits()).checked()
     assert (filled.lr, filled.batch) == (Digits.lr, Digits.batch)
     assert Experiment(lr=0.5, batch=3).checked().lr == 0.5
@@ -45,7 +45,7 @@ def test_an_experiment_is_the_same_after_json() -> None:
         ("fabric.link", {"Link": {"bandwidth": -1}}, "bandwidth=-1"),
     ],
 )
-def test_a_turn_that_cannot_be_is_refused_and_nothing_is_lost(path: str, value: Any, words: str) -> None:
+def test_an_invalid_setting_is_refused_and_changes_nothing(path: str, value: Any, words: str) -> None:
     before = Experiment()
     with pytest.raises(KnobError) as caught:
         before.set(path, value)
@@ -53,13 +53,13 @@ def test_a_turn_that_cannot_be_is_refused_and_nothing_is_lost(path: str, value: 
     assert before == Experiment()
 
 
-def test_turns_build_on_each_other() -> None:
+def test_settings_build_on_each_other() -> None:
     after = Experiment().set("strategy", "LocalSGD").set("every", 16).set("compressor", "TopK").set("density", 0.05)
     assert after.strategy == LocalSGD(every=16)
     assert after.compressor == ErrorFeedback(of=TopK(density=0.05))
 
 
-def test_every_pair_of_strategy_and_compressor_runs_or_is_refused_with_what_would() -> None:
+def test_every_pair_of_strategy_and_compressor_runs_or_is_refused_with_advice() -> None:
     pairs = product(members(Strategy).values(), members(Compressor).values())
     shipped = [(s, c) for s, c in pairs if s.__module__.startswith("workbench.")]
     for strategy, compressor in shipped:
@@ -73,22 +73,22 @@ def test_every_pair_of_strategy_and_compressor_runs_or_is_refused_with_what_woul
     assert Experiment(strategy=TorchDDP(), compressor=Dense()).checked()
 
 
-def test_every_knob_says_what_it_is() -> None:
+def test_every_knob_has_a_doc() -> None:
     for path, k in walk(Experiment()):
         assert k.doc, path
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_every_recipe_can_be(name: str) -> None:
+def test_every_recipe_is_valid(name: str) -> None:
     assert recipe(name).checked().ranks >= 1
     assert recipes()[name].__doc__
 
 
-def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
+def test_an_unknown_recipe_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(KnobError, match="did you mean slow_link"):
         recipe("slowlink")
 
 
-def test_the_old_names_of_setting_go_on_for_a_release() -> None:
+def test_the_old_name_turn_still_sets() -> None:
     assert Experiment().turn("lr", 0.1) == Experiment().set("lr", 0.1) != Experiment()
     assert Lab.turn is Lab.set

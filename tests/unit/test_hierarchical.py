@@ -1,4 +1,4 @@
-"""Hierarchical on real ranks: exact sums over equal and unequal sites, of lengths that sites do not divide."""
+"""Tests Hierarchical on real ranks: exact sums over equal and unequal sites, for any length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Counted(Strategy):
-    """Sums whole numbers of many lengths and dtypes in each step; a Sample says how many elements are wrong."""
+    """Sums integers of many lengths and dtypes in each step. A Sample counts wrong elements."""
 
     lockstep: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""The check of `tests/joins.py`: a round's plan depends on its seed alone, and lost training is seen."""
+"""Tests the check of `tests/joins.py`: plans depend on the seed alone, and lost training is found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_loss_outside_of_the_reference_is_found_and_one_inside_is_not() -> Non
     assert len(list(joins.list_windows(run, after=1e9))) == 0
 
 
-def test_the_sentences_that_the_page_lists_are_those_of_the_code() -> None:
+def test_the_pages_sentences_are_those_of_the_code() -> None:
     errors = {0: {"type": "EngineDied", "text": "killed"}}
     none_holds(errors, [0], [2], "")
     marks: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Changes without any engine: checked at once, answered later, never lost."""
+"""Tests changes without engines: checked at once, answered later, never lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_change_is_in_force_once_it_was_applied(changes: Changes) -> None:
     assert changes.experiment.bucket_mb == 4.0 and asked.wait(0).applied_at == 12
 
 
-def test_a_short_path_means_the_whole_one_and_the_value_is_plain(changes: Changes) -> None:
+def test_a_short_path_is_completed_and_the_value_is_plain(changes: Changes) -> None:
     asked = ask(changes, "strategy", "LocalSGD")
     assert asked.value == to_plain(LocalSGD())
     assert ask(changes, "every", 4).path == "strategy.every"
@@ -58,7 +58,7 @@ def test_a_change_of_another_kernel_is_listed_too(changes: Changes) -> None:
     assert [(t.path, t.applied_at) for t in changes.listed] == [("batch", 3)] and changes.experiment.batch == 4
 
 
-def test_what_was_not_applied_is_refused_at_the_end(changes: Changes) -> None:
+def test_unapplied_changes_are_refused_at_the_end(changes: Changes) -> None:
     asked = ask(changes, "batch", 4)
     changes.end("the run ended")
     assert asked.refused == "batch=4: the run ended"
@@ -66,7 +66,7 @@ def test_what_was_not_applied_is_refused_at_the_end(changes: Changes) -> None:
         PendingChange(Change(NEXT, "batch", 4, "1")).wait(0)
 
 
-def test_a_change_that_cannot_be_is_not_sent(changes: Changes) -> None:
+def test_an_invalid_change_is_not_sent(changes: Changes) -> None:
     sent: list[PendingChange] = []
     for path, value, text in [("ranks", 3, "cannot change"), ("lr", "fast", "lr='fast'"), ("lrr", 1, "did you mean")]:
         with pytest.raises(KnobError, match=text):
@@ -74,7 +74,7 @@ def test_a_change_that_cannot_be_is_not_sent(changes: Changes) -> None:
     assert sent == [] == changes.listed
 
 
-def test_classes_of_the_notebook_are_sent_along(changes: Changes) -> None:
+def test_classes_of_the_notebook_are_sent_with_a_change(changes: Changes) -> None:
     sent: list[type] = []
     changes.ask("strategy", OfTheNotebook(), lambda asked, new: sent.extend(new))
     assert sent == [OfTheNotebook] == list(classes(OfTheNotebook())) and not list(classes(DDP()))
@@ -88,7 +88,7 @@ def test_planned_changes_see_each_other() -> None:
             given.planned(Experiment(), [bad])
 
 
-def test_what_was_called_turn_goes_on_working_and_says_nothing() -> None:
+def test_the_old_name_turn_works_without_a_warning() -> None:
     assert Experiment().set("lr", 0.5) == Experiment().set("lr", 0.5)
     lab = object.__new__(Lab)
     lab.changes = [PendingChange(Change(0, "lr", 0.5, BEFORE), 0)]

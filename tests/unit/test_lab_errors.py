@@ -1,4 +1,4 @@
-"""How errors of ranks come home: folded, the cause told from its consequences, in one sentence."""
+"""Tests errors of ranks at home: folded, with the cause before its consequences, in one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_consequences_are_folded_under_the_cause() -> None:
     assert str(error).startswith("rank 2, step 7, forward: IndexError: out of range (ranks 0, 1 were freed")
 
 
-def test_a_dead_engine_is_the_cause_whatever_else_was_said() -> None:
+def test_a_dead_engine_is_the_cause_before_any_other_error() -> None:
     error = RankError([failed(0, "strange", t=0.0), failed(1, "its engine (pid 5) is gone", "EngineDied", t=1.0)])
     assert error.rank == 1
 
@@ -40,7 +40,7 @@ def test_the_line_of_the_users_own_code_is_shown() -> None:
     assert str(error).endswith('File "<ipython-input-3>", line 2, in loss')
     assert error._repr_mimebundle_()["text/plain"].startswith("RankError: rank 0")
 
-def test_the_error_says_that_nobody_holds_the_trained_state_and_what_to_do() -> None:
+def test_the_error_reports_a_lost_state_and_gives_advice() -> None:
     errors = {r: {"type": "EngineDied", "text": "its engine ended"} for r in (0, 1)}
     none_holds(errors, (0, 1), (2, 3), "")
     assert errors[0]["text"] == errors[1]["text"] == (

@@ -1,4 +1,4 @@
-"""The private directories of labs, who owns them, and which devices ranks get."""
+"""Tests the private directories of labs, their owners, and the devices of ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine(rank: int = 0, gpus: int = 0, where: str = "", **versions: str) -> En
     return Engine(rank=rank, id=rank, gpus=gpus, versions={**here(), **versions}, **said)
 
 
-def test_a_place_is_private_and_unlike_any_other() -> None:
+def test_a_place_is_private_and_unique() -> None:
     one, two = Place.new("lab"), Place.new("lab")
     assert one.path != two.path and {p.path for p in places()} == {one.path, two.path}
     for path in (root(), one.path, one.file):
@@ -80,7 +80,7 @@ def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
     assert len(place.state["processes"]) == 60
 
 
-def test_a_place_whose_file_is_gone_still_knows_its_processes() -> None:
+def test_a_place_without_its_file_still_knows_its_processes() -> None:
     place = Place.new("removed")
     place.add_process([7, 1.0], "engine 0")
     place.remove()
@@ -115,7 +115,7 @@ def test_a_runtime_directory_whose_parent_a_group_can_write_to_is_not_used(
         root()
 
 
-def test_a_group_of_one_user_is_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_group_contains_only_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = SimpleNamespace(pw_name="ada")
     monkeypatch.setattr("pwd.getpwuid", lambda number: user)
     tmp_path.chmod(0o770)
@@ -192,7 +192,7 @@ def test_a_place_is_swept_when_its_owner_and_its_processes_are_gone() -> None:
 
 
 @pytest.mark.parametrize("reads", [1, 2])
-def test_a_place_that_another_kernel_removes_while_it_is_looked_at_harms_nobody(
+def test_a_place_that_another_kernel_removes_during_a_look_raises_nothing(
     reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, done = Place.read, []
@@ -247,7 +247,7 @@ def test_each_rank_gets_a_device(gpus: int, ranks: int, asked: Any, answer: Any)
     assert devices([replace(engine(r, gpus), pid=r) for r in range(ranks)], asked) == answer
 
 
-def test_an_engine_that_came_again_keeps_its_device_and_shares_it_with_nobody() -> None:
+def test_a_restarted_engine_keeps_its_device() -> None:
     first, second = (replace(engine(r, 2), pid=r) for r in range(2))
     assert devices([first, second, replace(second, rank=2)], "auto") == (["cuda:0", "cuda:1", "cuda:1"], "nccl")
 
@@ -278,18 +278,18 @@ def test_a_host_with_too_few_gpus_is_refused_by_name(gpus: int, asked: Any, text
     ("gpus", "asked", "text"),
     [(0, "cuda", "there is no GPU"), (2, 3, r"device=3: must be an integer in \[1, 2\] GPUs"), (1, "tpu", "auto, cpu")],
 )
-def test_devices_that_are_not_there_are_refused(gpus: int, asked: Any, text: str) -> None:
+def test_missing_devices_are_refused(gpus: int, asked: Any, text: str) -> None:
     with pytest.raises(KnobError, match=text):
         devices([engine(0, gpus)], asked)
 
 
-def test_an_experiment_takes_the_ranks_of_its_lab_unless_it_says() -> None:
+def test_an_experiment_takes_the_ranks_of_its_lab_by_default() -> None:
     assert fitted(Experiment(), 2).ranks == 2 and fitted(Experiment(ranks=1), 2).ranks == 1
     with pytest.raises(KnobError, match=r"ranks=8: must be an integer in \[1, 2\]"):
         fitted(Experiment(ranks=8), 2)
 
 
-def test_a_run_gets_a_directory_of_its_own_and_never_the_working_directory(tmp_path: Path) -> None:
+def test_a_run_gets_a_separate_directory_outside_the_working_directory(tmp_path: Path) -> None:
     before = set(Path.cwd().iterdir())
     one, two = open_run(Experiment(), None, Run), open_run(Experiment(), None, Run)
     assert one.path != two.path and one.path.parent == two.path.parent == runs_dir()
@@ -297,7 +297,7 @@ def test_a_run_gets_a_directory_of_its_own_and_never_the_working_directory(tmp_p
     assert set(Path.cwd().iterdir()) == before
 
 
-def test_kernels_that_start_in_the_same_second_get_directories_of_their_own() -> None:
+def test_kernels_that_start_in_the_same_second_get_separate_directories() -> None:
     with ThreadPoolExecutor(16) as kernels:
         opened = list(kernels.map(lambda _: open_run(Experiment(), None, Run), range(16)))
     assert len({run.path for run in opened}) == 16

@@ -1,4 +1,4 @@
-"""Layers: which parameters are compressed, that a bucket is split and joined without loss, and what that sends."""
+"""Tests Layers: chosen parameters, split and joined buckets without loss, and bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def taken(parts: list[Part], g: torch.Tensor) -> torch.Tensor:
-    """The elements of these parts, joined: (ranks, n)."""
+    """Joins the elements of these parts: (ranks, n)."""
     return torch.cat([g[:, part.start : part.stop] for part in parts], 1)
 
 
@@ -45,7 +45,7 @@ def test_a_parameter_is_chosen_by_size_shape_and_name(rule: Layers, names: list[
     assert [part.name for part in MIXED if rule.chosen(part)] == names
 
 
-def test_each_side_is_given_what_its_compressor_would_make_of_it_alone() -> None:
+def test_each_side_gets_its_own_compressors_result() -> None:
     rule, g = Layers(of=TopK(density=0.1), rest=Cast(), smallest=100), noise(1, 3, MIXED[-1].stop)
     out = exchange(rule, g, MIXED, [Memory() for _ in range(3)])
     for of, side in ((rule.of, True), (rule.rest, False)):
@@ -54,7 +54,7 @@ def test_each_side_is_given_what_its_compressor_would_make_of_it_alone() -> None
         assert torch.equal(taken(parts, out[None])[0], alone)
 
 
-def test_a_piece_keeps_the_buckets_name_and_the_parameters_places() -> None:
+def test_a_piece_keeps_the_buckets_name_and_its_parts_shapes() -> None:
     bucket = Bucket(3, torch.arange(20.0), tuple(placed((2, 3), (4,), (5, 2))), 100)
     piece = gathered_parts(bucket, [bucket.parts[0], bucket.parts[2]])
     assert (piece.name, piece.offset) == ("bucket 3", 100)
@@ -65,7 +65,7 @@ def test_a_piece_keeps_the_buckets_name_and_the_parameters_places() -> None:
 
 
 @pytest.mark.parametrize("of", [TopK(density=0.2), PowerSGD(rank=2), OneBit()], ids=str)
-def test_nothing_is_lost_while_parameters_change_sides(of: Compressor) -> None:
+def test_parameters_that_change_sides_lose_nothing(of: Compressor) -> None:
     rng, ranks = random.Random(str(of)), 2
     memories, n = [Memory(r) for r in range(ranks)], MIXED[-1].stop
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -84,14 +84,14 @@ def test_nothing_is_lost_while_parameters_change_sides(of: Compressor) -> None:
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm()
 
 
-def test_only_the_chosen_leave_a_residual() -> None:
+def test_only_chosen_parameters_leave_a_residual() -> None:
     memories, rule = [Memory(), Memory()], ErrorFeedback(of=Layers(of=TopK(density=0.05), smallest=100))
     exchange(rule, noise(2, 2, MIXED[-1].stop), MIXED, memories)
     for part in MIXED:
         assert bool(memories[0].buffers["residual"][part.name].any()) == rule.of.chosen(part), part
 
 
-def test_error_feedback_within_is_not_fed_back_twice() -> None:
+def test_inner_error_feedback_does_not_apply_twice() -> None:
     inner = Layers(of=TopK.usual(), rest=ErrorFeedback(of=Cast()), smallest=100)
     assert bare(inner) == Layers(of=TopK(), rest=Cast(), smallest=100) == bare(ErrorFeedback(of=inner))
     one, other = [Memory(), Memory()], [Memory(), Memory()]
@@ -102,7 +102,7 @@ def test_error_feedback_within_is_not_fed_back_twice() -> None:
     assert all(torch.equal(one[0].buffers["residual"][p.name], other[0].buffers["residual"][p.name]) for p in MIXED)
 
 
-def test_factors_are_remembered_by_parameter_whatever_the_others_of_its_bucket_do() -> None:
+def test_factors_are_kept_by_parameter_independent_of_its_bucket() -> None:
     memory, g = [Memory()], noise(4, 1, MIXED[-1].stop)
     exchange(Layers(of=PowerSGD(rank=2, min_compression_rate=1.0), smallest=100), g, MIXED, memory)
     known = memory[0].parts[RIGHT]
@@ -112,14 +112,14 @@ def test_factors_are_remembered_by_parameter_whatever_the_others_of_its_bucket_d
     assert torch.equal(known["p2"], kept["p2"]) and not torch.equal(known["p0"], kept["p0"])
 
 
-def test_where_all_parameters_are_on_one_side_it_is_that_compressor_to_the_bit() -> None:
+def test_with_all_parameters_on_one_side_it_is_exactly_that_compressor() -> None:
     hashes = [state_hash(run(experiment(3, 8, compressor=c))[0].layout) for c in (
         OneBit.usual(), ErrorFeedback(of=Layers(of=OneBit(), smallest=0, vectors=True)),
         ErrorFeedback(of=Layers(rest=OneBit(), smallest=10**9)), Dense(), Layers(only="none of them"))]  # fmt: skip
     assert hashes[0] == hashes[1] == hashes[2] and hashes[3] == hashes[4] != hashes[0]
 
 
-def test_bytes_are_those_of_both_sides_before_and_after_a_live_change() -> None:
+def test_bytes_are_those_of_both_sides_around_a_live_change() -> None:
     e = experiment(4, 9, compressor=Layers.usual(), bucket_mb=0.05)
     session = run(e, Change(3, "smallest", 200), Change(6, "only", "none"))[0]
     comm, buckets = session.record.comm(), session.layout.buckets
@@ -129,7 +129,7 @@ def test_bytes_are_those_of_both_sides_before_and_after_a_live_change() -> None:
     assert sum(n for s, _, n in comm if s == 8) == sum(reduced(b.nbytes, 4) for b in buckets)
 
 
-def test_it_is_the_same_on_sizes_alone() -> None:
+def test_shapes_alone_give_the_same_bytes() -> None:
     e = experiment(3, 4, compressor=Layers.usual(), bucket_mb=0.05)
     real, sizes = run(e)[0].record.comm(), simulate(e.set("pace", 10), real=False).spans
     mine = sizes[(sizes["rank"] == 0) & (sizes.lane == "comm") & (sizes.step == 3)].sort_values("t0", kind="stable")
@@ -144,7 +144,7 @@ def test_sixteen_bits_stay_sixteen_bits(dtype: torch.dtype) -> None:
     assert torch.equal(taken(whole, buckets[None])[0], taken(whole, (g[0] + g[1])[None].double())[0])
 
 
-def test_a_rule_that_is_no_regular_expression_is_refused_in_words_and_changes_nothing() -> None:
+def test_an_invalid_regular_expression_is_refused_and_changes_nothing() -> None:
     good = experiment(2, 4, compressor=Layers.usual())
     with pytest.raises(KnobError, match=r"only='\(': is no regular expression \(.*\); use a piece of"):
         good.set("only", "(")

@@ -1,4 +1,4 @@
-"""Buckets keep room for gradients only where these are exchanged; each bucket's parameters lie by themselves."""
+"""Tests that buckets have memory for gradients only if they are exchanged, and separate storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_bytes() -> int:
 
 
 @pytest.mark.parametrize("bucket_mb", [0.001, 0.003, 1.0])
-def test_every_bucket_has_a_storage_of_its_own(bucket_mb: float) -> None:
+def test_every_bucket_has_separate_storage(bucket_mb: float) -> None:
     model = stack()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     layout = Layout(model, bucket_mb)
@@ -41,7 +41,7 @@ def test_every_bucket_has_a_storage_of_its_own(bucket_mb: float) -> None:
         assert {p.data.untyped_storage().data_ptr() for n, p in model.named_parameters() if n in names} == {own}
 
 
-def test_room_is_made_once_and_given_back() -> None:
+def test_memory_for_gradients_is_allocated_once_and_freed() -> None:
     layout = Layout(stack(), 1.0)
     assert nbytes(gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
     layout.make_room()
@@ -57,10 +57,10 @@ def test_room_is_made_once_and_given_back() -> None:
     (DDP(), ()), (LocalSGD(every=3), ()), (DDP(), (Change(6, "strategy", "LocalSGD"),)),
     (LocalSGD(every=3), (Change(6, "strategy", "DDP"),)),
 ], ids=str)  # fmt: skip
-def test_gradients_take_no_more_than_the_model_where_they_are_not_exchanged(
+def test_unexchanged_gradients_take_at_most_the_models_memory(
     strategy: Strategy, changes: tuple[Change, ...]
 ) -> None:
-    """A whole model's room for nothing, it was before; on every host the same, and after a live switch, too."""
+    """Without an exchange a whole model's memory would be unused. Alike on every host and after a live switch."""
     e = experiment(2, 12, task=toy(model=stack), strategy=strategy, pace=1)
     found = [run(e, *changes)[0].record.samples]
     found += [[(0, *row) for row in rows(simulate(e, changes=changes, real=real))] for real in (True, False)]
@@ -70,7 +70,7 @@ def test_gradients_take_no_more_than_the_model_where_they_are_not_exchanged(
 
 
 def rows(made: Run) -> list[tuple[str, float, float]]:
-    """(name, time, value) of rank 0's samples."""
+    """Returns (name, time, value) of rank 0's samples."""
     found = made.timeline.samples.rows()
     found = found[found.rank == 0]
     return list(zip(map(str, found.name), found.t.tolist(), found.value.tolist(), strict=True))
