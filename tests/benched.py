@@ -1,4 +1,4 @@
-"""An engine's end of a line without the engine, for a test's own sessions."""
+"""An engine's end of a line without the engine: tests begin their own sessions there."""
 
 from __future__ import annotations
 

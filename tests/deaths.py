@@ -6,7 +6,8 @@
 Each lab of 4 loses its ranks one after the other, until one is left. Strategy, victim and moment are random. With
 `--busy` two processes spin at the same time. With `--partitions` ranks hold parts of the model (stages, slices, shards)
 and make checkpoints. A kill counts as survived if all ranks that should go on make steps again. With `--replace` one of
-2 ranks is killed. The script measures the time until its replacement has made a step, for a cold and a spare engine.
+2 ranks is killed. The script then measures the time until its replacement has made a step. It tries a cold engine and a
+spare one.
 """
 
 from __future__ import annotations

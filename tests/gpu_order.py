@@ -41,7 +41,7 @@ class Stream:
         self.due: list[Event] = []  # events to wait for that are not yet complete
 
     def tick(self) -> int:
-        """Counts one more operation here, ordered behind all that the host knows to be complete."""
+        """Counts one more operation here, ordered behind everything that the host knows to be complete."""
         _merge(self.clock, self.gpu.known)
         self.clock[id(self)] = self.clock.get(id(self), 0) + 1
         return self.clock[id(self)]

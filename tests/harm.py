@@ -170,7 +170,7 @@ def shut(wires: list[Any]) -> int:
 
 
 def deaf(wire: Any, so: bool = True) -> None:
-    """Makes the system drop all that arrives at this socket, like a dead link. so=False ends this."""
+    """Makes the system drop everything that arrives at this socket, like a dead link. so=False ends this."""
     import ctypes
     import socket
     import struct

@@ -80,7 +80,7 @@ Say = Callable[[str], None]
 
 
 class Plan(NamedTuple):
-    """What one round does. delay: share of a usual join that passes before the fault."""
+    """The actions of one round. delay: share of a usual join that passes before the fault."""
 
     strategy: str
     partition: Any
@@ -101,7 +101,7 @@ def name_setting(strategy: str, partition: Any) -> str:
 
 
 def plan_round(seed: int) -> Plan:
-    """What the round of this seed does."""
+    """Draws the round of this seed."""
     rng = random.Random(seed)
     strategy, partition = SETTINGS[seed % len(SETTINGS)]
     kind = rng.choice(list(KINDS))

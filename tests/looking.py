@@ -115,7 +115,7 @@ def disk(path: Path) -> float:
             try:
                 sizes.append(os.stat(os.path.join(where, name)).st_size)
             except FileNotFoundError:
-                continue  # an old checkpoint, removed meanwhile
+                continue  # an old checkpoint that was just removed
     return round(sum(sizes) / 2**20, 2)
 
 
@@ -162,7 +162,7 @@ class Looking:
 
 
 def grown(looks: list[Look]) -> dict[str, Any]:
-    """Returns, for each figure, its median in the first window, in the last window, and their ratio."""
+    """Returns for each figure its median in the first and in the last window, and their ratio."""
     end = looks[-1]["t"]
     first = [one for one in looks if WARM <= one["t"] < WARM + WINDOW]
     last = [one for one in looks if one["t"] > end - WINDOW]

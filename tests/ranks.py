@@ -83,7 +83,7 @@ class Rows(list):
 
 
 def shipped(base: type) -> dict[str, type]:
-    """Returns the members in a family's folder, without those that tests define."""
+    """Returns the members in a family's folder, without the members that tests define."""
     return {name: cls for name, cls in members(base).items() if cls.__module__.startswith("workbench.")}
 
 

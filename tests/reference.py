@@ -129,7 +129,7 @@ def link(m: type[Any]) -> str:
 
 
 def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
-    """Describes one member: what it is, when to use it, formula, knobs and paper. The rest is folded away."""
+    """Describes one member: text, use, formula, knobs and paper. The rest is folded away."""
     said = told(m)
     parts = [f"{heading} {m.__name__}", prose(said.what)]
     if (ROOT / "docs" / "strategies" / f"{m.__name__}.svg").exists():
@@ -147,7 +147,7 @@ def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
 
 
 def standing(m: type[Any], claims: tuple[str, ...]) -> str:
-    """Lists a member's claims, what it exchanges, and what its bare name means, if there is anything to list."""
+    """Lists a member's claims and exchanged kind, and the meaning of its bare name, if there is any."""
     held = [claim for claim in claims if getattr(m, claim)]
     said = [f"Claims: {', '.join(held) or 'none'}."] if claims else []
     if issubclass(m, Strategy):

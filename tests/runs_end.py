@@ -2,9 +2,9 @@
 
     python -m tests.runs_end --runs 500 [--seed 7] [--ranks 4] [--spinning 2]
 
-Most runs go to their end. Some are stopped at a random moment, also at once. In some a rank's loss is not a number and
-no policy watches. In some a rank's loss raises. Processes that spin keep the machine busy. The seed decides the runs,
-but not the moments of the stops.
+Most runs go to their end. Some are stopped at a random moment, also at once. In some a rank's loss is not a number
+while no person watches. In some a rank's loss raises. Processes that spin keep the machine busy. The seed decides the
+runs, but not the moments of the stops.
 """
 
 from __future__ import annotations

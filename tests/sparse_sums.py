@@ -1,4 +1,4 @@
-"""Formulas for the bytes of sparse sums, for the tests of Zen and its page."""
+"""Formulas for the bytes of sparse sums. The tests of Zen and its page use them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STUBS = [ROOT / "workbench" / "__init__.pyi", *sorted((ROOT / "workbench").glob(
 
 
 def filled(text: str) -> str:
-    """Returns `text` with everything between its markers written anew from the code."""
+    """Returns `text` with everything between its markers generated from the code."""
     text = re.sub("<!-- reference (\\S+) -->.*?<!-- end -->", _told, text, flags=re.S)
     return re.sub("<!-- code (\\S+)(.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
 

@@ -32,7 +32,7 @@ from tests.imports import (
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# The packages of workbench, and what each may import. To allow a new import, write it here first.
+# The packages of workbench with their allowed imports. To allow a new import, write it here first.
 FAMILIES = "strategies compressors optimizers fabric tasks partitions policies"
 ROOMS = {
     "settings": "",
@@ -41,7 +41,7 @@ ROOMS = {
     "tasks": "settings",
     "optimizers": "settings",
     "policies": "settings",
-    "partitions": "settings rank compressors",  # codecs, for what crosses between stages
+    "partitions": "settings rank compressors",  # codecs, for activations between stages
     "compressors": "settings rank",
     "strategies": "settings rank compressors",  # codecs, for what strategies compress themselves
     "experiment": f"settings rank {FAMILIES}",
@@ -57,7 +57,7 @@ ROOMS = {
     "cli": "settings experiment cluster doors lab run",
 }
 ENTRIES, ARROWS = 20, 80  # at most: packages and modules directly in workbench, and pairs that import
-PICTURES = "settings experiment record analysis run lab doors fabric"  # what widgets may import of workbench
+PICTURES = "settings experiment record analysis run lab doors fabric"  # the packages that widgets may import
 
 # (importing package, library that it may not import, module that may)
 LIBRARIES = [

@@ -12,8 +12,8 @@ import pytest
 def thinned(cases: Iterable[tuple[Any, ...]], of: int, long: int = 1) -> list[Any]:
     """Marks the cases of a parametrization: about one in `of` runs always, one in `long` of the rest is long.
 
-    The remaining cases run only by `make test-long EVERY=1`. With of=0 no case runs always; with long=0 no remaining
-    case exists. A case's text decides, so the choice is stable when a family gets another member.
+    The remaining cases run only by `make test-long EVERY=1`. With of=0 no case runs always; with long=0 no case is
+    long. A case's text decides, so the choice is stable when a family gets another member.
     """
     found = []
     for case in cases:

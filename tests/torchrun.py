@@ -45,5 +45,5 @@ def started_by_torchrun(name: str, out: Path, words: tuple[str, ...], size: int 
 def _read(file: Path) -> Any:
     try:
         return torch.load(file)
-    except (OSError, RuntimeError, EOFError, UnpicklingError):  # it is not there yet, or not whole
+    except (OSError, RuntimeError, EOFError, UnpicklingError):  # missing or incomplete
         return None

@@ -86,7 +86,7 @@ def test_a_lower_rate_is_gentle_at_once_until_the_next_check() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.9])
-def test_levels_are_those_of_the_rule_written_out(threshold: float) -> None:
+def test_levels_follow_the_written_out_rule(threshold: float) -> None:
     """Computes the rule by layer, from the returned sums alone."""
     parts, memories, every = placed((6, 4), (9,), (5, 8)), [Memory(r) for r in range(3)], 3
     accordion = Accordion(gentle=TopK(density=0.5), harsh=TopK(density=0.05), threshold=threshold, every=every)

@@ -87,7 +87,7 @@ def test_every_average_sends_the_bytes_of_one_all_reduce() -> None:
 
 
 def test_averages_do_not_move_the_sum_of_all_parameters() -> None:
-    """Each rank's gradient is a constant, whatever the parameters are; on both hosts."""
+    """Each rank's gradient is a constant, independent of the parameters; on both hosts."""
     def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         return [torch.tensor(float(rank + 1))]
 

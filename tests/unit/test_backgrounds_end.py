@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 HOPS = 7  # passes of a message from rank to rank, each by a background
 BEGUN: Counter[int] = Counter()  # by rank, chains that its step has begun
-APART: list[int] = []  # of two ranks of a pair, their distance in steps in each round
+APART: list[int] = []  # the distance in steps of a pair's ranks, in each round
 ENDED: Counter[int] = Counter()  # by rank, chains that have come back to it
 
 

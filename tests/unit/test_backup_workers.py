@@ -106,7 +106,7 @@ def test_with_one_rank_always_last_it_is_data_parallelism_of_the_other_ranks(
     assert "nan" not in str(done) and "missing" not in str(done), "a step passed over is no gap in the record"
 
 
-def test_the_order_of_arrival_does_not_change_a_bit(sessions: list[Session]) -> None:
+def test_the_order_of_arrival_does_not_change_the_result(sessions: list[Session]) -> None:
     ends, orders = set(), set()
     for seed in range(4):
         e = paced(4, 10, strategy=BackupWorkers(), faults=(Noisy(spread=1.0, seed=seed),))

@@ -81,7 +81,7 @@ def test_no_cuts_beat_the_front_in_both_slowest_stage_and_traffic() -> None:
 
 
 def test_the_pieces_of_a_stage_are_balanced_as_a_whole() -> None:
-    """Piece by piece all cuts of 4 parts are the same. Too many cuts give an inexact answer."""
+    """Judged piece by piece, all cuts into 4 pieces are equally good. Too many cuts give an inexact answer."""
     (way,), exact = front([[1, 1, 9, 1, 9, 1, 1, 1]], 4, stages=2)
     assert exact and way.slowest == 12, "a heavy part on each stage"
     (long,), exact = front([[1.0 + k * k % 7 for k in range(40)]], 12, stages=4)
@@ -346,6 +346,6 @@ def test_no_single_cut_is_predicted_to_be_faster_than_the_proposal(rate: float) 
     assert found.even is not None and found.even.cuts != found.cuts and found.gain > 1.1
 
 
-def test_no_rounds_measure_nothing() -> None:
+def test_zero_rounds_are_refused() -> None:
     with pytest.raises(KnobError, match="rounds=0: must be at least 1"):
         balance(piped(2, partition=Pipeline()), rounds=0)

@@ -216,7 +216,7 @@ def test_a_rank_frozen_for_three_seconds_hangs_no_other_rank(bound: int) -> None
 # -- live --
 
 
-def test_the_bound_acts_live() -> None:
+def test_the_bound_changes_live() -> None:
     e = paced(4, 120, strategy=BoundedStaleness(bound=1), faults=LAST, mbit=0)
     turns = [Change(30, "bound", 6), Change(60, "bound", 0), Change(70, "eager", True), Change(90, "bound", 64)]
     done = simulate(e, changes=turns)

@@ -146,7 +146,7 @@ def test_measured_steps_are_left_out_of_a_changes_card() -> None:
 
 
 def test_with_rare_exchanges_a_measured_one_counts_without_the_measuring() -> None:
-    """One step of 4 exchanges, and every second exchange is measured, so no round can be left out."""
+    """One step of 4 exchanges, and every second exchange is measured, so every round counts."""
     author, alone = Author(TOPK), Author(TOPK)
     for round_ in range(4):
         for writer, measure in ((author, round_ % 2), (alone, 0)):

@@ -93,7 +93,7 @@ def test_a_stage_of_two_ranks_idles_like_one_rank() -> None:
 
 
 def test_the_slow_rank_of_a_stage_of_two_is_named() -> None:
-    """The slow rank delays its partner, whose passes take as long. So either may be named, but no rank of another
+    """The slow rank delays its partner, whose passes take as long. The report may name either, but no rank of another
     stage.
     """
     way, slow = Pipeline(stages=2, micros=4, of=Tensor()), Fabric(faults=(Slow(rank=2, factor=2.0),))

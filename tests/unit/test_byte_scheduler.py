@@ -326,7 +326,7 @@ def test_a_partly_iterated_forward_may_be_awaited() -> None:
     assert told == session.record.losses() and len(told) == 3
 
 
-def test_an_error_in_the_strategy_ends_the_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_strategy_ends_the_run_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(rank: Rank) -> None:
         async for _ in rank.forward():
             raise StrategyError("no more of this")

@@ -16,7 +16,7 @@ from workbench.run import Run, RunError
 
 
 class Telling:
-    """A run that reports these checkpoints; `then` is reported at the second look."""
+    """A run that reports these checkpoints. It reports `then` at the third look for saved ones."""
 
     def __init__(self, *saved: dict[str, Any], then: tuple[str, dict[str, Any]] | None = None) -> None:
         self.name, self.made, self.state, self.live = "told", 40, "stopped", True

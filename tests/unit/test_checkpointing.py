@@ -84,7 +84,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "want"), [(UNITS, (2, 2, 2, 2)), (SECOND, (2, 1, 2, 1))], ids=["all", "every second"])
-def test_the_units_asked_for_are_computed_twice(way: Partition, want: tuple[int, ...]) -> None:
+def test_the_requested_units_are_computed_twice(way: Partition, want: tuple[int, ...]) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*map(Counting, "abcd"), nn.Linear(8, 4))
@@ -146,7 +146,8 @@ def test_unfused_attention_keeps_no_scores_when_checkpointed() -> None:
 
 
 def test_a_backward_lasts_longer_by_its_recomputation() -> None:
-    """A unit is 3 pairs of equal matrices. Backward recomputes all but the last one, because nothing reads its output.
+    """Each of 3 units is a pair of equal matrices. Backward recomputes the first one only, because nothing reads the
+    output of the second.
     """
 
     def model() -> nn.Module:
@@ -248,7 +249,7 @@ STRATEGIES = [ZeRO3(), ZeRO2(), LocalSGD(every=2), DDP(), KFAC(), Newton(iterati
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_checkpointing_works_with_strategies(strategy: Strategy) -> None:
-    """ZeRO-3 gathers parameters again for the recomputation. A step hears again of each read.
+    """ZeRO-3 gathers parameters again for the recomputation, and the step is notified of each read again.
 
     Newton passes through a kept graph several times.
     """

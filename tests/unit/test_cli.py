@@ -68,7 +68,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
     return found
 
 
-def test_run_turns_the_recipes_knobs_in_order_and_closes_the_lab(asked: list[Experiment], tmp_path: Path) -> None:
+def test_run_sets_the_recipes_knobs_in_order_and_closes_the_lab(asked: list[Experiment], tmp_path: Path) -> None:
     turns = ["strategy=LocalSGD", "strategy.every=16", "compressor=TopK", "density=0.05"]
     words = [word for turn in turns for word in ("--set", turn)]
     done = say("run", "digits", *words, "--out", str(tmp_path / "r"), "--steps", "7", "--ranks", "2")

@@ -111,7 +111,7 @@ def test_a_strategy_defined_in_a_cell_gets_its_controls_automatically() -> None:
     controls.close()
     del lab, controls, Whimsical
     gc.collect()
-    assert "Whimsical" not in members(Strategy)  # no other test meets it
+    assert "Whimsical" not in members(Strategy)  # no other test must see it
 
 
 @pytest.mark.parametrize("k", [k for _, k in walk(Experiment()) if k.kind in (int, float)], ids=lambda k: k.name)

@@ -49,8 +49,8 @@ def test_a_codec_on_the_same_core_makes_backward_longer() -> None:
         assert seconds(run)[3] == pytest.approx(BACK + slow * 3 * 0.004 + 0.002, abs=1e-4)
 
 
-def test_both_are_measured_from_steps_with_a_codec_and_steps_without() -> None:
-    """The measured costs predict the same run: compute without a codec, and what a codec adds."""
+def test_compute_and_codec_are_measured_from_steps_with_and_without_a_codec() -> None:
+    """The measured costs of compute and of the codec predict the same run."""
     given = Costs(backward=BACK, forward=0.01, slows=0.5, **CAST)
     run = simulate(made(compressor=Dense(), steps=24), costs=given, changes=[Change(12, "compressor", Cast(to="bf16"))])
     found = Costs.measured(run)

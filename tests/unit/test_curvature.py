@@ -67,7 +67,9 @@ def on(host: str, e: Experiment) -> list[Any]:
 
 
 def of_net(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Computes in numpy A and G of tests.ranks.Net's three layers, for the mean squared error of these examples."""
+    """Computes in numpy A and G of tests.ranks.Net's three layers. The loss is the mean squared error of these
+    examples.
+    """
     params = [p.detach().double().numpy() for p in net().parameters()]
     x = np.concatenate([x.double().numpy() for x, _ in pairs])
     y = np.concatenate([y.double().numpy() for _, y in pairs])
@@ -222,7 +224,7 @@ def test_recomputation_repeats_random_numbers_and_leaves_the_model_unchanged() -
 
 @dataclass(frozen=True, kw_only=True)
 class AsksTooSoon(Strategy):
-    """Asks for what nothing has been seen of."""
+    """Requests values before anything was collected."""
 
     what: str = "factors"
 

@@ -63,7 +63,7 @@ def plain(steps: list[np.ndarray], k: int, m: float, nesterov: bool, masking: bo
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_it_is_the_algorithm_of_the_paper(ranks: int, nesterov: bool, masking: bool) -> None:
+def test_dgc_is_the_algorithm_of_the_paper(ranks: int, nesterov: bool, masking: bool) -> None:
     steps = [noise(t, ranks, 200) for t in range(9)]
     memories = [Memory(r) for r in range(ranks)]
     of = DGC(density=0.05, nesterov=nesterov, masking=masking, sample=1.0, momentum=0.8)
@@ -75,7 +75,7 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, nesterov: bool, masking: b
 
 
 def test_500_live_changes_lose_no_velocity() -> None:
-    """All sent values plus all velocities equal the sum of what the momenta added."""
+    """Sent values plus velocities equal the sum of all additions by the momenta."""
     rng = random.Random(5)
     ranks, parts = 3, placed(*[(12, 16), (8,)] * 6)
     n = parts[-1].stop
@@ -132,7 +132,7 @@ def test_the_sampled_threshold_selects_about_the_wanted_number(density: float, h
         index = _largest(x, density, 0.01, rng)
         assert 0.8 * density * n <= len(index) <= 1.3 * density * n and len(set(index.tolist())) == len(index)
         best = x.square().topk(len(index)).values.sum()
-        torch.testing.assert_close(x[index].square().sum(), best)  # these are the largest there are
+        torch.testing.assert_close(x[index].square().sum(), best)  # these elements are the largest
 
 
 def test_selection_does_not_prefer_early_entries() -> None:
@@ -186,7 +186,7 @@ def test_full_density_without_masking_is_sgd_with_momentum(rest: dict[str, Any])
         agree(masked, plain_steps)
 
 
-def test_its_nesterov_is_torchs() -> None:
+def test_nesterov_momentum_equals_torchs() -> None:
     nesterov = DGC(density=1.0, masking=False, nesterov=True)
     agree(run(experiment(2, 12, compressor=nesterov, **sgd())), run(experiment(2, 12, **sgd(nesterov=True))))
 

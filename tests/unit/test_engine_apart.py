@@ -80,7 +80,7 @@ def _nothing_is_left_behind(_opened_once: None) -> Iterator[None]:
 
 
 def steered(strategy: Strategy, ranks: int = 3, steps: int = 0, **rest: Any) -> list[Session]:
-    """Returns training ranks, one of them 3 times slower than the other ones."""
+    """Returns training ranks. One of these is 3 times slower."""
     rest = {"pace": 6.0, **rest}
     sessions = live(experiment(ranks, steps, strategy=strategy, **rest).set("faults", SLOW))
     until(lambda: sessions[0].rank.step > 6, sessions)
@@ -129,7 +129,7 @@ def steps_of(session: Session) -> int:
 
 
 @apart
-def test_changes_pauses_single_steps_and_a_stop_reach_all(strategy: Strategy) -> None:
+def test_orders_reach_all_ranks(strategy: Strategy) -> None:
     sessions = steered(strategy)
     try:
         turns = [("lr", 0.01), ("bucket_mb", 0.02), ("bandwidth", 200.0), ("eval_every", 7)]
@@ -175,7 +175,7 @@ def test_live_switches_leave_parameters_equal(strategy: Strategy) -> None:
 
 
 @apart
-def test_planned_changes_act_where_ranks_are_apart(strategy: Strategy) -> None:
+def test_planned_changes_work_without_a_common_step(strategy: Strategy) -> None:
     plan = (Change(4, "lr", 0.01), Change(9, "strategy", "DDP"), Change(12, "strategy", plain(strategy)),
             Change(15, "lr", 0.02))  # fmt: skip
     sessions = run(experiment(3, 25, pace=4.0, strategy=strategy).set("faults", SLOW), *plan)
@@ -208,7 +208,7 @@ def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "rank"), thinned(product(APART, [0, 2]), of=3, long=3))
-def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, rank: int) -> None:
+def test_a_failing_rank_frees_the_other_ranks_and_is_named(strategy: Strategy, rank: int) -> None:
     ranks = with_servers(3, strategy)
     sessions = live(experiment(ranks, 0, task=poisoned(rank, 5), strategy=strategy, pace=4.0))
     ended(sessions)

@@ -146,7 +146,7 @@ def test_the_other_ranks_use_a_dead_ranks_examples(victim: int) -> None:
 def test_other_ranks_use_the_unshared_examples_of_a_lost_rank() -> None:
     e = setting(LocalSGD(every=4), ranks=4, steps=24, task=counting(1000), on_death="go on")
     left, _ = lost(e, 1)
-    times = torch.stack([s.model.times.detach() for s in left]).mean(0)  # ranks may be within a round
+    times = torch.stack([s.model.times.detach() for s in left]).mean(0)  # their last steps may be within a round
     assert 0 < times.max() < 1.5, "none twice: 1, or 4/3 of what only those who are left had when they took the mean"
     assert times.count_nonzero() <= left[0].training.batches.used <= 24 * 4 * 3
 

@@ -59,7 +59,7 @@ def test_a_table_of_collectives_by_hand() -> None:
 def test_a_longer_phase_on_the_critical_path_lengthens_the_step_equally(
     strategy: object, mbit: float
 ) -> None:
-    """A phase on the path that is 0.1 % longer lengthens the simulated run by exactly its growth."""
+    """A phase on the path that grows by 0.1 % lengthens the simulated run by the same time."""
     run = ran(strategy, mbit)
     more = 1e-3
     longer = ran(strategy, mbit, 1.5 * (1 + more))

@@ -80,7 +80,7 @@ def watch(act: Callable[[Calls], object]) -> Calls:
 
 
 @pytest.mark.ranks
-def test_ranks_outlive_another_as_the_page_says() -> None:
+def test_ranks_outlive_a_death_in_the_order_of_the_page() -> None:
     def lose_one(calls: Calls) -> None:
         with Crowd(setting(DDP(), ranks=3, on_death="go on", eval_every=0)) as crowd:
             crowd.reach(3)
@@ -95,6 +95,6 @@ def test_ranks_outlive_another_as_the_page_says() -> None:
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_is_written_as_the_page_says(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_in_the_order_of_the_page(tmp_path: Path) -> None:
     written = watch(lambda _: ended(live(experiment(2, 6, save_every=4), run_dir=tmp_path)))
     check_order(written, list_entries("checkpoint.md", "Written"), set())

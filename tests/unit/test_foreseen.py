@@ -43,7 +43,7 @@ def cuts(marks: Any) -> list[list[int]]:
 
 
 def training(comm: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
-    """Returns the messages without those that ZeRO sends at its start."""
+    """Returns the messages without the ones that ZeRO sends at its start."""
     return [one for one in comm if one[1] != "all_reduce slots"]
 
 

@@ -120,7 +120,7 @@ def test_a_pairing_needs_an_even_number_and_a_butterfly_a_power_of_two() -> None
 
 @pytest.mark.parametrize("graph", PAIRINGS)
 @pytest.mark.parametrize("size", range(2, 17))
-def test_pairs_are_pairs_in_every_round(graph: str, size: int) -> None:
+def test_partners_are_mutual_in_every_round(graph: str, size: int) -> None:
     if refused(graph, size):
         assert size % 2 or graph == "butterfly"
         return

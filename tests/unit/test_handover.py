@@ -22,7 +22,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
 class Normed(Net):
-    """A model with running statistics, one of them an integer."""
+    """A model with running statistics. One statistic is an integer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def test_virtual_time_alone_decides_which_updates_a_rank_reads() -> None:
     assert len({state_hash(s.layout) for s in ranks}) == 1
 
 
-def test_it_learns_on_both_hosts() -> None:
+def test_hogwild_learns_on_both_hosts() -> None:
     chosen = experiment(3, 40, task=toy(partial(torch.optim.SGD, lr=0.02)), strategy=Hogwild(), pace=3.0, eval_every=40)
     held = [v for _, name, _, v in run(chosen)[0].record.samples if name == "held_out"]
     assert held[-1] < 0.5 * held[0]
@@ -355,7 +355,7 @@ def test_new_buckets_keep_the_parameters() -> None:
 # -- when something goes wrong
 
 
-def test_a_rank_that_fails_frees_the_others_and_is_named() -> None:
+def test_a_failing_rank_frees_the_other_ranks_and_is_named() -> None:
     sessions = live(experiment(4, 0, task=poisoned(2, 6), strategy=Hogwild(), pace=3.0))
     ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
@@ -363,7 +363,7 @@ def test_a_rank_that_fails_frees_the_others_and_is_named() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_on_its_way_in_leaves_no_file(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_while_switching_in_leaves_no_file(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lie_in = Layout.lie_in
 
     def stumbles(self: Layout, vectors: Any) -> None:
@@ -386,7 +386,7 @@ def refusals(sessions: list[Session]) -> list[str]:
     return [m[3] for m in sessions[0].record.noted("refused")]
 
 
-def test_on_several_hosts_it_is_refused_before_the_run_and_before_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hogwild_on_several_hosts_is_refused_before_a_run_and_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks.platform, "node", lambda: threading.current_thread().name.split(" training")[0])
     sessions = live(experiment(2, 4, strategy=Hogwild()))
     ended(sessions)

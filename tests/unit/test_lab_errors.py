@@ -54,7 +54,7 @@ def test_the_error_reports_a_lost_state_and_gives_advice() -> None:
     assert errors[0]["text"].endswith("go on from the newest checkpoint with lab.run(resume='run/step-8')")
 
 
-def test_a_setting_that_a_rank_refused_is_a_knob_error_at_home() -> None:
+def test_a_setting_that_a_rank_refused_is_a_knob_error_in_the_kernel() -> None:
     error = RankError([failed(0, "compressor=Cast: takes floats", "KnobError")])
     assert isinstance(error, KnobError) and "compressor=Cast" in str(error) and error.rank == 0
     assert not isinstance(RankError([failed(0, "no such shape")]), KnobError)

@@ -173,7 +173,7 @@ def test_columns_of_a_long_run_average_several_steps() -> None:
     assert z[y == 1] == pytest.approx(20, abs=0.5) and np.abs(z[y != 1]).max() < 0.5
 
 
-def test_rounds_are_as_wide_as_they_are_long() -> None:
+def test_the_column_of_a_round_is_as_wide_as_its_steps() -> None:
     run = synthetic.run("LocalSGD", steps=40, noise=0.0, hiccups=0.0, changes=(), slow=(1, "forward", 2.0))
     x, y, z = (Late().update(run).replace[0][k] for k in "xyz")
     assert sorted(set(x.tolist())) == list(range(40)) and z[y == 1] == pytest.approx(8 * 30, abs=1)
@@ -206,7 +206,7 @@ def test_sixty_four_ranks_are_sent_rarely_and_in_few_bytes() -> None:
     assert json.dumps(feed.everything()[0]["specs"])
 
 
-def test_noise_alone_stays_pale() -> None:
+def test_noise_alone_is_pale_on_the_map() -> None:
     run = played(DDP(), Noisy(spread=0.05), steps=60)
     figure = drawn(Late(), run)
     assert figure is not None

@@ -35,7 +35,7 @@ def of(train: Callable[[], Any], ranks: int = 1, **rest: Any) -> Experiment:
 
 
 def looped(name: str) -> Callable[[], None]:
-    """Returns the script with one changed line: what its loop iterates over."""
+    """Returns the script with a change in one line: the iterable of its loop."""
     script, times = SCRIPTS[name], ", 4" if name == "gradient accumulation" else ""
     loop = script.loop.replace("enumerate(loader)", f"enumerate(steps(loader, model{times}))")
     loop = loop.replace("in loader:", f"in steps(loader, model{times}):")

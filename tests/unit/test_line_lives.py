@@ -146,7 +146,7 @@ def test_a_busy_wire_is_left_at_the_next_look() -> None:
 
 
 def test_only_engines_on_this_machine_are_left_for_good() -> None:
-    """An engine on another machine may be unreachable for long, so it is asked again."""
+    """An engine on another machine may be unreachable for long, so the lab asks again."""
     left: list[int] = []
     hosts = host(), host(), "another"
     engines = [SimpleNamespace(rank=rank, host=where, line="x") for rank, where in enumerate(hosts)]

@@ -78,7 +78,7 @@ def test_ranks_converge_in_spite_of_rounding(bits: int) -> None:
         assert b == pytest.approx(a / 9, rel=1e-3 if bits == 32 else 0.25)
 
 
-def test_it_learns_as_gossip_does() -> None:
+def test_it_learns_like_gossip() -> None:
     held = {}
     for strategy in (Gossip(), LowPrecisionDecentralized()):
         e = paced(4, 80, strategy=strategy, eval_every=80)
