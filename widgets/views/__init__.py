@@ -1,4 +1,4 @@
-"""The charts and texts of the dashboard, one file each, found by looking in this folder."""
+"""The charts and texts of the dashboard, one file each. This folder's files are found by listing it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from workbench.settings import members
 
 
 def all_views() -> dict[str, type[View]]:
-    """Every view by class name, in their order on the board."""
-    root: type[Any] = View  # of an abstract class no more may be said than this, though none is made here
+    """Returns every view by class name, in the order of the board."""
+    root: type[Any] = View  # mypy accepts no abstract class as type[View]
     return dict(sorted(members(root).items(), key=lambda item: item[1].order))

@@ -1,4 +1,4 @@
-"""One stacked bar per rank: what two views draw of different things."""
+"""One stacked bar per rank, as two views draw it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from widgets.charts import theme
 
 
 def stacked(ranks: int, height: int, axis: dict[str, Any], right: int) -> go.Figure:
-    """An empty figure with a line per rank; `right` is its margin there, in pixels."""
+    """Returns an empty figure with a row per rank. right: the right margin in pixels"""
     return go.Figure(layout=theme.layout(
         height,
         barmode="stack",
@@ -24,7 +24,7 @@ def stacked(ranks: int, height: int, axis: dict[str, Any], right: int) -> go.Fig
 
 
 def add_parts(figure: go.Figure, parts: Iterable[tuple[str, str, str]], told: str, unlisted: str = "") -> None:
-    """Adds what each bar is made of: (name, colour, pattern). told: a value as it is shown under the pointer."""
+    """Adds the parts of each bar: (name, colour, pattern). told: the format of a value under the pointer"""
     for name, colour, shape in parts:
         pattern = {"shape": shape, "fillmode": "replace", "fgcolor": colour, "size": 6, "solidity": 0.5}
         figure.add_trace(go.Bar(

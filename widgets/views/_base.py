@@ -1,8 +1,8 @@
-"""The whole contract of a view: one chart or one piece of text about a run.
+"""The contract of a view, which is a chart or a text about a run.
 
 A view draws what `workbench.analysis` computes or what the record holds; it never computes a statistic.
-It says once what its figure looks like and afterwards hands out only what is new. A view is one file in this
-folder; nothing else has to be touched for it to appear. Nothing here knows the browser.
+It describes its figure once; afterwards it returns only new data. To add a view, add a file to this folder.
+Nothing here depends on the browser.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from workbench.record.timeline import Rows, Table
 
 Setter = Callable[[str, Any], Any]  # (path, value) of a knob
 Columns = dict[str, Any]  # name -> numpy array of numbers, or list of text
-LIMIT = 600  # points a curve is thinned to when its past is sent
+LIMIT = 600  # points of a curve, if its past is sent
 
 
 @dataclass
 class Patch:
-    """What is new in a view since it was last asked.
+    """The new content of a view since the last call.
 
-    append:  trace number -> columns (x, y, ...) to put behind what the trace holds
-    replace: trace number -> columns that take the trace's place. Columns x0, x1, rank are boxes in the lane
+    append:  trace number -> columns (x, y, ...) to append to the trace
+    replace: trace number -> columns that replace the trace's. Columns x0, x1, rank are boxes in the lane
              that the trace's `meta` names
     layout:  layout keys to set, dotted as plotly takes them ("xaxis.range")
-    html:    the whole text of a view without a figure
+    html:    the complete text of a view without a figure
     facts:   plain values for the page: names of boxes, the step shown, ...
     """
 
@@ -46,7 +46,7 @@ class Patch:
 
 
 class Grid(NamedTuple):
-    """A data table: the same content as a chart, for reading and for screen readers."""
+    """A data table with the content of a chart, for readers and screen readers."""
 
     head: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -54,20 +54,20 @@ class Grid(NamedTuple):
 
 
 class View(ABC):
-    """One chart or text. An instance follows one run for one board, from the run's first row on.
+    """A chart or a text. An instance follows one run for one board, from the run's first row on.
 
     name:   short name; the page marks the chart with data-view=name
-    title:  heading; about: what the chart shows, in a sentence for those who cannot see it
-    empty:  what will appear here, shown until there is something to draw
-    order:  place on the board; width: columns it takes of twelve (wide board, narrow board)
-    axes:   plotly axis ("x", "x2") -> "step" or "t": where the marks of changes are drawn
-    labelled: marks are named; else they only have their number
+    title:  heading; about: a sentence on what the chart shows, for readers who cannot see it
+    empty:  the text that is shown before the first data
+    order:  place on the board; width: its share of 12 columns (wide board, narrow board)
+    axes:   plotly axis ("x", "x2") -> "step" or "t": the axes that show the marks of changes
+    labelled: marks have names; else only numbers
     tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `ask`)
-    spoken: a screen reader says when the text changes
-    quiet:  not on the page while there is nothing to draw
-    tells:  says what is wrong and who is to blame; silent while the run is a riddle (`run.secret`)
-    most:   only the first so many ranks are drawn (the picture of a run of many); None for all
-    setter: sets a knob of the lab that trains; None where there is none, or where one may only look
+    spoken: screen readers announce a change of the text
+    quiet:  the page hides the view while it is empty
+    tells:  names what is wrong and which rank causes it; hidden while the run is a riddle (`run.secret`)
+    most:   the number of ranks that are drawn, for the picture of a large run; None for all
+    setter: sets a knob of the live lab; None without a lab, and for read-only dashboards
     """
 
     __family__: ClassVar[bool] = True
@@ -91,34 +91,34 @@ class View(ABC):
         self.cursor = 0
 
     def figure(self, run: Any) -> go.Figure | None:
-        """The figure with its traces empty, or None for a view that is text."""
+        """Returns the figure with empty traces; None if the view is a text."""
         return None
 
     @abstractmethod
     def update(self, run: Any) -> Patch:
-        """What is new since the last call (everything, at the first)."""
+        """Returns the new content since the last call. The first call returns everything."""
 
     def table(self, run: Any) -> Grid | None:
-        """The data table beside the chart; None where the view is a text or a table itself."""
+        """Returns the data table of the chart; None if the view is a text or a table."""
         return None
 
     def ranks(self, run: Any) -> int:
-        """How many ranks are drawn."""
+        """Returns how many ranks are drawn."""
         there = ranks_of(run) // stands_for(run.timeline)
         return min(there, self.most or there)
 
     def ask(self, request: dict[str, Any]) -> None:
-        """What the reader asked this view for (another window, say)."""
+        """Handles a reader's request, such as another window of steps."""
 
     def fresh(self, table: Table) -> Rows:
-        """The rows of `table` that came since this was last called."""
+        """Returns the rows of `table` that are new since the last call."""
         rows = table.rows(self.cursor)
         self.cursor += len(rows)
         return rows
 
 
 def ranks_of(run: Any) -> int:
-    """How many ranks the run has had: what its settings say, or the record, and those who came later."""
+    """Returns how many ranks the run has had, with ranks that joined later."""
     said = int(run.settings.get("ranks", 0) or 0)
     came = [max(detail.get("members") or [0]) + 1 for _, _, detail in run.details("members")]
     said = max([said, *came]) if said else 0
@@ -127,7 +127,7 @@ def ranks_of(run: Any) -> int:
 
 
 def thin(columns: Columns, limit: int = LIMIT) -> Columns:
-    """At most `limit` points, keeping the least and the greatest y of each stretch of x; order is kept."""
+    """Returns at most `limit` points: the least and the greatest y of each stretch of x, in order."""
     x, y = np.asarray(columns["x"], float), np.asarray(columns["y"], float)
     if len(x) <= limit:
         return columns
@@ -139,7 +139,7 @@ def thin(columns: Columns, limit: int = LIMIT) -> Columns:
 
 
 def drawn(view: View, run: Any) -> go.Figure | None:
-    """The view's figure with its data in it, without a browser: for a look in Python and for tests."""
+    """Returns the view's figure with its data, without a browser: for Python and for tests."""
     figure = view.figure(run)
     patch = view.update(run)
     if figure is None:

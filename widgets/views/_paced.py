@@ -1,4 +1,4 @@
-"""A text that takes long to find: of a live run it is found anew now and then, the more seldom the longer it takes."""
+"""A text that takes long to compute. The longer it takes, the less often a live run updates it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from widgets.views._base import Patch, View
 
-PAUSE = 2.0  # seconds between two looks at a live run, at least
-SHARE = 0.03  # of the time at most is spent on looking
+PAUSE = 2.0  # the least seconds between two computations for a live run
+SHARE = 0.03  # the largest share of time for computing
 
 
 class Paced(View):
-    """Looks when it is due, and hands out its text where that is another."""
+    """Computes its text when due, and sends a changed text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,11 +22,11 @@ class Paced(View):
 
     @abstractmethod
     def look(self, run: Any) -> None:
-        """Finds what there is to say now."""
+        """Computes the present result."""
 
     @abstractmethod
     def html(self) -> str:
-        """What there is to say, as it was found last; "" where there is nothing."""
+        """Returns the last result as HTML; "" if it is empty."""
 
     def update(self, run: Any) -> Patch:
         now, spans = time.monotonic(), len(run.timeline.spans)

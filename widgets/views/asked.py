@@ -1,4 +1,4 @@
-"""What was asked for and does not happen, in words; not on the page while everything does."""
+"""Requests without effect, in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.analysis import unheeded
 
 
 class Asked(View):
-    """A line for a pace that is not met, and for each fault without an effect."""
+    """A line for a pace that is not met, and one for each fault without an effect."""
 
     name: ClassVar[str] = "asked"
     title: ClassVar[str] = "Not as asked"

@@ -1,4 +1,4 @@
-"""Two runs overlaid: the loss against steps and against seconds, and how long each step took."""
+"""Two runs overlaid: loss over steps, loss over seconds, and the duration of each step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from workbench.analysis import curve, step_times
 
 PANELS = ("x", "x2", "x3")
 LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 2, "dash": "dash"})
-MORE = 1.02  # so many times the rows of before a live run must have, to be drawn anew
+MORE = 1.02  # a live run is drawn again once its rows have grown by this factor
 
 
 class Beside(View):
-    """This run and the one that was set beside it, both counted from their first steps."""
+    """This run and `run.beside`. Both start at their first steps."""
 
     name: ClassVar[str] = "beside"
     title: ClassVar[str] = "Two runs, overlaid"
@@ -31,7 +31,7 @@ class Beside(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._drawn = -1.0  # rows that it was drawn with
+        self._drawn = -1.0  # rows at the last drawing
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_layout())
@@ -56,7 +56,7 @@ class Beside(View):
         return Patch(replace=found)
 
     def table(self, run: Any) -> Grid:
-        """Of each run the loss at ten even places."""
+        """Returns each run's loss at 10 evenly spread steps."""
         out: list[tuple[Any, ...]] = []
         for one in (run, run.beside) if run.beside is not None else ():
             c = curve(one.timeline)
@@ -66,7 +66,7 @@ class Beside(View):
 
 
 def curves(run: Any) -> tuple[Columns, Columns, Columns]:
-    """Loss by steps, loss by seconds, and milliseconds of each step, mean over ranks."""
+    """Returns loss by steps, loss by seconds, and milliseconds of each step, each a mean over ranks."""
     c, times = curve(run.timeline), step_times(run.timeline)
     made = ~np.isnan(times.seconds).any(axis=1) if times.seconds.size else np.zeros(len(times.steps), bool)
     steps = times.steps[made] - (times.steps[0] if len(times.steps) else 0) + 1.0

@@ -1,4 +1,4 @@
-"""What each change did: a card per change, before against after, each number with its spread."""
+"""The effect of each change: a card with the values before and after, and their intervals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from widgets.charts.marks import ChangeMark, change_marks
 from widgets.views._base import Patch, View
 from workbench.analysis import Card, Effect, Estimate, before_after, last_steps
 
-SHOWN = 6  # the newest cards; older ones are folded
+SHOWN = 6  # the newest cards; the page folds older ones
 EMPTY = '<p class="wb-empty">A card for each change appears here: the steps before it against the steps after it.</p>'
 HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th>"
 HEAD += '<th style="text-align: left">change</th></tr>'
-SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns must fit in half a page
+SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns must fit into half a page
 MEANS = {
     "step": "how long a step lasts",
     "exposed communication": "for how long communication stalls a step",
@@ -25,7 +25,7 @@ MEANS = {
 
 
 class Cards(View):
-    """Median step, exposed communication, bytes and loss slope on either side of each change."""
+    """Median step, exposed communication, bytes and loss slope before and after each change."""
 
     name: ClassVar[str] = "cards"
     title: ClassVar[str] = "What each change did"
@@ -39,7 +39,7 @@ class Cards(View):
         super().__init__()
         self._at = 0.0
         self._html: dict[int, str] = {}  # step of the change -> card
-        self._over: set[int] = set()  # those to which nothing can be added: the next change has come
+        self._over: set[int] = set()  # final cards: a later change has ended their steps
         self._said = ""
 
     def update(self, run: Any) -> Patch:
@@ -94,7 +94,7 @@ def _row(effect: Effect) -> str:
 
 
 def _loss(effect: Effect) -> str:
-    """The loss's slopes as a sentence each, and what became of it."""
+    """Returns a row with a sentence for each slope of the loss, and the verdict."""
     assert effect.trends is not None
     lines = [escape(f"{when}: {trend}") for when, trend in zip(("before", "after"), effect.trends, strict=True)]
     lines += [words] if (words := _slopes(effect)) else []
@@ -102,14 +102,14 @@ def _loss(effect: Effect) -> str:
 
 
 def _lacks(effect: Effect) -> str:
-    """Why no verdict is given, once for all rows."""
+    """Returns the reason why all rows lack a verdict."""
     if not effect.change.lacks:
         return ""
     return f"<tr>{_wide(4, f'No verdict. {escape(effect.change.lacks)}.')}</tr>"
 
 
 def _wide(columns: int, html: str) -> str:
-    """A cell over some columns, in which sentences break instead of widening the table."""
+    """Returns a cell over several columns. Its sentences wrap and do not widen the table."""
     inner = f'<div style="width: 0; min-width: 100%; white-space: normal">{html}</div>'
     return f'<td colspan="{columns}" style="text-align: left">{inner}</td>'
 
@@ -133,7 +133,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _words(effect: Effect) -> str:
-    """The ratio with its interval, an arrow and a word; or that there is no clear change."""
+    """Returns the ratio with its interval, an arrow and a word; or "no clear change"."""
     match effect.verdict:
         case "":
             return "no verdict"
@@ -151,7 +151,7 @@ def _times(value: float, low: float, high: float) -> str:
 
 
 def _slopes(effect: Effect) -> str:
-    """What became of the loss's slope, if that is clear."""
+    """Returns how the loss's slope changed, if that is clear."""
     if effect.verdict in ("", "same"):
         return "&asymp; no clear change of the slope" if effect.verdict else ""
     was, now = (trend.sign for trend in effect.trends or ())

@@ -1,6 +1,6 @@
-"""What costs a step most, beyond the compute that all ranks share: a ranked list in words, and what to try next.
+"""The costs of a step beyond the shared compute: a ranked list in words, with suggestions.
 
-A button asks the simulator, on a thread of its own; then each line has a button for each change that it proposes.
+A button asks the simulator on a thread. Then each line has a button for each suggested change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ASKING = '<p class="wb-empty" role="status">The simulator is asked what to try n
 
 
 class Causes(Paced):
-    """A line for each cause, the costliest first; not on the page while nothing costs a twentieth of a step."""
+    """A line for each cause, the most expensive first. Hidden while no cause exceeds 5 % of a step."""
 
     name: ClassVar[str] = "causes"
     title: ClassVar[str] = "What costs a step most"
@@ -41,9 +41,9 @@ class Causes(Paced):
         super().__init__()
         self._run: Any = None
         self._found: list[Cause] = []
-        self._advised: Any = None  # what the simulator said of the present settings
+        self._advised: Any = None  # the simulator's advice on the present settings
         self._asking: threading.Thread | None = None
-        self._tried = ""  # what was tried last, or why nothing could be
+        self._tried = ""  # the last attempt, or why it failed
 
     def update(self, run: Any) -> Patch:
         self._run = run
@@ -53,7 +53,7 @@ class Causes(Paced):
         self._found = causes(run.timeline)
 
     def ask(self, request: dict[str, Any]) -> None:
-        """`advise`: asks the simulator what to try next; `try`: makes the change [line, suggestion] of its advice."""
+        """Handles `advise`, which asks the simulator, and `try`, which makes the change [line, suggestion]."""
         if "advise" in request and self._run is not None and not self._busy:
             self._asking = threading.Thread(target=self._advise, name="advice", daemon=True)
             self._asking.start()
@@ -68,7 +68,7 @@ class Causes(Paced):
     def _advise(self) -> None:
         try:
             self._advised, self._tried = self._run.advice(), ""
-        except Exception as error:  # whatever it is, the person who pressed the button must read it
+        except Exception as error:  # whoever pressed the button must see any error
             self._advised, self._tried = None, f"It cannot be told what to try next: {said(error)}"
 
     def _try(self, suggestion: Any) -> None:
@@ -94,7 +94,7 @@ class Causes(Paced):
 
 
 def listed(found: list[Cause], foot: str = "") -> str:
-    """The list; nothing where there is no cause.
+    """Returns the list as HTML; "" without a cause.
 
     >>> listed([])
     ''
@@ -104,7 +104,7 @@ def listed(found: list[Cause], foot: str = "") -> str:
 
 
 def advised(rows: list[Any], may_try: bool) -> str:
-    """The list with the next thing to try, and a button for each change, where a person may make one."""
+    """Returns the list with suggestions. may_try: with a button for each change"""
     lines = []
     for number, row in enumerate(rows):
         more = [f"<span>{escape(row.next)}</span>" if row.next else ""]
@@ -121,7 +121,7 @@ def _line(found: Any) -> str:
 
 
 def _button(line: int, number: int, suggestion: Any) -> str:
-    """Says what it does, for those who hear the button alone."""
+    """Returns a button whose label also describes the change to screen readers."""
     ask = escape(json.dumps({"try": [line, number]}), quote=True)
     label = escape(f"Try this: {suggestion}", quote=True)
     named = "Try this" if number == 0 else "Try the other"

@@ -1,4 +1,4 @@
-"""Every collective by operation, group and bucket: how many, how large, how fast, and how long ranks waited in it."""
+"""Every collective by operation, group and bucket: count, size, speed and waiting."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from widgets.views._paced import Paced
 from workbench.analysis import ByCollective, by_collective, last_steps, readable
 from workbench.analysis.steps.words import duration
 
-STEPS = 20  # the last so many
-MOST = 16  # rows; of more the costliest
+STEPS = 20  # the number of last steps
+MOST = 16  # the largest number of rows; the most expensive ones
 HEAD = ("operation", "ranks", "per step", "tensor", "takes (at worst)", "algbw", "busbw (at worst)", "waiting")
 
 
 class Collectives(Paced):
-    """A table, the costliest first; not on the page while ranks share nothing."""
+    """A table, the most expensive first. Hidden while the ranks exchange nothing."""
 
     name: ClassVar[str] = "collectives"
     title: ClassVar[str] = "Collectives"
@@ -36,7 +36,7 @@ class Collectives(Paced):
 
 
 def tabulated(found: list[ByCollective], steps: int) -> str:
-    """The table of what happened in so many steps; nothing where there is no collective.
+    """Returns the table for `steps` steps; "" without a collective.
 
     >>> tabulated([], 20)
     ''

@@ -1,4 +1,4 @@
-"""Bytes saved against error added, step by step."""
+"""Bytes saved and error added, step by step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LINES = (  # sample, name, axis, colour, dash, symbol
 )
 LOGARITHMIC = {0: "yaxis", 1: "yaxis2", 2: "yaxis2"}  # trace -> axis
 GRID = [m * 10.0**e for e in range(-13, 14) for m in (1, 2, 5)]
-NOT_ZERO = 1e-12  # a logarithmic axis cannot show zero: what is exact is left out
+NOT_ZERO = 1e-12  # a logarithmic axis cannot show the zeros of exact exchanges
 
 
 class Compressed(View):
-    """The effective ratio of every exchange; error, residual and cosine of every measured one."""
+    """The effective ratio of every exchange; error, residual and cosine of every measured exchange."""
 
     name: ClassVar[str] = "compression"
     title: ClassVar[str] = "Bytes saved, error added"
@@ -40,8 +40,8 @@ class Compressed(View):
     def __init__(self) -> None:
         super().__init__()
         self._at = 0.0
-        self._step = 0  # the first whose ratio has not been drawn
-        self._ends: dict[str, tuple[float, float]] = {}  # logarithmic axis -> least and greatest value on it
+        self._step = 0  # the first step whose ratio is not drawn
+        self._ends: dict[str, tuple[float, float]] = {}  # logarithmic axis -> its least and greatest value
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_layout())
@@ -77,7 +77,7 @@ class Compressed(View):
         return patch
 
     def _stretch(self, patch: Patch, axis: str, y: np.ndarray) -> None:
-        """Lets an axis end at round values about all that is on it, so that a few labels fit."""
+        """Ends an axis at round values around its data, so that a few labels fit."""
         low, high = self._ends.get(axis, (np.inf, -np.inf))
         ends = min(low, float(y.min())), max(high, float(y.max()))
         if ends != (low, high):
@@ -85,7 +85,7 @@ class Compressed(View):
             patch.layout |= {f"{axis}.{k}": v for k, v in _round(*ends).items()}
 
     def _ratio(self, run: Any, patch: Patch) -> None:
-        """Only from the first compression on: before there is nothing to see but ones."""
+        """Appends the ratios from the first compression on. Before it all are 1."""
         begun = next((s.first for s in stretches(run) if s.compressor), None)
         stop = last_steps(run.timeline)[1]
         if begun is None or stop <= max(self._step, begun):
@@ -109,7 +109,7 @@ class Compressed(View):
 
 
 def _round(low: float, high: float) -> dict[str, Any]:
-    """Range and ticks of a logarithmic axis that holds values from `low` to `high`."""
+    """Returns range and ticks of a logarithmic axis for values from `low` to `high`."""
     below = max((i for i, g in enumerate(GRID) if g <= low * (1 + 1e-9)), default=0)
     above = min((i for i, g in enumerate(GRID) if g >= high * (1 - 1e-9)), default=len(GRID) - 1)
     below -= below == above and below > 0

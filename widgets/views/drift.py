@@ -1,4 +1,4 @@
-"""How far the replicas are apart, and how far into a round that was measured."""
+"""The distance between the replicas, and the steps since they last averaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Drift(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._since: set[int] = set()  # steps since the ranks met, of all points that are not joined
+        self._since: set[int] = set()  # steps since the ranks met, for all unconnected points
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.layout(
@@ -77,7 +77,7 @@ class Drift(View):
 
 
 def _taken(since: set[int]) -> str:
-    """How far into a round the points were taken.
+    """Describes how many steps after averaging the points were measured.
 
     >>> _taken({0, 4}), _taken({0}), _taken({1, 3, 5, 7})
     ('0 or 4 steps after averaging', 'just after averaging', '1 to 7 steps after averaging')

@@ -1,4 +1,4 @@
-"""Which ranks have entered the collective that others wait for, and where the rest are; only while ranks wait long."""
+"""The ranks that wait in a collective and the places of the missing ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from widgets.views._base import Patch, View
 from workbench.analysis import entered
 from workbench.analysis.communication.entered import Entered
 
-LONG = 1.5  # seconds of waiting that are shown: ranks are asked once a second
+LONG = 1.5  # shorter waits are not shown, because the kernel asks the ranks once a second
 STACKS = "The button Stacks, above, shows what every thread of every rank is in."
 
 
 class InCollective(View):
-    """A row per collective that some ranks stand in while others have not come."""
+    """A row for each collective in which some ranks wait for other ranks."""
 
     name: ClassVar[str] = "entered"
     title: ClassVar[str] = "Waiting in a collective"
@@ -39,7 +39,7 @@ class InCollective(View):
 
 
 def tabulated(found: list[Entered]) -> str:
-    """The table; nothing where nobody waits for long, or all are there.
+    """Returns the table; "" if no rank waits long for another.
 
     >>> tabulated([Entered(7, "all_reduce bucket 1", (0, 2), 0.2, ((1, "backward of step 7, for 4 s"),))])
     ''

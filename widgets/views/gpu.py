@@ -1,4 +1,4 @@
-"""How busy each rank's GPU is, what it draws and what crosses its links; not on the page where no GPU is read."""
+"""Each rank's GPU: use, power and link traffic. Hidden if no GPU is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gpu(View):
 
 
 def tabulated(found: list[RankGpu]) -> str:
-    """The table.
+    """Returns the table; "" without a GPU.
 
     >>> tabulated([])
     ''

@@ -1,4 +1,4 @@
-"""Who comes late to where all meet: a heat map of ranks against steps."""
+"""A heat map of lateness at meetings of all ranks: ranks by steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import Strips, step_times
 
-LEAST = 0.2  # of a step: the scale ends there or above, so that what is only noise stays pale
-TYPICAL = 0.95  # of the columns are within the scale; a single long pause is no darker than the scale ends
-BYTES = 9  # that a cell takes on its way to the page
-PER_SECOND = 20_000  # of them, in the mean
-WAYS = (1.0, 2.0, 5.0, 10.0)  # a scale ends at so many times a power of ten
+LEAST = 0.2  # share of a step: the scale does not end below it, so that noise stays pale
+TYPICAL = 0.95  # share of the columns within the scale, so that one long pause does not set it
+BYTES = 9  # bytes of a cell in a message
+PER_SECOND = 20_000  # bytes per second on average
+WAYS = (1.0, 2.0, 5.0, 10.0)  # a scale ends at one of these times a power of 10
 
 
 class Late(View):
-    """A cell per rank and stretch of steps, of a stronger colour the later the rank came."""
+    """A cell per rank and stretch of steps. Late ranks have strong colours."""
 
     name: ClassVar[str] = "lateness"
     title: ClassVar[str] = "Who comes late"
@@ -81,7 +81,7 @@ class Late(View):
         return Patch({}, {0: cells}, {"coloraxis.cmax": _end(1e3 * seconds, 1e3 * step), "xaxis.title.text": title})
 
     def _said(self, recent: np.ndarray) -> str:
-        """Whose colour is strongest now, in words."""
+        """Describes the latest rank in words."""
         late = _median(recent)
         rank = int(np.nanargmax(late))
         latest = f"rank {rank}, {_ms(late[rank])} ms" if _ms(late[rank]) != "0" else "nobody, all came as one"
@@ -99,7 +99,7 @@ class Late(View):
 
 
 def _ticks(ranks: int) -> dict[str, Any]:
-    """A label for each rank, or for every other one and so on where there are many."""
+    """Returns a label for each rank, or for every n-th of many ranks."""
     every = max(1, -(-ranks // 32))
     shown = list(range(0, ranks, every))
     texts = [f"rank {r}" for r in shown]
@@ -107,14 +107,14 @@ def _ticks(ranks: int) -> dict[str, Any]:
 
 
 def _median(rows: np.ndarray) -> np.ndarray:
-    """(p,) over the meetings to which each rank came; NaN without any."""
+    """Returns (p,) medians over each rank's meetings; NaN without a meeting."""
     out, some = np.full(rows.shape[1], np.nan), ~np.isnan(rows).all(axis=0)
     out[some] = np.nanmedian(rows[:, some], axis=0)
     return out
 
 
 def _end(cells: np.ndarray, step: float) -> float:
-    """Where the scale of these milliseconds ends: a round number at or above most columns' latest rank.
+    """Returns the end of the colour scale in ms: a round number that covers most columns' latest rank.
 
     >>> _end(np.array([[0.0, 31.0], [0.0, 29.0]]), 100.0), _end(np.zeros((3, 2)), 100.0)
     (50.0, 20.0)

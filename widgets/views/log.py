@@ -1,4 +1,4 @@
-"""What the ranks printed, warned and logged, labelled by rank and folded."""
+"""The ranks' prints, warnings and log messages, labelled by rank and folded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from widgets.views._base import Patch, View
 from workbench.record.alarms import NAMES, met
 from workbench.settings import Change
 
-MOST = 100  # different lines that are kept
-WRONG = ("error", "refused", *NAMES)  # what is shown first, and never folded away
+MOST = 100  # the largest number of different lines
+WRONG = ("error", "refused", *NAMES)  # streams that are shown first and never folded
 EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
 
 
 class Line:
-    """One text, however often and by whichever ranks it was said."""
+    """One text, with a count by rank."""
 
     def __init__(self, stream: str, text: str) -> None:
         self.stream = stream
         self.text = text
-        self.ranks: dict[int, int] = {}  # rank -> how often
+        self.ranks: dict[int, int] = {}  # rank -> count
         self.step = 0
 
     def html(self) -> str:
@@ -79,7 +79,7 @@ class Log(View):
 
 
 def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
-    """(stream, text) of a mark that has something to say."""
+    """Returns (stream, text) of a mark with a text; None for other marks."""
     match name:
         case "log":
             text = str(detail.get("text", "")).rstrip()
@@ -105,7 +105,7 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Ranks as people write them: `rank 2`, `ranks 0-3, 6`."""
+    """Formats ranks: `rank 2`, `ranks 0-3, 6`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

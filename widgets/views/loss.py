@@ -1,4 +1,4 @@
-"""The loss against steps and against seconds, side by side: the same loss can be cheap in one and dear in the other."""
+"""The loss over steps and over seconds, because fewer steps may take more seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin
 
-NAMED = 8  # ranks that are listed one by one
+NAMED = 8  # the legend lists at most so many single ranks
 
 
 class Loss(View):
-    """Held-out loss of the consolidated model, strong; each rank's training loss, thin, in the rank's own line."""
+    """The held-out loss of the consolidated model as a thick line, each rank's training loss as a thin line."""
 
     name: ClassVar[str] = "loss"
     title: ClassVar[str] = "Loss"
@@ -30,7 +30,7 @@ class Loss(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved = 0  # checkpoints that are drawn
+        self._saved = 0  # the largest number of checkpoints
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_layout())
@@ -95,7 +95,7 @@ def _layout() -> go.Layout:
 
 
 def _training(rank: int, panel: str, ranks: int) -> go.Scatter:
-    """The line that a rank has on all charts; listed by rank, or once for all where they are many."""
+    """Returns a rank's training loss. The legend lists each rank, or all of many ranks once."""
     name = f"training loss, rank {rank}" if rank == 0 else f"rank {rank}"
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines", opacity=0.75,
@@ -116,7 +116,7 @@ def _held_out(panel: str) -> go.Scatter:
 
 
 def _saved(panel: str) -> go.Scatter:
-    """Where checkpoints are, on the held-out loss that was known then."""
+    """Returns the marks of checkpoints, on the held-out loss at their time."""
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="markers", showlegend=False, name="checkpoint",
         marker={"symbol": "diamond-open", "size": 13, "color": theme.INK, "line": {"width": 2}},

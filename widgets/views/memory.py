@@ -1,4 +1,4 @@
-"""What fills each rank's memory: a stacked bar of categories, and the most of all at once."""
+"""What fills each rank's memory: a stacked bar of categories, and the peak of their sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, last_steps, memory, readable
 from workbench.analysis.resources.memory import AWAY, PASSING
 
-STEPS = 20  # the most in the last so many
+STEPS = 20  # maxima over the last so many steps
 PARTS = (
     ("parameters", theme.BLUE, ""),
     ("gradients", theme.ORANGE, "/"),
@@ -29,11 +29,11 @@ PARTS = (
 )
 MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12),
           (AWAY[0], "triangle-up-open", 12), (AWAY[1], "triangle-down-open", 12))  # fmt: skip
-OTHER = ("other", theme.YELLOW, "x")  # of a category that came later than this file
+OTHER = ("other", theme.YELLOW, "x")  # the colour of a category that this file does not know
 
 
 class Memory(View):
-    """One stacked bar per rank, in bytes; a stroke where the peak of all together is."""
+    """One stacked bar per rank, in bytes. A stroke marks the peak of the sum."""
 
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "What fills the memory"

@@ -1,4 +1,4 @@
-"""Who stands where: ranks as squares in the boxes of their groups; not on the page while all are alike."""
+"""The arrangement of ranks: squares in the boxes of their groups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch, View, ranks_of
 from workbench.analysis import Arrangement, arrangement
 
-MOST = 64  # ranks drawn; of more the picture would say nothing
+MOST = 64  # a picture of more ranks would be illegible
 
 class Mesh(View):
-    """Boxes in boxes, the outermost dimension of the mesh downwards, with a square for each rank."""
+    """Nested boxes from the mesh's outermost dimension inwards, with a square for each rank."""
 
     name: ClassVar[str] = "mesh"
     title: ClassVar[str] = "How ranks are arranged"
@@ -39,7 +39,7 @@ class Mesh(View):
 
 
 def drawn(found: Arrangement) -> str:
-    """The picture; nothing where there is one group of ranks that are all alike."""
+    """Returns the picture; "" for a single group of equal ranks."""
     if sum(size > 1 for _, size in found.dims) < 2 and not found.serve and not found.inside:
         return ""
     text = f'<p class="wb-mesh-text">{escape(found.text)}</p>'

@@ -1,4 +1,4 @@
-"""Each rank's gradient norm, where the record has it: where gradients are clipped."""
+"""Each rank's gradient norm, which the record has if gradients are clipped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin
 
-NAMED = 8  # ranks that are listed one by one
+NAMED = 8  # the legend lists at most so many single ranks
 
 
 class Norms(View):
-    """A line per rank, in the rank's own line."""
+    """A line per rank, in the rank's colour."""
 
     name: ClassVar[str] = "norms"
     title: ClassVar[str] = "Gradient norm"

@@ -1,4 +1,4 @@
-"""The critical path of the last steps, in words: which rank and which phase made them as long as they are."""
+"""The critical path of the last steps in words: the ranks and phases that bound them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from widgets.views._paced import Paced
 from workbench.analysis import critical_path, last_steps
 from workbench.analysis.stragglers.path import said, shares
 
-STEPS = 20  # the last so many
+STEPS = 20  # the number of last steps
 
 
 class Path(Paced):
-    """A line; the table has every part of the mean step's path."""
+    """A line of text. The table lists every part of the mean step's path."""
 
     name: ClassVar[str] = "path"
     title: ClassVar[str] = "Critical path"

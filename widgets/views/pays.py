@@ -1,4 +1,4 @@
-"""What compression saves and what it costs, now: in words and as a small table."""
+"""What compression saves and costs now, in words and as a small table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from widgets.views._base import Patch, View, ranks_of
 from workbench.analysis import BreakEven, Compression, break_even, compression, last_steps, stretches
 from workbench.analysis.steps.words import duration
 
-LOOKED = 200  # steps, at most, in which measurements are looked for
+LOOKED = 200  # measurements are taken from at most so many last steps
 OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
 EARLY = "What {name} saves and costs is said here after a few steps."
 UNMEASURED = "not measured: set measure_every to 20"
@@ -22,7 +22,7 @@ MARK = {"costs": " wb-found"}
 
 
 class Pays(View):
-    """Effective ratio, error, what is left unsent, and whether it pays."""
+    """Effective ratio, error, unsent residual, and whether compression pays."""
 
     name: ClassVar[str] = "pays"
     title: ClassVar[str] = "Does compression pay?"
@@ -69,7 +69,7 @@ def _page(run: Any) -> str:
 
 
 def _rows(what: Compression, found: BreakEven, every: int) -> list[tuple[str, str, str]]:
-    """(what, value, remark)"""
+    """Returns rows of (quantity, value, remark)."""
     sizes = f"{_size(what.sent)} sent instead of {_size(what.dense)} (fp32), per exchange and rank"
     ratio = ("effective ratio", f"{what.ratio:.3g} &times;", sizes) if what.ratio == what.ratio else None
     beside = f"{duration(found.beside)} of it beside computing" if found.beside > 1e-4 else ""

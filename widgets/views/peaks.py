@@ -1,4 +1,4 @@
-"""Each rank's memory over the run, where it changes: when it grew, and after which change."""
+"""Each rank's peak memory over the run, to see when it grew and after which change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from widgets.views._base import Grid, Patch, View, thin
 from workbench.analysis import readable
 from workbench.analysis.resources.memory import PEAK, PREFIX
 
-NAMED = 8  # ranks that are listed one by one
-PERIOD = 1.0  # seconds between two looks at a live run
+NAMED = 8  # the legend lists at most so many single ranks
+PERIOD = 1.0  # seconds between two updates of a live run
 
 
 class Peaks(View):
-    """A line of steps per rank, in the rank's own line; the record has a value where it changes."""
+    """A stepped line per rank, in the rank's colour. The record has a value at each change."""
 
     name: ClassVar[str] = "peaks"
     title: ClassVar[str] = "Memory, step by step"
@@ -82,19 +82,19 @@ class Peaks(View):
 
 
 class _Line:
-    """One rank's line: of each step the most, of which the record may say several; behind it, what was said last."""
+    """One rank's line: the maximum of each step, continued by the last value."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, float]] = []  # step and bytes, of steps that are not drawn yet
+        self.told: list[tuple[int, float]] = []  # (step, bytes) of steps that are not drawn
         self.newest = 0
         self.x: list[float] = []
         self.y: list[float] = []
-        self._end = self._since = 0  # the first step that is not drawn, and that from which on `_now` holds
+        self._end = self._since = 0  # the first step that is not drawn; the step since which `_now` holds
         self._now: float | None = None
         self._shown: float | None = None
 
     def draw(self, end: int) -> bool:
-        """Takes in the steps before `end`, of which all is told; returns whether the line is no longer level."""
+        """Adds the complete steps before `end`. Returns whether the line has changed its level."""
         level = True
         for step, several in groupby(self.told, itemgetter(0)):
             if step >= end:
@@ -111,18 +111,18 @@ class _Line:
         return not level
 
     def taken(self) -> tuple[list[float], list[float]]:
-        """What is new of it."""
+        """Returns and forgets the new points."""
         new, self.x, self.y = (self.x, self.y), [], []
         return new
 
     def _hold(self, step: int) -> bool:
-        """What was said last, where it holds before `step` and is not what the line shows."""
+        """Adds the last value if it holds before `step` and the line does not show it."""
         if self._now is None or step <= self._since or self._now == self._shown:
             return True
         return self._put(self._since, self._now)
 
     def _put(self, step: int, value: float) -> bool:
-        """A point; returns whether it is as high as the one before it."""
+        """Adds a point. Returns whether its value equals the previous one."""
         before, self._shown = self._shown, value
         self.x.append(float(step))
         self.y.append(value)

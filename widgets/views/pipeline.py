@@ -1,4 +1,4 @@
-"""What becomes of a pipeline's time, in words; not on the page while replicas are whole."""
+"""How a pipeline spends its time, in words. Hidden without a pipeline."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch, View
 from workbench.analysis import bubble
 
-AGAIN = 3.0  # seconds before the numbers are told anew
+AGAIN = 3.0  # seconds between two updates
 
 
 class Pipeline(View):
-    """A line: how long stages are idle, how much of it has to be, and which stage or rank makes it more."""
+    """A line on the stages' idle time: the unavoidable part, and the stage or rank that adds to it."""
 
     name: ClassVar[str] = "pipeline"
     title: ClassVar[str] = "Pipeline"

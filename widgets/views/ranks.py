@@ -1,4 +1,4 @@
-"""Where each rank's time goes: computing, stalled by others, stalled by the wire."""
+"""Where each rank's time goes: compute, waits for other ranks, waits for the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
 from workbench.analysis.steps.steps import breakdown
 
-STEPS = 20  # the last so many are averaged
+STEPS = 20  # the mean is over so many last steps
 PARTS = (
     ("compute", "compute", theme.BLUE, ""),
     ("wire", "exposed transfer", theme.ORANGE, "/"),
@@ -25,7 +25,7 @@ PARTS = (
 
 
 class Ranks(View):
-    """One stacked bar per rank: what its mean step is made of."""
+    """One stacked bar per rank: the parts of its mean step."""
 
     name: ClassVar[str] = "ranks"
     title: ClassVar[str] = "Where a step's time goes"

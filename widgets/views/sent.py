@@ -1,7 +1,7 @@
-"""Bytes that each rank puts on the wire: per step, the mean since it sent before.
+"""Bytes that each rank sends: a mean per step since its previous exchange.
 
-Where ranks meet only every few steps, a point for every step would go up and down between nothing and all, which is a
-solid block on a chart of some hundred steps.
+If ranks exchange only every few steps, a point for every step would jump between 0 and the whole, a solid block on a
+chart of some hundred steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.analysis import bytes_per_step, last_steps, sendings
 
 
 class Sent(View):
-    """Payload bytes of each exchange over the steps that led to it, per rank; hand-overs are left out."""
+    """Payload bytes of each exchange over the steps before it, per rank, without hand-overs."""
 
     name: ClassVar[str] = "bytes"
     title: ClassVar[str] = "Bytes sent per step"
@@ -33,7 +33,7 @@ class Sent(View):
     def __init__(self) -> None:
         super().__init__()
         self._at = 0.0
-        self._sent: dict[int, int] = {}  # rank -> the last step in which it sent something
+        self._sent: dict[int, int] = {}  # rank -> the last step in which it sent
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.layout(

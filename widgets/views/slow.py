@@ -1,4 +1,4 @@
-"""The straggler line: which rank is slow, and whether it is cause or victim, in words."""
+"""The straggler in words: the slow rank, its phase and the waiting ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SILENT = {
     "early": "Which rank holds the others up is said here a few steps after the start and after each change.",
 }
 OVER = "Too few steps since the start or the last change to say which rank held the others up."
-AGAIN = 5.0  # seconds before the same verdict is said anew with its present numbers
+AGAIN = 5.0  # seconds between two updates of the same verdict's numbers
 
 
 class Slow(View):
-    """One line of text; silent while nobody is slow."""
+    """One line of text; empty while no rank is slow."""
 
     name: ClassVar[str] = "straggler"
     title: ClassVar[str] = "Straggler"

@@ -1,7 +1,7 @@
-"""What every rank does when: a row per rank, in it a lane for compute and one for communication.
+"""The timeline: a row per rank with a lane for compute and a lane for communication.
 
-Shows whole steps: the last few that ended on all ranks (following), or the ones asked for (held still). Steps that
-last long enough to be watched are shown while they grow.
+It shows whole steps: the last few that ended on all ranks, or the steps that the reader chose. Long steps are shown
+while they grow.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from workbench.analysis import critical_path, stretches
 from workbench.analysis.steps.collectives import last_arrivals, rates
 from workbench.record.timeline import Rows
 
-BOXES = 3000  # at most so many are drawn at once
-SLOW = 0.2  # seconds from which a step is shown while it grows
-FEW = 16  # ranks of which the critical path is marked while the run is followed; of more it would take too long
-GONE = 1.0  # seconds without rows after which the others no longer wait for a rank
+BOXES = 3000  # the largest number of steps
+SLOW = 0.2  # longer steps are shown while they grow
+FEW = 16  # a live path of more ranks would take too long
+GONE = 1.0  # a rank without rows for so many seconds does not delay the chart
 
 
 class Timeline(View):
-    """The spans of all ranks over a window of whole steps."""
+    """The spans of all ranks in a window of whole steps."""
 
     name: ClassVar[str] = "timeline"
     title: ClassVar[str] = "What each rank does"
@@ -44,8 +44,8 @@ class Timeline(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: int | None = None  # the first step shown, or None to follow
-        self.steps: int | None = None  # how many steps, or None for as many as suit their length
+        self.at: int | None = None  # the first step; None to follow the run
+        self.steps: int | None = None  # the number of steps; None: by their length
         self._ended: dict[int, int] = {}  # rank -> last step that ended
         self._heard: dict[int, float] = {}  # rank -> end of its newest span
         self._seconds = 0.1  # of the newest step
@@ -58,7 +58,7 @@ class Timeline(View):
         return figure
 
     def ask(self, request: dict[str, Any]) -> None:
-        """`at`: hold still from that step, None follows; `steps`: how many, None as suits."""
+        """Handles `at`, the first step to show (None: follow), and `steps`, their number (None: automatic)."""
         if "at" in request:
             self.at = None if request["at"] is None else max(0, int(request["at"]))
         if "steps" in request:
@@ -87,10 +87,10 @@ class Timeline(View):
         if not len(steps):
             return Patch(facts=facts)
         low, high = float(steps.t0.min()), float(steps.t1.max())
-        if grows:  # room for the step that is under way, as long as the last
+        if grows:  # room for the present step, as long as the last one
             high += 1.02 * self._seconds
         inside = (rows.t1 >= low) & (rows.asked <= high)
-        arrived = last_arrivals(run.timeline, rows)  # of all ranks, also those that are not drawn
+        arrived = last_arrivals(run.timeline, rows)  # of all ranks, drawn or not
         inside &= rows.rank < self.ranks(run)
         rows, index = rows[inside], begin + np.flatnonzero(inside)
         found = boxes_of(rows, index, arrived[inside], BOXES, _dense(run, rows))
@@ -113,7 +113,7 @@ class Timeline(View):
             self._seconds = float((ended.t1 - ended.t0)[-1])
 
     def _latest(self) -> int:
-        """The last step that ended on every rank still heard of; -1 before the first."""
+        """Returns the last step that ended on every rank that still sends rows; -1 before the first."""
         newest = max(self._heard.values())
         awake = [rank for rank, t in self._heard.items() if t > newest - GONE - 3 * self._seconds]
         return min(self._ended.get(rank, -1) for rank in awake)
@@ -145,7 +145,7 @@ class Timeline(View):
 
 
 def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: int) -> None:
-    """The critical path of the steps shown; what all have a part in lies in the row of the rank that goes on after."""
+    """Marks the critical path. Work of all ranks is drawn in the row of the rank that continues the path."""
     path = critical_path(run.timeline, first, last + 1)
     where = np.array([p.rank for p in path], np.int64)
     for i in range(len(path) - 1, -1, -1):
@@ -157,7 +157,7 @@ def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: i
 
 
 def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
-    """The stretch of the table that holds steps [first, last], and where it begins; `tail` looks from the end."""
+    """Returns the rows of steps [first, last] and the index of the first. tail: search from the end"""
     n, begin = len(rows), 0
     if tail is not None:
         size = tail * (last - first + 6)
@@ -171,7 +171,7 @@ def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, in
 
 
 def _dense(run: Any, rows: Rows) -> np.ndarray:
-    """A mask over `rows`: those of steps in which nothing is compressed."""
+    """Returns a mask over `rows`: steps without compression."""
     out = np.zeros(len(rows), bool)
     for s in stretches(run):
         if not s.compressor:
@@ -180,12 +180,12 @@ def _dense(run: Any, rows: Rows) -> np.ndarray:
 
 
 def _rate(mbit: float) -> str:
-    """Three digits, as the page has it under the pointer; nothing where nothing was sent."""
+    """Formats a rate with 3 digits, as the page does; "" if nothing was sent."""
     return f"{float(f'{mbit:.3g}'):g}" if mbit == mbit else ""
 
 
 def _name(name: str) -> dict[str, Any]:
-    """A span's name and shorter forms of it, for boxes of any width."""
+    """Returns a span's name and its shorter forms for narrow boxes."""
     bucket = re.search(r"bucket (\d+)", name)
     brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "backward weights": ["W"], "update": ["upd", "U"]}
     phase, _, micro = name.rpartition(" ")

@@ -1,4 +1,4 @@
-"""How surely ranks' clocks are known, and what recording costs, in words; the table has every rank."""
+"""The errors of the ranks' clocks and the cost of recording, in words. The table lists every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.analysis.steps.words import duration
 
 
 class Upkeep(View):
-    """A line; not on the page before anything is known."""
+    """A line of text. Hidden before the first values."""
 
     name: ClassVar[str] = "upkeep"
     title: ClassVar[str] = "Clocks and recording"
@@ -29,7 +29,7 @@ class Upkeep(View):
         self._said: str | None = None
 
     def update(self, run: Any) -> Patch:
-        seen = (len(run.timeline.marks), len(run.timeline.samples) // 256)  # costs are told every few seconds
+        seen = (len(run.timeline.marks), len(run.timeline.samples) // 256)  # ranks record their costs every few seconds
         if run.live and seen == self._seen:
             return Patch()
         self._seen = seen

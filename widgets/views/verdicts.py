@@ -1,4 +1,4 @@
-"""Two runs in numbers: which of them is better at what, and how sure that is."""
+"""Two runs in numbers: which is better by which metric, with 99 % intervals."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from widgets.views._base import Patch, View
 from workbench.analysis import Compared, compare, differing
 
 SIGN = {"worse": "▲ worse", "better": "▼ better", "alike": "= alike", "unknown": "? unknown"}
-MORE = 1.1  # so many times the rows of before a live run must have, to be compared anew
+MORE = 1.1  # a live run is compared again once its rows have grown by this factor
 
 
 class Verdicts(View):
-    """A row per metric: this run, the one beside it, their difference with its interval, and a verdict."""
+    """A row per metric: this run, `run.beside`, their difference with its interval, and a verdict."""
 
     name: ClassVar[str] = "verdicts"
     title: ClassVar[str] = "Two runs, compared"
@@ -26,7 +26,7 @@ class Verdicts(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told = -1.0  # rows that it was told with
+        self._told = -1.0  # rows at the last comparison
 
     def update(self, run: Any) -> Patch:
         if run.beside is None:
@@ -40,7 +40,7 @@ class Verdicts(View):
 
 
 def text(a: Any, b: Any, rows: list[Compared]) -> str:
-    """The comparison as HTML."""
+    """Returns the comparison as HTML."""
     head = "".join(f"<th>{escape(h)}</th>" for h in ("", a.name, b.name, "difference", "99 % interval", f"{b.name} is"))
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows)
     other = "; ".join(differing(a, b)) or "no setting that they began with"
