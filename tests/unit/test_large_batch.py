@@ -73,7 +73,7 @@ class Piecemeal(Strategy):
     ],
     ids=str,
 )
-def test_the_rate_is_proportional_to_the_global_batch(settings: dict[str, Any], expected: float) -> None:
+def test_the_rate_is_in_proportion_to_the_global_batch(settings: dict[str, Any], expected: float) -> None:
     """Digits recommends 32 examples on one rank; these are 4 ranks."""
     assert factor(Experiment(task=Digits(), ranks=4, **settings).checked()) == expected
 
