@@ -116,7 +116,7 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 
 
 def seen(run: Run) -> dict[str, Any]:
-    """Returns the mean step in seconds, the bubble if there is one, and each rank's peak in bytes."""
+    """Returns the mean step in seconds, the bubble (if any) and each rank's peak in bytes."""
     tl, stop = run.timeline, SETTLE + STEPS
     bubble = analysis.bubble(tl, STEPS)
     return {
@@ -228,7 +228,7 @@ class Campaign:
 
 
 def minutes(every: Iterable[Experiment]) -> float:
-    """Estimates the minutes of these runs: paced steps, 20 % for links, five seconds for each start."""
+    """Estimates the minutes of these runs: paced steps, 20 % for links and five seconds per start."""
     return sum(1.2 * e.pace * 1e-3 * e.steps + 5.0 for e in every) / 60
 
 

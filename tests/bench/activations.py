@@ -77,7 +77,7 @@ def losses(e: Experiment) -> tuple[float, float, Run]:
 
 
 def measured(row: Row, seed: int, steps: int = STEPS) -> dict[str, Any]:
-    """Makes one run: losses, and the bytes of activations and their gradients in its last step, on both ranks."""
+    """Makes one run: losses, and the bytes of activations and their gradients in its last step on both ranks."""
     e = Experiment(task=TASK, ranks=2, steps=steps, seed=seed, pace=1.0, eval_every=steps, partition=row.partition)
     loss, held_out, run = losses(e)
     spans = run.spans
@@ -152,7 +152,7 @@ def _line(row: Row, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> 
 
 
 def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str:
-    """Returns which rows cost more, or less, training loss than the spread of seeds."""
+    """Returns which rows change the training loss by more than the spread of seeds."""
     plain = by[way, "none", ""]
     noise = max(c["loss"] for c in plain) - min(c["loss"] for c in plain)
     off = {f"{codec} {direction}": float(_over(mine, plain, "loss")) for (its, codec, direction), mine in by.items()

@@ -71,7 +71,7 @@ class Slow(nn.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Slowed(ByteGPT):
-    """A ByteGPT whose blocks' last matrices, which begin as zero, learn that much more slowly."""
+    """A ByteGPT whose blocks' last matrices begin as zero and learn that much more slowly."""
 
     def build(self) -> Learner:
         return _with(super().build(), lambda out: setattr(out, "__class__", Slow))
@@ -140,7 +140,7 @@ def _finite(x: float) -> float:
 
 
 def wanted(cells: Cells) -> tuple[str, float, int] | None:
-    """Returns the next run: all rows at the task's rate, then grids, then seeds.
+    """Returns the next run: all rows at the task's rate, then grids and then seeds.
 
     A grid grows if its best rate is at an edge.
     """

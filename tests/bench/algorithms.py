@@ -112,7 +112,7 @@ REAL = {Wires(mbit=20.0, real=True): (250, 1_000, 4_000, 16_000, 64_000)}
 
 @dataclass(frozen=True, kw_only=True)
 class AtOnce(Strategy):
-    """One all-reduce in each step, which all ranks start at a time of the clock; samples its duration."""
+    """One all-reduce per step. All ranks start it at a time of the clock, and its duration is sampled."""
 
     numel: int = knob(1, 1, 10**9, doc="elements")
     slot: float = knob(1.0, 0.0, 1e3, unit="s", doc="from one beginning to the next")
@@ -175,7 +175,7 @@ def seconds(ranks: Ranks, cell: Cell) -> float:
 
 
 def fitted(rings: dict[int, float], ranks: int = RANKS) -> tuple[float, float]:
-    """Fits (ms of a message, Mbit/s of a port) to the seconds of rings by their elements, in relative least squares."""
+    """Fits (ms of a message, Mbit/s of a port) to the seconds of rings by elements, with relative least squares."""
     p, took = ranks, np.array(list(rings.values()))
     rows = np.array([[2 * (p - 1), 2 * (p - 1) / p * 4 * n] for n in rings])
     (alpha, beta), *_ = np.linalg.lstsq(rows / took[:, None], np.ones(len(took)), rcond=None)
@@ -205,7 +205,7 @@ def campaign(ranks: Ranks, wires: Wires, sizes: tuple[int, ...], rounds: int) ->
 
 
 def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns by size the fastest algorithm, the predicted fastest one, and the time ratio between them."""
+    """Returns by size the fastest and the predicted fastest algorithm, and the ratio of their times."""
     out = []
     for n, said in found["predicted"].items():
         took = {name: statistics.median(by[n]) for name, by in found["took"].items()}

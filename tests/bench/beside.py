@@ -25,7 +25,7 @@ BASE = Experiment(
 
 
 def measured(wanted: list[tuple[str, Method | None, Mapping[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (row, results) of each method; None means torch's own. DDP always runs first, for its costs."""
+    """Yields (row, results) of each method; None means torch's own. DDP runs first because it provides the costs."""
     with Lab(ranks=RANKS, name="beside") as lab:
         costs = Costs.measured(_ran(lab, DDP(), Dense()))
         for row, method, knobs in wanted:
@@ -50,7 +50,7 @@ def _ran(lab: Lab, strategy: Strategy, codec: Compressor) -> Run:
 
 
 def seconds(run: Run) -> float:
-    """Returns the mean step over training ranks, from their step SETTLE on, with the time between steps."""
+    """Returns the mean step of training ranks after step SETTLE, including the time between steps."""
     spans = run.timeline.spans.rows()
     steps = spans[spans.equal("lane", "step") & (spans.step >= SETTLE)]
     each = [steps[steps.rank == r] for r in np.unique(steps.rank)]

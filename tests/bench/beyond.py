@@ -77,7 +77,7 @@ def rank_main(rank: int, size: int, where: tuple[str, int], name: str, cap: floa
 
 
 def cell(name: str, size: int, cap: float, rounds: int) -> dict[str, Any]:
-    """Returns processor seconds per step, of all ranks together, by round and side."""
+    """Returns processor seconds per step of all ranks together, by round and side."""
     kept, *where = host_store()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:

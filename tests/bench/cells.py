@@ -209,7 +209,7 @@ def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
 
 
 class Results:
-    """Measured cells by part, row and place, and separately the refused cells."""
+    """Measured cells by part, row and place; refused cells separately."""
 
     def __init__(self, files: Iterable[Mapping[str, Any]]) -> None:
         self.files = [dict(f) for f in files]

@@ -28,7 +28,7 @@ CLEARLY = 1.05  # times as fast: a smaller ratio is no difference
 
 
 class Part(NamedTuple):
-    """One claim: its heading, its cells, and the page's text about the results."""
+    """One claim with its heading, its cells and the page's text about the results."""
 
     title: str
     cells: Callable[[], list[Cell]]

@@ -40,7 +40,7 @@ LAYERS: dict[str, list[tuple[int, ...]]] = {
 
 
 def inputs(n: int = ELEMENTS, device: str = "cpu") -> dict[str, Tensor]:
-    """Returns (n,) float32 tensors: Gaussian, and heavy-tailed (normal times log-normal)."""
+    """Returns (n,) float32 tensors: Gaussian and heavy-tailed (normal times log-normal)."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(n, generator=rng)
     found = {"Gaussian": x, "heavy-tailed": x * torch.randn(n, generator=rng).mul_(1.5).exp_()}

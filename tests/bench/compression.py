@@ -76,7 +76,7 @@ def fabric(link: str) -> Fabric:
 
 
 def steps() -> list[Cell]:
-    """Returns the cells of step times, link by link, with dense once more at the end as a control."""
+    """Returns the cells of step times by link, with a second dense run at the end as a control."""
     return [
         Cell(part="step", row=label, where=link, seed=0, method="DDP", codec=codec, task=TASK, fabric=fabric(link),
              steps=SETTLE + COUNTED, every=0, bucket_mb=BUCKET)
@@ -90,7 +90,7 @@ def experiment(cell: Cell) -> Experiment:
 
 
 def stepped(lab: Lab, cell: Cell) -> dict[str, Any]:
-    """Runs 20 paced steps on real ranks: seconds, bytes per rank, seconds of codec work and of waiting."""
+    """Runs 20 paced steps on real ranks: seconds, bytes per rank, seconds of codec work and waiting."""
     run = ended(lab, experiment(cell), 120)
     spans = run.timeline.spans.rows()
     spans = spans[spans.step >= SETTLE]

@@ -49,7 +49,7 @@ def results(data: Path) -> Results:
 
 
 def target(found: Results) -> float:
-    """Returns the target loss for times: dense's at half of its run, mean of the seeds; 0 without any."""
+    """Returns the target loss: dense's at half of its run, as mean of the seeds; 0 without any."""
     curves = [f["curve"] for f in found.seeds("loss", DENSE, "any link").values()]
     ends = [loss for c in curves for s, _, loss in c if s >= c[-1][0] / 2]
     heads = [next(loss for s, _, loss in c if s >= c[-1][0] / 2) for c in curves]
@@ -64,13 +64,13 @@ def steps_to(found: Results, label: str) -> list[float]:
 
 
 def _middle(each: list[float]) -> float:
-    """Returns the median of steps to the loss; seeds that never got there count as slowest, and give 0."""
+    """Returns the median steps to the loss. Seeds that never reach it count as slowest; such a median gives 0."""
     middle = statistics.median_high(s or math.inf for s in each) if not all(each) else statistics.median(each)
     return middle if math.isfinite(middle) else 0.0
 
 
 def ranking(found: Results, link: str) -> list[Row]:
-    """Returns all measured compressors of a link, fastest first, then the ones that never reached the target."""
+    """Returns all measured compressors of a link: fastest first, those that missed the target last."""
     rows = []
     for f in found.files:
         if f["part"] != "step" or f["where"] != link or "step_s" not in f["found"]:

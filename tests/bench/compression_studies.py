@@ -63,7 +63,7 @@ ROUNDERS: dict[str, dict[str, Any]] = {
 
 
 def rounders() -> dict[str, Any]:
-    """Returns the codecs that round to levels, at equal bits, by label."""
+    """Returns the codecs that round to levels, by label, at equal bits."""
     return {
         f"{label}, blocks of {block}": {label.partition(",")[0]: {"bits": BITS, "block": block, **more}}
         for block in BLOCKS for label, more in ROUNDERS.items()
@@ -189,7 +189,7 @@ COUNTS = (4, 16)  # ranks
 
 
 def in_virtual_time(scheme: str, p: int, density: float) -> float:
-    """Returns the seconds of an exchange in the simulator, with sizes only, on a link without latency."""
+    """Returns the simulated seconds of an exchange with sizes only on a link without latency."""
     e = clicks(8000, scheme, Link(bandwidth=200.0))
     e = replace(e, ranks=p, steps=2, compressor=Zen(scheme=scheme, rows="elements"))
     spans = simulate(e, costs=Costs(density=density), real=False).spans
@@ -207,7 +207,7 @@ def crossings() -> list[dict[str, Any]]:
 
 
 def measure(folder: Path, task: TaskBase, now: dict[str, Any]) -> None:
-    """Runs the measurements that are not cells, once, into `folder`; existing results stay."""
+    """Runs the measurements that are not cells into `folder`; existing results stay."""
     folder.mkdir(parents=True, exist_ok=True)
     todo: dict[str, Callable[[], Any]] = {
         "variance.json": lambda: variances(gradients(task)),

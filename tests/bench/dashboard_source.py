@@ -74,7 +74,7 @@ class Rank:
             self.rows["marks"].append((0, self.step, "change", t, text))
 
     def message(self) -> list[bytes]:
-        """Returns the new rows as one message, as a rank sends it, and forgets them."""
+        """Returns the new rows as one message, like a rank's, and forgets them."""
         out: list[bytes] = []
         for kind, rows in self.rows.items():
             if rows:

@@ -94,7 +94,7 @@ class Ours:
 
 
 class Torchs:
-    """Torch's own way, as in its documentation, with nothing else in the loop."""
+    """Torch's own way as in its documentation, with an empty loop around it."""
 
     def __init__(self, task: Any, cap: float, wire: Wire, store: Any, rank: int, size: int,
                  wrap: Callable[..., nn.Module], device: str = "cpu") -> None:

@@ -50,7 +50,7 @@ LOOKS = {  # kind of bar: (legend, colour, colour of its text)
 
 
 class Bar(NamedTuple):
-    """An activity of a rank; `t0` and `t1` are seconds from the left edge, clipped to the panel."""
+    """An activity of a rank. `t0` and `t1` are seconds from the left edge, clipped to the panel."""
 
     rank: int
     kind: str
@@ -70,7 +70,7 @@ class Panel(NamedTuple):
 
 
 def task() -> Task:
-    """Returns a task with equal layers, so buckets are equal; values only matter to strategies that read them."""
+    """Returns a task with equal layers, so buckets are equal. Values only matter to strategies that read them."""
     return Task(
         model=lambda: Stack(LAYERS, SIDE), data=_data, loss=lambda model, x: (model(x) - 1).square().mean(),
         optimizer=lambda params: torch.optim.Adam(params, lr=1e-4),
@@ -83,7 +83,7 @@ def _data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
 
 
 def experiment(strategy: Strategy, method: Method) -> Experiment:
-    """Returns the simulated experiment for a figure of `method`: the strategy, or DDP, under the same conditions."""
+    """Returns the simulated experiment for a figure of `method`, with the strategy or DDP under the same conditions."""
     link = Link(bandwidth=method.mbit or MBIT, latency=method.latency)
     return Experiment(
         task=task(), strategy=strategy, ranks=RANKS, steps=STEPS, pace=PACE, eval_every=0, bucket_mb=4e-6 * SIDE**2,
@@ -234,7 +234,7 @@ def drawn(title: str, see: str, common: str, panels: list[Panel], window: float)
 
 
 def _panel(one: Panel, top: float, scale: float) -> list[str]:
-    """Draws the heading, step numbers of rank 0, and a row per rank."""
+    """Draws the heading, the step numbers of rank 0 and a row per rank."""
     out = [text(20, top + 18, one.title, "name"), text(WIDTH - RIGHT, top + 18, one.said, "soft", text_anchor="end")]
     rows = top + 44
     free = 0.0
@@ -281,7 +281,7 @@ def _axis(y: float, window: float, scale: float) -> list[str]:
 
 
 def _legend(y: float, kinds: list[str]) -> tuple[list[str], float]:
-    """Returns swatches with labels, in as many lines as needed, and the position of the last line."""
+    """Returns swatches with labels on as many lines as needed, and the position of the last line."""
     out, x = [], 20.0
     for kind in [*kinds, "boundary"]:
         words = LOOKS[kind][0] if kind in LOOKS else "a step begins"

@@ -80,7 +80,7 @@ class Claim:
     because: Because | None = None
 
     def proof(self, book: Book) -> tuple[tuple[Row, Trial], tuple[Row, Trial]] | None:
-        """Returns the two runs that prove the reason; None without winners, or without a reason."""
+        """Returns the two runs that prove the reason; None without winners or a reason."""
         mine, base = winner(self.row, book), winner(self.against, book)
         if self.because is None or mine is None or base is None:
             return None
@@ -107,7 +107,7 @@ class Seen(NamedTuple):
 
 
 def beside(claim: Claim, mine: tuple[Row, Trial], base: tuple[Row, Trial], book: Book) -> list[Seen] | None:
-    """Returns a method's looks relative to a baseline, seed by seed; None if a seed is missing."""
+    """Returns a method's looks relative to a baseline by seed; None if a seed is missing."""
     found = [book.found(row, trial, FRESH) for row, trial in (mine, base)]
     if found[0] is None or found[1] is None:
         return None

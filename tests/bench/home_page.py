@@ -21,7 +21,7 @@ ALIKE = 0.02  # numbers this close count as equal
 
 
 def text(folder: Path = DATA, claims: tuple[Claim, ...] = CLAIMS) -> str:
-    """Returns the section: method, table, tuned settings, and why some claims do not show."""
+    """Returns the section: method, table, tuned settings and why some claims do not show."""
     book = Book(folder)
     lines = [
         [c.method, f"{c.paper} ({c.source})", c.row.regime.words, shown(c, book), verdict(c, book)] for c in claims

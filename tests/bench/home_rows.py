@@ -62,7 +62,7 @@ class Regime:
         return task, replace(self.fabric, faults=faults)
 
     def score(self, found: Mapping[str, Any]) -> tuple[float, float]:
-        """Returns the tuning score, less is better; if neither row reaches the goal, the loss decides."""
+        """Returns the tuning score; less is better. If neither row reaches the goal, the loss decides."""
         if "refused" in found:
             return math.inf, math.inf
         if not self.real:
@@ -135,7 +135,7 @@ class Row:
         return next(k for k in knobs(find(base, member)) if k.name == name)
 
     def beyond(self, axis: str, value: Any) -> Any:
-        """Returns the next value past an edge of an axis; None inside, or if the axis has no numbers."""
+        """Returns the next value past an edge of an axis; None inside or for an axis without numbers."""
         values = sorted(self.axes[axis]) if all(type(v) in (int, float) for v in self.axes[axis]) else []
         if len(values) < 2 or value not in (values[0], values[-1]):
             return None
@@ -154,7 +154,7 @@ def words(trial: Mapping[str, Any]) -> str:
 
 
 class Book:
-    """The measurements: a file for each row, a line of JSON for each cell; a later line of a cell wins."""
+    """The measurements: a file per row, a line of JSON per cell. A later line of a cell wins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

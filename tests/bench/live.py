@@ -38,7 +38,7 @@ def first_loss() -> tuple[float, list[str]]:
 
 
 def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
-    """Measures from `lab.set` to the step of effect, by the record's clock, and the lengths of steps."""
+    """Measures the time from `lab.set` to the step of effect by the record's clock, and the lengths of steps."""
     began = relayed(lab)
     run = lab.run(Experiment(task=ByteGPT(), strategy=strategy), out=out)
     _until(lambda: (run.timeline.samples.rows().name == "loss").sum() > 40)
@@ -72,7 +72,7 @@ def relayed(lab: Lab) -> float:
 
 
 def recording(run: Run, relaying: float) -> dict[str, float]:
-    """Returns CPU seconds of recording and spooling (all ranks), of relaying, and of the run's processes."""
+    """Returns CPU seconds of recording and spooling (all ranks), of relaying and of the run's processes."""
     v = run.timeline.samples.rows()
     total = {n: float(v.value[v.name == n].sum()) for n in ("cpu_recording", "cpu_process")}
     rows = len(run.timeline.spans) + len(run.timeline.samples)

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One setting: `layers` square layers of `width`, in buckets of `bucket_mb`, over ports of `mbit` Mbit/s."""
+    """One setting: `layers` square layers of `width` in buckets of `bucket_mb` over ports of `mbit` Mbit/s."""
 
     mbit: float
     width: int
@@ -86,7 +86,7 @@ def cells(*rates: float, steps: int = 12) -> list[Cell]:
 
 
 def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
-    """Returns one rank's step times, the bytes in its record, and the bytes that its port sent."""
+    """Returns one rank's step times, the bytes in its record and the bytes that its port sent."""
     cell = Cell(**asked)
     session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation, secret=b"ours",
                       epoch=time.time(), loopback=not cell.real)
@@ -111,7 +111,7 @@ def idled() -> float:
 
 
 def counted() -> int:
-    """Returns the bytes that this namespace's port has sent, headers included; 0 without such a port."""
+    """Returns the bytes that this namespace's port has sent (with headers); 0 without such a port."""
     file = Path("/sys/class/net", INTERFACE, "statistics/tx_bytes")
     return int(file.read_text()) if file.exists() else 0
 
@@ -139,7 +139,7 @@ def rank_main(rank: int, size: int, address: str, measured: Callable[..., Any]) 
 
 
 class Ranks:
-    """A process for each rank, in the namespaces of `network` or, without one, on the loopback.
+    """A process for each rank in the namespaces of `network` (without one: on the loopback).
 
     module: runs as `-m MODULE --rank RANK SIZE ADDRESS` in each process and calls `rank_main`
     """
@@ -188,9 +188,9 @@ class Ranks:
 def awake() -> AbstractContextManager[None]:
     """Keeps every core awake with a busy process of the lowest priority on each.
 
-    A virtual machine's idle core returns to its host and comes back late, later on a busy host. Every frame between two
-    namespaces wakes a core. Ports of 1000 Mbit/s then carry at most 750, with both cores 75 % idle. If the cores stay
-    awake, ports carry more than 900, and the emulated Link is within 8 % at each rate.
+    A virtual machine's idle core returns to its host and comes back late. Every frame between two namespaces wakes a
+    core. Ports of 1000 Mbit/s then carry at most 750, with both cores 75 % idle. If the cores stay awake, ports carry
+    more than 900, and the emulated Link is within 8 % at each rate.
     """
     return spinning(os.cpu_count() or 1, nice=19)
 

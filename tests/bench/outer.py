@@ -58,7 +58,7 @@ def best(found: Results, row: str) -> tuple[tuning.Choice, dict[int, dict[str, A
 
 
 def over(mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
-    """Returns the ratio of two rows' means over common seeds, because seeds vary as much as rows; NaN without any."""
+    """Returns the ratio of two rows' means over common seeds; NaN without any. Seeds vary as much as rows."""
     both = [seed for seed in mine if seed in base]
     if not both:
         return math.nan

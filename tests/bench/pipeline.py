@@ -25,7 +25,7 @@ from workbench.run import Run
 from workbench.tasks import Task
 
 STAGES, PASS = 4, {"forward": 0.1, "backward": 0.2}  # seconds of one micro-batch on one stage
-# Label, schedule, micro-batches, pieces of the model on each stage.
+# Label, schedule, micro-batches and pieces of the model per stage.
 KINDS = [("1F1B", "OneFOneB", 8, 1), ("GPipe", "GPipe", 8, 1), ("1F1B", "OneFOneB", 16, 1), ("GPipe", "GPipe", 16, 1),
          ("interleaved 1F1B", "Interleaved", 8, 2), ("interleaved 1F1B", "Interleaved", 16, 2),
          ("ZB-H1", "ZeroBubble", 8, 1), ("ZB-H1", "ZeroBubble", 16, 1), ("1F1B again", "OneFOneB", 8, 1),

@@ -85,7 +85,7 @@ def step(batch: int, chunks: int, stages: int = STAGES, scattered: bool = True, 
 
 
 def interleaved() -> list[dict[str, Any]]:
-    """Returns steps by batch and pieces per stage: without a network, sending an eighth per GPU, or all."""
+    """Returns steps by batch and pieces per stage: without a network, with an eighth sent per GPU, or with all."""
     rows = []
     for batch in BATCHES:
         for chunks in CHUNKS:

@@ -72,7 +72,9 @@ Each = list[dict[str, Any]]  # rounds of campaigns, interrupts, or labs changed 
 
 
 def read(data: Path) -> tuple[Each, Each, Each, dict[str, Any], Each, Each, dict[str, Any]]:
-    """Returns rounds of campaigns, interrupts, labs without faults, the hour, other systems, kills, and `SECTIONS`."""
+    """Returns rounds of campaigns, interrupts, labs without faults, the hour, other systems and kills, and
+    `SECTIONS`.
+    """
     rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
               for one in json.loads(file.read_text())["each"]]  # fmt: skip
     broken, calm = (json.loads(file.read_text())["each"] if file.exists() else []

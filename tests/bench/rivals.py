@@ -63,7 +63,7 @@ def best(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cell(run: Run, pair: Sequence[Strategy], rates: Sequence[float]) -> dict[str, Any]:
-    """Returns one method's trials, the best of them, and its results with other seeds."""
+    """Returns one method's trials, the best one and its results with other seeds."""
     trials = tuned(run, pair, rates)
     found = best(trials)
     strategy = pair[found["setting"]]

@@ -36,7 +36,7 @@ LIMIT = 10 * ASKED  # processor seconds after which a simulation is abandoned
 
 
 def experiment(name: str, ranks: int = RANKS, steps: int = STEPS) -> Experiment:
-    """Returns the simulated experiment: ByteGPT with default knobs, at a pace, on 10 Gbit/s."""
+    """Returns the simulated experiment: ByteGPT with default knobs and a pace on 10 Gbit/s."""
     fabric = Fabric(link=Link(bandwidth=10_000.0, latency=0.05))
     usual = members(Strategy)[name].usual()
     return Experiment(task=ByteGPT(), ranks=ranks, steps=steps, strategy=usual, pace=100.0, eval_every=0, fabric=fabric)

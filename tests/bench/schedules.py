@@ -181,7 +181,7 @@ def rank_main(rank: int, where: tuple[str, int], rounds: int, out: str) -> None:
 
 
 def _by_step(passes: list[Pass]) -> list[tuple[float, float, float]]:
-    """Returns by step of a block: start of the first pass, end of the last one, and total duration of passes."""
+    """Returns by step of a block: start of the first pass, end of the last one and total duration of passes."""
     each = len(passes) // BLOCK
     steps = [passes[k * each : (k + 1) * each] for k in range(BLOCK)]
     return [(step[0][0], step[-1][1], sum(b - a for a, b in step)) for step in steps]

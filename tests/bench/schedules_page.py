@@ -12,7 +12,7 @@ CLOSE = 1e-6  # required of gradients
 
 
 def section(cells: list[dict[str, Any]]) -> str:
-    """Returns step time and bubble of each schedule, ours and torch's, and the distance of their gradients."""
+    """Returns step time and bubble of our and torch's schedules, and the distance of their gradients."""
     rows = []
     for c in cells:
         r = ratios([row[:4] for row in c["rows"]])

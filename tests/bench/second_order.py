@@ -39,7 +39,7 @@ PERIOD = 20  # steps over which bytes are counted: two of KFAC's periods
 
 
 class Goal(NamedTuple):
-    """A task, the target held-out loss, the largest number of steps, and the steps between evaluations."""
+    """A task, the target held-out loss, the most steps and the steps between evaluations."""
 
     task: Any
     loss: float
@@ -92,7 +92,7 @@ def reached(goal: str, found: list[Any]) -> float:
 
 
 def score(goal: str, curves: list[Any]) -> tuple[float, float]:
-    """Returns the score to minimise: the worst run's steps, then the worst loss there or, without it, at the end."""
+    """Returns the score to minimise: the worst run's steps, then the worst loss at the target (or at the end)."""
     steps = [reached(goal, found) for found in curves]
     there = [dict(map(tuple, found)).get(step, found[-1][1]) for step, found in zip(steps, curves, strict=True)]
     return max(steps), max(x if math.isfinite(x) else math.inf for x in there)

@@ -12,7 +12,7 @@ from tests.bench.page import interval, table
 
 
 def section(d: dict[str, Any]) -> str:
-    """Returns steps, seconds and bytes to a loss, relative to those of SGD with momentum."""
+    """Returns steps, seconds and bytes to a loss relative to SGD with momentum."""
     rows, said = [], []
     for goal, method in bench.PAIRS:
         if bench.tried(goal, method, d["cells"]):

@@ -87,7 +87,7 @@ def ran(cell: Cell, costs: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
 
 def campaign(cells: list[Cell], costs: Costs, until: float, folder: Path = DATA, workers: int = CORES) -> int:
-    """Runs the cells that are not kept, `workers` at a time, none after `until`; returns how many are left."""
+    """Runs the cells that are not kept and returns how many are left: `workers` at a time, none after `until`."""
     todo = [cell for cell in cells if kept(cell, costs, folder) is None]
     now = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
     plain, under_way = costs_as_plain(costs), dict[Future[Any], Cell]()

@@ -187,7 +187,7 @@ def _seen(found: Results, m: Method, label: str) -> str:
 
 
 def _claimed(found: Results, m: Method, label: str) -> str:
-    """Returns the measured number, its cost in loss, and whether it shows the paper's claim."""
+    """Returns the measured number with its cost in loss, and whether it shows the paper's claim."""
     assert m.claim is not None
     where, value = m.claim.where, measure(found, m.claim.measure, label, m.claim.where)
     if m.claim.measure == "control" and not value:
@@ -238,7 +238,7 @@ def _elsewhere(name: str) -> str:
 
 
 def measure(found: Results, what: str, label: str, where: str) -> float:
-    """Returns a row's number over DDP's, median of the seeds; more is better."""
+    """Returns a row's number over DDP's as median of the seeds; more is better."""
     pairs = found.pairs("table", label, "DDP", where)
     each = {
         "pace": lambda: [a["samples_per_s"] / b["samples_per_s"] for a, b in pairs],
@@ -250,7 +250,7 @@ def measure(found: Results, what: str, label: str, where: str) -> float:
 
 
 def _beside(found: Results) -> str:
-    """Compares each strategy, run once on paced real ranks, with its simulation and with torch's DDP."""
+    """Compares each strategy in one paced run on real ranks with its simulation and with torch's DDP."""
     cells = {f["row"]: f["found"] for f in found.files if f["part"] == "real" and "step_s" in f["found"]}
     if not cells:
         return missing("any strategy on real ranks")

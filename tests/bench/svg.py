@@ -48,7 +48,7 @@ def wrapped(words: str, room: float, size: float = TEXT) -> list[str]:
 
 
 def fitting(names: tuple[str, ...], room: float, size: float = TEXT) -> str:
-    """Returns the first of some names, from long to short, that fits into a box; "" if none does."""
+    """Returns the longest of some names that fits into a box; "" if none does."""
     return next((name for name in names if width(name, size) <= room - 4), "")
 
 

@@ -36,7 +36,7 @@ WITHIN, SHARE = 1.05, 0.25  # required, of the sweep's best, and of its steps
 
 
 def searched(lab: Lab, link: Link) -> dict[str, Any]:
-    """Runs a search on this link and then a sweep; returns both in steps, and seconds per step from the sweep."""
+    """Runs a search on this link and then a sweep. Returns both in steps, and the sweep's seconds per step."""
     e = Experiment(task=ByteGPT(layers=2, width=64, heads=2), ranks=2, batch=4, steps=0, pace=PACE, bucket_mb=0.05,
                    lr=LR, eval_every=0, fabric=Fabric(link=link))  # fmt: skip
     run = lab.run(e)

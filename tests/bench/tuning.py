@@ -35,7 +35,7 @@ def last(f: dict[str, Any]) -> float:
 
 
 def choice(found: Results, part: str, row: str, grid: Sequence[float]) -> Choice | None:
-    """Returns the best rate on the first seed, of the grid and its extension; None without measurements."""
+    """Returns the best rate of the grid and its extension on the first seed; None without measurements."""
     rates = [grid[0] / FACTOR, *grid, grid[-1] * FACTOR]
     ends = {r: last(at[SEEDS[0]]) for r in rates if SEEDS[0] in (at := found.seeds(part, row, where(r)))}
     if not ends:

@@ -38,7 +38,7 @@ class Steps(NamedTuple):
 
 
 def rows(folder: Path) -> list[Row]:
-    """Returns the rows that the processes have written so far, in order, without an incomplete last line."""
+    """Returns the complete rows that the processes have written so far, in order."""
     found = []
     for file in folder.iterdir():
         if file.name.isdigit():
@@ -61,9 +61,9 @@ def whole(found: list[Row]) -> list[Steps]:
 
 
 def measured(found: list[Row], began: float, victim: int) -> dict[str, Any]:
-    """Returns the seconds from a kill at `began` until noticed, until a step of a new group, and until a full group.
+    """Returns the seconds from a kill at `began`, and the number of repeated steps; None means not yet.
 
-    It also returns the number of repeated steps. None: not yet.
+    The seconds last until noticed, until a step of a new group, and until a full group.
     """
     reached = max(row.step for row in found if row.word == "made" and row.pid == victim)
     after = [row for row in found if row.t > began and row.pid != victim]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def running(command: list[str], folder: Path, **env: str) -> Iterator[None]:
-    """Runs `command` in its own session, because Linux shares processors by session; logs to a `*.log` in `folder`."""
+    """Runs `command` with a `*.log` in `folder`, in its own session because Linux shares processors by session."""
     number = len(list(folder.glob("*.log")))
     with (folder / f"{number}.log").open("w") as log:
         own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}

@@ -35,7 +35,7 @@ def begun() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 
 def loss(model: nn.Module) -> Tensor:
-    """Returns the loss of a batch of noise, after the pace; learning does not matter here."""
+    """Returns the loss of a batch of noise after the pace; learning does not matter here."""
     time.sleep(PACE)
     return nn.functional.cross_entropy(model(torch.randn(32, 1, 8, 8)), torch.randint(0, 10, (32,)))
 
