@@ -24,6 +24,7 @@ from workbench.settings.paths import joined as joined
 from workbench.settings.paths import resolve as resolve
 from workbench.settings.paths import with_value as with_value
 from workbench.settings.paths import with_values as with_values
+from workbench.settings.plain import Json as Json
 from workbench.settings.plain import from_plain as from_plain
 from workbench.settings.plain import in_words as in_words
 from workbench.settings.plain import normalise as normalise
@@ -34,6 +35,7 @@ __all__ = [
     "NEXT",
     "Change",
     "Family",
+    "Json",
     "Knob",
     "KnobError",
     "checked",

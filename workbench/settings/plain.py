@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from workbench.settings.found import KnobError, short
 from workbench.settings.knobs import Knob, field_types, knobs
 from workbench.settings.named import find
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"  # what JSON can hold
 
 
 def to_plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from workbench.engine.rank.setup import Parts
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import crashed, pauses
+from workbench.host.memory.offload import Offloaded
 from workbench.host.passes.checkpointing import units_of
 from workbench.host.passes.meetings import Plans, plans_of
 from workbench.host.passes.recomputing import recomputed
@@ -31,7 +32,7 @@ from workbench.tasks import at_rate
 
 
 class Turnable(Parts):
-    """One rank of a run as a change sees it; see workbench.host.core.changing."""
+    """One rank of a run as a change sees it; see workbench.host.transfer.views."""
 
     workers: Any
 
@@ -52,7 +53,7 @@ class Turnable(Parts):
         self.lane.eager = quick and alone
 
     @property
-    def kept_away(self) -> Any:
+    def kept_away(self) -> Offloaded:
         return self.away.kept
 
     def cut_anew(self, bucket_mb: float) -> None:

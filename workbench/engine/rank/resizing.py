@@ -20,7 +20,7 @@ from workbench.host.core.dealing import used_up
 from workbench.host.elastic.reentry import Came, fewer
 from workbench.host.elastic.resizing import come_together
 from workbench.host.elastic.voting import Next, Resized, are, named
-from workbench.settings import Change, KnobError
+from workbench.settings import Change, Json, KnobError
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
@@ -36,7 +36,7 @@ async def resize(training: Training, members: tuple[int, ...], number: str) -> N
         _require_there(session, new, len(members))
         wanted = _wanted(training, session.members, stay, members)
     except KnobError as error:
-        refusal = {"path": "ranks", "value": len(members), "id": number, "reason": str(error)}
+        refusal: dict[str, Json] = {"path": "ranks", "value": len(members), "id": number, "reason": str(error)}
         training.answer = Answer("refused", training.rank.step, training.now, refusal)
         if training.rank.id == 0:
             training.mark("refused", refusal)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from workbench.host.placement.layout import Layout
 from workbench.rank import Rank
 from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
 from workbench.record.run import FINAL
-from workbench.settings import Change
+from workbench.settings import Change, Json
 from workbench.settings.said import class_of, text_of, traceback_of
 
 
@@ -297,7 +297,7 @@ class Session:
             self.training.meeting.retire()
         self.cut()
 
-    def mark(self, name: str, detail: dict[str, Any], t: float | None = None) -> None:
+    def mark(self, name: str, detail: Mapping[str, Json], t: float | None = None) -> None:
         """Writes a Mark. While a generation forms, the training thread's Marks wait until it has formed."""
         row = self.rank.step, name, self.clock.now() if t is None else t, json.dumps(detail)
         forming = self.forming

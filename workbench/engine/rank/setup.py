@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from workbench.engine.compute import shared
 from workbench.engine.compute.away import Away
@@ -49,8 +51,8 @@ from workbench.host.sharding.usage import Usage
 from workbench.host.transfer.tables import read
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
-from workbench.settings import KnobError
-from workbench.tasks import at_rate, rate
+from workbench.settings import Json, KnobError
+from workbench.tasks import Learner, at_rate, rate
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
@@ -68,6 +70,11 @@ class Parts(Life):
     spread:         how a replica is divided among several ranks; None while every rank holds all of it
     twin:           a copy of the model for evaluation, while the model itself changes
     """
+
+    learner: Learner
+    model: nn.Module
+    layout: Layout
+    optimizer: Optimizer
 
     def __init__(self, session: Session, before: Parts | None = None) -> None:
         """before: the same rank in the previous generation, from which it takes over its own parts"""
@@ -126,14 +133,14 @@ class Parts(Life):
         self.layout.clear()
         self.restart_data(self.session.used)
 
-    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:
+    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:
         """Makes the optimizer for `params`, or for the parameters that are held here."""
         if params is None:
             here = {id(place.param) for place in self.layout.order}  # a frozen parameter may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
-    def _made_for(self, params: list[nn.Parameter]) -> Any:
+    def _made_for(self, params: list[nn.Parameter]) -> Optimizer:
         """Makes the run's optimizer for these parameters, at the present rate and without state."""
         optimizer = self.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
@@ -177,11 +184,10 @@ class Parts(Life):
         self.mailbox.chip, self.mailbox.look = self.chip, self.peers.look
         seen = watch(self.chip, self.clock, self.record, self._look)
         self.watch = seen
-        run: Any = self  # a Training is Changing
         self.away = Away(self)
-        counts = Counted(run, lambda: self.host.opened(), lambda: self.batches.nbytes, lambda: self.host.fully,
+        counts = Counted(self, lambda: self.host.opened(), lambda: self.batches.nbytes, lambda: self.host.fully,
                          lambda: self.host.narrowing.trained)  # fmt: skip
-        self.ledger = Ledger(run, counts, self.away.kept, self._allocator)
+        self.ledger = Ledger(self, counts, self.away.kept, self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
@@ -201,8 +207,8 @@ class Parts(Life):
         self.host.clip = lambda: self.experiment.clip
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger, self.host.away = self.ledger, self.away
-        self.reading = self.host.reading = Reading(run, self.host.read, listens=True)
-        self.finite = self.host.finite = Finite(run, self.alarmed, first)
+        self.reading = self.host.reading = Reading(self, self.host.read, listens=True)
+        self.finite = self.host.finite = Finite(self, self.alarmed, first)
 
     def _allocator(self) -> dict[str, int]:
         """Returns what the chip's allocator reports; {} if it reports nothing."""
@@ -295,7 +301,7 @@ class Parts(Life):
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
         self.record.span(self.rank.step, lane, name, began, began, self.now, nbytes)
 
-    def mark(self, name: str, detail: dict[str, Any]) -> None:
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None:
         self.session.mark(name, detail)
 
     def say(self, phase: str) -> None:

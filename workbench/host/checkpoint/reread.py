@@ -25,8 +25,8 @@ from workbench.host.placement.slots import likes, put
 from workbench.host.placement.spread import spread_of
 from workbench.host.reconfigure.changes import foreign
 from workbench.host.transfer.boundary import pieces_at, widened
-from workbench.host.transfer.handover import Cut
 from workbench.host.transfer.own import MOVED
+from workbench.host.transfer.shards import Cut
 from workbench.rank import Memory, can_average
 
 

@@ -15,7 +15,7 @@ from workbench.host.checkpoint.alone import KIND, alone
 from workbench.host.checkpoint.image import Image, taken
 from workbench.host.checkpoint.regain import Regained
 from workbench.host.checkpoint.tree import Unkept
-from workbench.host.memory.batches import Numbers
+from workbench.host.memory.batches import Batches, Numbers
 from workbench.host.observe.finite import finite
 from workbench.host.passes.pipelining import drained
 from workbench.rank import Op
@@ -46,7 +46,7 @@ class Holding(ABC):
 
     @property
     @abstractmethod
-    def reads(self) -> Any:
+    def reads(self) -> Batches | None:
         """The Batches that this rank learns from; None without values."""
 
     @property

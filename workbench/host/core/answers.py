@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from workbench.settings import Json
 
 
 class Answer(NamedTuple):
@@ -12,7 +14,7 @@ class Answer(NamedTuple):
     name: str
     step: int
     t: float
-    detail: dict[str, Any]
+    detail: Mapping[str, Json]
 
 
 Done = dict[str, Sequence[Any] | None]  # the last completed requests by name, some with their Answers

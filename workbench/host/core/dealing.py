@@ -6,10 +6,29 @@ number: how many examples are used up.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
+
+from workbench.tasks import Learner
 
 
-async def used_up(run: Any) -> int:
+class Reader(Protocol):
+    """Draws a rank's batches. used: how many examples all ranks have used up"""
+
+    @property
+    def used(self) -> int: ...
+
+
+class Learning(Protocol):
+    """A rank that learns from a task's data. reads: None if it draws no examples"""
+
+    @property
+    def learner(self) -> Learner: ...
+    @property
+    def reads(self) -> Reader | None: ...
+    async def gather(self, number: int) -> list[int]: ...
+
+
+async def used_up(run: Learning) -> int:
     """Returns how many examples are used up at a common boundary; 0 if data have no index.
 
     Also 0 if no rank draws. If some ranks are behind, the run leaves out the examples that they have not drawn.

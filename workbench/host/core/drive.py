@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from workbench.rank import Op, StrategyError
 
 FREE = nullcontext()
+T = TypeVar("T")
 
 
 class Later(BaseException):
@@ -26,8 +27,8 @@ class Ended(BaseException):
         self.value = value
 
 
-def drive(coro: Coroutine[Op, Any, Any], perform: Callable[[Op], Any], alone: AbstractContextManager[Any] = FREE,
-          value: Any = None) -> Any:
+def drive(coro: Coroutine[Op, Any, T], perform: Callable[[Op], Any], alone: AbstractContextManager[None] = FREE,
+          value: Any = None) -> T:  # fmt: skip
     """Runs `coro`, which awaits `value`, to its end, and returns its result.
 
     Throws StrategyError, and StopAsyncIteration at the end of a loop over buckets, into the coroutine. Holds `alone`
@@ -39,12 +40,14 @@ def drive(coro: Coroutine[Op, Any, Any], perform: Callable[[Op], Any], alone: Ab
             with alone:
                 op = coro.throw(error) if error is not None else coro.send(value)
         except StopIteration as stop:
-            return stop.value
+            made: T = stop.value
+            return made
         value, error = None, None
         try:
             value = perform(op)
         except Ended as end:
-            return end.value
+            ended: T = end.value
+            return ended
         except (StrategyError, StopAsyncIteration) as answer:
             if getattr(coro, "cr_frame", coro) is None:  # the coroutine has ended with this error
                 raise

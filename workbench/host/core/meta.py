@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ FILLS = frozenset(
 class _Unfilled(TorchFunctionMode):
     """Skips random fills of meta tensors, because torch would import 300 modules for them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         named = kwargs or {}
         into = args[0] if args else named.get("tensor")
         if getattr(func, "__name__", "") in FILLS and isinstance(into, Tensor) and into.is_meta:
@@ -46,11 +48,11 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     if not all(x.is_meta for x in tensors):
         model = copy.deepcopy(model, {id(x): _empty(x) for x in tensors})
-    known: dict[int, Any] = {}
+    known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:  # tied parameters stay tied
-                empty = known.setdefault(id(p), _empty(p))
+                empty = known.setdefault(id(p), _empty_parameter(p))
                 module._parameters[name] = empty
                 known[id(empty)] = empty
         for name, b in module._buffers.items():
@@ -60,13 +62,17 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
 
 def _empty(x: Tensor) -> Tensor:
     """Returns a tensor or parameter like `x` on the meta device."""
-    made = torch.empty_like(x, device="meta")
-    return stands_for(nn.Parameter(made, x.requires_grad), x) if isinstance(x, nn.Parameter) else made
+    return _empty_parameter(x) if isinstance(x, nn.Parameter) else torch.empty_like(x, device="meta")
+
+
+def _empty_parameter(x: nn.Parameter) -> nn.Parameter:
+    made: nn.Parameter = stands_for(nn.Parameter(torch.empty_like(x, device="meta"), x.requires_grad), x)
+    return made
 
 
 def put_on_cpu(model: nn.Module) -> None:
     """Replaces a model's meta tensors by CPU tensors without values. Tied parameters stay tied."""
-    made: dict[int, Any] = {}
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and id(p) not in made:

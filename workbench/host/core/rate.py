@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.experiment.rates import factor
+from workbench.host.core.views import RankView
 from workbench.tasks import at_rate, rate
 
 ONE = 2**40  # a factor of 1 as a whole number, for ranks to agree on
@@ -19,7 +20,7 @@ class Rate:
     first: the factor at that step
     """
 
-    def __init__(self, e: Experiment, optimizer: Any) -> None:
+    def __init__(self, e: Experiment, optimizer: Optimizer) -> None:
         self.own = rate(optimizer)
         self.begun = 0
         self.first = 1.0 if e.lr_scaled else 1.0 / max(1, e.lr_warmup)
@@ -37,13 +38,13 @@ class Rate:
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.factor(was, step), step
 
-    def due(self, run: Any, step: int | None = None) -> float:
+    def due(self, run: RankView, step: int | None = None) -> float:
         """Returns the learning rate of `step`, or of the current step."""
         e, step = run.experiment, run.rank.step if step is None else step
         scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
         return (e.lr or self.own) * self.factor(e, step) * scheduled
 
-    def follow(self, run: Any, due: float | None = None) -> None:
+    def follow(self, run: RankView, due: float | None = None) -> None:
         """Sets the due rate before a step or after a change, and records a new rate."""
         rank, due = run.rank, self.due(run) if due is None else due
         if due != rank.lr:
@@ -54,7 +55,7 @@ class Rate:
             self._said = due
             run.sample("lr", due)
 
-    async def agree(self, run: Any) -> None:
+    async def agree(self, run: RankView) -> None:
         """Makes ranks that counted their own steps rise together like rank 0."""
         step, e = run.rank.step, run.experiment
         present = round(self.factor(e, step) * ONE)

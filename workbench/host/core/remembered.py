@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.host.core.changing import Changing
+from workbench.host.core.views import RankView
 from workbench.host.placement.slots import slots
 from workbench.rank import Memory
 
@@ -45,7 +45,7 @@ def rule(own: Mapping[str, str], name: str) -> str:
     return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
 
 
-def tell(run: Changing, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool) -> None:
+def tell(run: RankView, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool) -> None:
     """Records in a Mark "own" what becomes of the state of `was.strategy` after a switch.
 
     Rank 0 records it, and servers, which have other state.

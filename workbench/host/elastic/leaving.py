@@ -11,9 +11,11 @@ import torch
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.host.core.answers import Done
+from workbench.host.core.views import RankView
 from workbench.host.elastic.reentry import Came, Salvaged
 from workbench.host.elastic.salvage import in_parts
 from workbench.host.elastic.settling import nowhere
+from workbench.host.elastic.views import GenerationView
 from workbench.host.elastic.voting import Next, Said
 from workbench.host.placement import absent, sliced
 from workbench.host.placement.move import State
@@ -26,7 +28,7 @@ Asked = tuple[list[dict[str, Any]], Done, bool, int]  # asked, done, paused, cre
 NOTHING: Asked = [], {}, False, 0
 
 
-def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:
+def refused(run: GenerationView, saved: Sequence[int], alive: bool = False) -> str:
     """Returns why `run`'s rank could not go on without another; "" if it could.
 
     saved: as in Said; alive: whether perhaps only a wire is lost and no rank. The vote finds out.
@@ -45,7 +47,7 @@ def refused(run: Any, saved: Sequence[int], alive: bool = False) -> str:
     return ""
 
 
-def went_back(run: Any) -> bool:
+def went_back(run: GenerationView) -> bool:
     """Puts `run`'s rank at a boundary if it is not at one. Returns whether it holds only a part of the state."""
     parts, run.bounds, rollback = False, [], run.rollback
     if rollback is not None:
@@ -56,7 +58,7 @@ def went_back(run: Any) -> bool:
     return parts
 
 
-def said(run: Any, member: int, parts: bool, saved: Sequence[int], asked: Asked = NOTHING,
+def said(run: GenerationView, member: int, parts: bool, saved: Sequence[int], asked: Asked = NOTHING,
          process: Sequence[Any] = ()) -> Said:  # fmt: skip
     """Returns the report of a rank that went back. saved: the steps of checkpoints that it sees if it holds `parts`"""
     e, rank, rollback = run.experiment, run.rank, run.rollback
@@ -73,7 +75,7 @@ class StateBefore:
     this before `hand_down`.
     """
 
-    def __init__(self, run: Any, to: Next) -> None:
+    def __init__(self, run: GenerationView, to: Next) -> None:
         self.run = run
         self.steering = {name: copy(value) for name, value in vars(run.steering).items() if name != "run"}
         self.settings = {name: getattr(run, name) for name in ("experiment", "obeyed", "_made", "outer", "former")}
@@ -103,7 +105,7 @@ class StateBefore:
         _put_back(run, self.whole.state)
 
 
-def _put_back(run: Any, state: State) -> None:
+def _put_back(run: RankView, state: State) -> None:
     """Copies these flat values by name into the whole model and optimizer of `run`."""
     layout, optimizer = run.layout, run.optimizer
     with torch.no_grad():
@@ -120,7 +122,7 @@ def _put_back(run: Any, state: State) -> None:
             x.copy_(state[f"{slot}/{place.name}"].view(x.shape))
 
 
-def hand_down(before: Any, rank: Rank, to: Next) -> None:
+def hand_down(before: GenerationView, rank: Rank, to: Next) -> None:
     """Gives `rank` the state of `before`, the same rank in the previous generation."""
     rank.memory = before.rank.memory.copied()
     before.plan_again(to.changes)
@@ -136,7 +138,7 @@ def hand_down(before: Any, rank: Rank, to: Next) -> None:
     _lie_whole(before, to.experiment, to.came.step)
 
 
-def _count_ranks_behind(run: Any, came: Came) -> None:
+def _count_ranks_behind(run: RankView, came: Came) -> None:
     """Counts each rank that lacks the newest mean of all ranks as if it stood at that mean.
 
     So a step that `run`'s rank has made since then weighs as much in the next mean as if all ranks were that far.
@@ -151,7 +153,7 @@ def _count_ranks_behind(run: Any, came: Came) -> None:
                 x.lerp_(kept[name].view(x.shape), share)
 
 
-def _adopt(run: Any, e: Experiment, step: int) -> None:
+def _adopt(run: GenerationView, e: Experiment, step: int) -> None:
     """Adopts settings of the furthest rank that affect what a rank keeps."""
     was = run.experiment
     run.rate.change(was, e, step)
@@ -162,7 +164,7 @@ def _adopt(run: Any, e: Experiment, step: int) -> None:
     run.experiment = e
 
 
-def _lie_whole(run: Any, e: Experiment, step: int) -> None:
+def _lie_whole(run: GenerationView, e: Experiment, step: int) -> None:
     """Gives the model memory for all parameters without values, and drops its earlier layout."""
     was = run.experiment
     run.rate.change(was, e, run.rank.step)
@@ -179,7 +181,7 @@ def _lie_whole(run: Any, e: Experiment, step: int) -> None:
     run.lie_anew()
 
 
-def _boundary_of(run: Any, salvaged: Salvaged, place: int) -> Boundary | None:
+def _boundary_of(run: GenerationView, salvaged: Salvaged, place: int) -> Boundary | None:
     """Returns the boundary to which this rank goes back; None if it holds nothing that counts."""
     if salvaged.saved or salvaged.steps[place] < 0:
         return None

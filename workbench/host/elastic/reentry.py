@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.core.changing import Changing
+from workbench.fabric import Fault
 from workbench.host.placement.canonical import prime
 from workbench.host.placement.spread import spread_of
 from workbench.host.transfer import handover, own, residual
+from workbench.host.transfer.views import Changing
 from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError
 
@@ -105,8 +106,9 @@ def fewer(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
     return replace(e, ranks=ranks or len(places), fabric=replace(e.fabric, faults=moved)).checked()
 
 
-def _at(fault: Any, places: tuple[int, ...]) -> Any:
-    return replace(fault, rank=places.index(fault.rank)) if hasattr(fault, "rank") else fault
+def _at(fault: Any, places: tuple[int, ...]) -> Fault:
+    moved: Fault = replace(fault, rank=places.index(fault.rank)) if hasattr(fault, "rank") else fault
+    return moved
 
 
 async def reenter(run: Changing, came: Came) -> None:

@@ -7,7 +7,6 @@ Then every rank of a complete group holds the whole model. A new generation begi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -21,9 +20,10 @@ from workbench.host.placement.slots import likes, put
 from workbench.host.placement.spread import spread_of
 from workbench.host.transfer import handover
 from workbench.host.transfer.boundary import Boundary, pieces_at
+from workbench.host.transfer.views import Changing
 
 
-async def put_together(run: Any, came: Came, bounds: Sequence[Boundary], former: Former | None) -> None:
+async def put_together(run: Changing, came: Came, bounds: Sequence[Boundary], former: Former | None) -> None:
     """Puts the model together on all ranks of a new generation. Their models have memory but no values.
 
     bounds: the boundary that this rank goes back to, if any; former: the checkpoint that all go back to instead
@@ -55,7 +55,7 @@ async def put_together(run: Any, came: Came, bounds: Sequence[Boundary], former:
         _settle(run, {name.partition(":")[2]: x for name, x in given.items()}, set(slots), like)
 
 
-async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State, list[str]]:
+async def _known(run: Changing, mine: Boundary | None) -> tuple[dict[str, int], State, list[str]]:
     """Returns the size of each tensor by name, an empty tensor of its dtype, and the slots' names.
 
     All are equal on all ranks.
@@ -71,7 +71,7 @@ async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State
     return sizes, {**like, **{name: x.new_empty(0) for name, x in buffers.items()}, **of}, slots
 
 
-async def _remembered(run: Any, like: State, here: State) -> list[str]:
+async def _remembered(run: Changing, like: State, here: State) -> list[str]:
     """Returns the slots that any rank has. With sizes only: all slots if any rank has one."""
     if not run.layout.sizes_only:
         return await handover.kept_slots(run, like, here)
@@ -85,7 +85,7 @@ def _of(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
     return like[of].new_zeros(n) if found is None or found.is_meta else found
 
 
-def _settle(run: Any, given: State, slots: set[str], like: State) -> None:
+def _settle(run: Changing, given: State, slots: set[str], like: State) -> None:
     """Copies the given values into the model, its buffers and the optimizer."""
     with torch.no_grad():
         for place in run.layout.order:

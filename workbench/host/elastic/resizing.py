@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from workbench.compressors import inside
-from workbench.host.core.changing import Changing
 from workbench.host.passes.pipelining import drained
 from workbench.host.transfer import handover, own
 from workbench.host.transfer.lying import WHOLE, Lying
 from workbench.host.transfer.repartition import repartition
+from workbench.host.transfer.views import Changing
 from workbench.rank import Bucket
 
 

@@ -15,23 +15,41 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.elastic.salvage import copies, in_parts
+from workbench.host.memory.offload import Offloaded
 from workbench.host.placement.slots import slots
 from workbench.host.transfer.boundary import Bound, Boundary, steps_apart, stood
+from workbench.host.transfer.views import Changing
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 Key = tuple[str, str]  # kind and name
 
 
-def updates_last(strategy: Any) -> bool:
+def updates_last(strategy: Strategy) -> bool:
     """Whether a step of `strategy` ends in one update of everything, without an exchange after or a write before it."""
     apart = strategy.periodic or strategy.late_update or strategy.has_background or strategy.shared
     return bool(strategy.clips and not apart and not strategy.shards)
+
+
+class RollbackView(Changing, Protocol):
+    """A rank that can go back to a boundary. obeyed: the number of changes made or refused so far"""
+
+    experiment: Experiment
+
+    @property
+    def obeyed(self) -> int: ...
+    @property
+    def kept_away(self) -> Offloaded:
+        """The state that this rank has offloaded from its device."""
 
 
 class Rollback:
@@ -48,12 +66,12 @@ class Rollback:
     copies: how many ranks had each piece at the last boundary if they hold parts; 0: not known yet
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: RollbackView) -> None:
         self.run = run
         self.kept: deque[Boundary] = deque()
         self._parts = False  # whether ranks held parts when the present step began
         self._kept: dict[Key, Tensor] = {}
-        self._was: tuple[Experiment, Any] | None = None  # experiment and optimizer, while a step goes on
+        self._was: tuple[Experiment, Optimizer] | None = None  # experiment and optimizer, while a step goes on
         self._updated = False
         self._apart = 0  # as in Boundary, at the last boundary
         self.void = False

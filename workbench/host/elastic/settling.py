@@ -6,19 +6,19 @@ together (`host/elastic/salvage.py`), or from a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host.core.dealing import may_come_again
 from workbench.host.elastic import salvage
 from workbench.host.elastic.reentry import Came, Salvaged, fitting
 from workbench.host.elastic.salvage import Found, alike
+from workbench.host.elastic.views import SurvivorView
 from workbench.host.elastic.voting import Heard, Next, Said, are, lost, named
 from workbench.host.reconfigure.changes import in_step
 from workbench.partitions import Whole
-from workbench.settings import KnobError
+from workbench.settings import Json, KnobError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Survivor:
     member: int
     place: int
     size: int
-    run: Any
-    mark: Callable[[str, dict[str, Any]], None]
+    run: SurvivorView
+    mark: Callable[[str, Mapping[str, Json]], None]
     missed: Callable[[Collection[int]], tuple[list[int], list[int]]]
     checkpoint: Callable[[int], str]
 
@@ -72,7 +72,7 @@ def _whole(who: Survivor, heard: Heard) -> Next:
                 heard.used(came.step))  # fmt: skip
 
 
-def say_why_not(mark: Callable[[str, dict[str, Any]], None], why: object) -> None:
+def say_why_not(mark: Callable[[str, Mapping[str, Json]], None], why: object) -> None:
     """Records in a Mark why the run does not go on."""
     lost = "a rank, or a wire to it, is lost"
     mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})

@@ -7,7 +7,12 @@ which need a clock, a connection or a person.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.saving import Holding, Save
@@ -21,6 +26,7 @@ from workbench.host.observe.finite import Finite
 from workbench.host.observe.measuring import Measuring
 from workbench.host.passes.flow import Flow
 from workbench.host.passes.pipelining import drained
+from workbench.host.placement.layout import Layout
 from workbench.host.placement.spread import Spread
 from workbench.host.reconfigure import changes
 from workbench.host.reconfigure.steering import Look, Steering
@@ -29,12 +35,17 @@ from workbench.host.sharding.reading import Reading
 from workbench.host.sharding.trial import Trial
 from workbench.host.sharding.usage import Usage
 from workbench.host.transfer import residual
+from workbench.host.transfer.shards import Cut
 from workbench.rank import Bucket, Op, Rank
-from workbench.settings import Change
+from workbench.settings import Change, Json
+from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
 class Life(Outliving, Ordering, Holding):
-    """The part of a Session that goes from boundary to boundary. Changes use it as a `Changing`.
+    """The part of a Session that goes from boundary to boundary. Each `views.py` says what others use of it.
 
     planned:       future changes, in the order of their steps
     pending_pause: seconds of a fault's pause before this rank's next step
@@ -42,7 +53,6 @@ class Life(Outliving, Ordering, Holding):
 
     experiment: Experiment
     rank: Rank
-    layout: Any
     state: Any  # the strategy's own
     rate: Rate
     measuring: Measuring
@@ -56,6 +66,17 @@ class Life(Outliving, Ordering, Holding):
     pending_pause = 0.0
     _examples = -1  # of the last step, as recorded
     _laid = False  # whether all state is placed for the first step
+
+    if TYPE_CHECKING:  # attributes in the engine, properties in the simulator
+
+        @property
+        def learner(self) -> Learner: ...
+        @property
+        def layout(self) -> Layout: ...
+        @property
+        def model(self) -> nn.Module: ...
+        @property
+        def optimizer(self) -> Optimizer: ...
 
     @property
     def apart(self) -> bool:
@@ -141,7 +162,7 @@ class Life(Outliving, Ordering, Holding):
             made = await self.steering.look(change)
         else:
             with self.undoable(True):
-                made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
+                made = await self.steering.heeding(change, changes.obey(self, change))
         self.ledger.stir()
         self.saving.plan()
         return made
@@ -167,7 +188,7 @@ class Life(Outliving, Ordering, Holding):
             if self.flushing and self.met:
                 if self.experiment.strategy.in_flight:
                     await self.experiment.strategy.drain(self.rank.replicas, self.state)
-                await residual.flushed(self)  # type: ignore[arg-type]
+                await residual.flushed(self)
             if self.reading.learning:
                 await self.reading.learn(self.shown)
             await self._train_unfrozen()
@@ -180,7 +201,7 @@ class Life(Outliving, Ordering, Holding):
     async def _train_unfrozen(self) -> None:
         """A parameter that the model has unfrozen joins, if the ranks have met in this step."""
         if names := list(self.usage.unfrozen):
-            await train_more(self, names)  # type: ignore[arg-type]
+            await train_more(self, names)
         elif not (self.apart or self.usage.settled or self.usage.step is not None):
             if self.met or self.rank.size == 1:
                 await settle(self)
@@ -233,6 +254,11 @@ class Life(Outliving, Ordering, Holding):
     @abstractmethod
     def now(self) -> float:
         """Seconds since the run began."""
+
+    @property
+    @abstractmethod
+    def sent(self) -> int:
+        """Bytes that this rank has sent over its links."""
 
     @property
     @abstractmethod
@@ -318,12 +344,49 @@ class Life(Outliving, Ordering, Holding):
         """Starts the background, or starts it again after a meeting."""
 
     @abstractmethod
+    async def gather(self, number: int) -> list[int]: ...
+    @abstractmethod
+    def foreseen(self, cheaply: bool) -> Trial | None: ...
+    @abstractmethod
+    def able(self, wanted: Experiment) -> Experiment: ...
+    @abstractmethod
+    def example(self, wanted: Experiment) -> Any: ...
+    @abstractmethod
+    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer: ...
+    @abstractmethod
+    def use_optimizer(self, optimizer: Optimizer) -> None: ...
+    @abstractmethod
+    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None: ...
+    @abstractmethod
+    def choose_lane(self) -> None: ...
+    @abstractmethod
+    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None: ...
+    @abstractmethod
+    def sharded(self, buckets: Cut | None) -> None: ...
+    @abstractmethod
+    def restart_data(self, used: int) -> None: ...
+    @abstractmethod
+    async def rebucket(self, bucket_mb: float) -> None: ...
+    @abstractmethod
+    def switching(self, was: Experiment, wanted: Experiment) -> AbstractContextManager[None]: ...
+    @abstractmethod
+    async def leave(self, strategy: Strategy) -> None: ...
+    @abstractmethod
+    def enter(self, was: Experiment | None, wanted: Experiment) -> None: ...
+    @abstractmethod
+    def regrouped(self) -> None: ...
+    @abstractmethod
+    async def leave_opaque(self) -> None: ...
+    @abstractmethod
+    def enter_opaque(self) -> None: ...
+
+    @abstractmethod
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
         """Records a span from `began` to now."""
 
     @abstractmethod
     def sample(self, name: str, value: float) -> None: ...
     @abstractmethod
-    def mark(self, name: str, detail: dict[str, Any]) -> None: ...
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None: ...
     @abstractmethod
     def say(self, phase: str) -> None: ...

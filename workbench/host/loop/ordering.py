@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any
 
-from workbench.experiment import Experiment
+from workbench.host.core.views import RankView
+from workbench.host.loop.views import LoopView
 from workbench.host.passes.meetings import arrival_of, plans_of
 from workbench.host.reconfigure import changes
-from workbench.host.sharding.reading import Reading
 from workbench.host.transfer import handover
 from workbench.host.transfer.recut import recut
-from workbench.rank import Rank
 from workbench.settings import KnobError
 
 
 class Ordering(ABC):
     """The part of a Life that cuts its buckets."""
 
-    experiment: Experiment
-    rank: Rank
-    layout: Any
-    state: Any
-    reading: Reading
-
-    async def share_out(self: Any, ahead: bool = False) -> None:
+    async def share_out(self: LoopView, ahead: bool = False) -> None:
         """Splits state that is whole on every rank as the partition and the strategy need it.
 
         ahead: orders the buckets first
@@ -42,7 +34,7 @@ class Ordering(ABC):
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))
         await self.reading.shard()
 
-    async def order_ahead(self) -> None:
+    async def order_ahead(self: LoopView) -> None:
         """Cuts buckets in the order of gradients, if a trial can foresee it.
 
         A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
@@ -53,35 +45,21 @@ class Ordering(ABC):
             return
         if (trial := await self.reading.foresee(cheaply=not shards)) is None:
             return
-        arrival = self._in_slices() or trial.arrival
-        came, here = set(arrival), set(self._order)
-        names = await self.agreed([n for n in arrival if n in here] + [n for n in self._order if n not in came])
-        if names != self._order:
+        arrival = _order_in_slices(self) or trial.arrival
+        present = _list_names(self)
+        came, here = set(arrival), set(present)
+        names = await self.agreed([n for n in arrival if n in here] + [n for n in present if n not in came])
+        if names != present:
             await self.relay_in(names)
 
-    def _in_slices(self: Any) -> list[str]:
-        """Returns the order of gradients with sliced matrices, because backward adds some of them up at its end."""
-        split = self.spread.split if self.spread else None
-        if split is None:
-            return []
-        try:
-            return arrival_of(plans_of(self.experiment, self.learner, split))
-        except KnobError:
-            return []
-
-    @property
-    def _order(self) -> list[str]:
-        """The names of the parameters in the layout's order."""
-        return [place.name for place in self.layout.order]
-
-    async def reorder(self, names: list[str]) -> None:
+    async def reorder(self: LoopView, names: list[str]) -> None:
         """Cuts buckets in the order `names`, unless they have it already."""
         strategy = self.experiment.strategy
-        if names == self._order:
+        if names == _list_names(self):
             return
         if strategy.in_flight:
             await strategy.drain(self.rank.replicas, self.state)
-        await recut(self, strategy, partial(self.relay_in, names))  # type: ignore[arg-type]
+        await recut(self, strategy, partial(self.relay_in, names))
 
     @abstractmethod
     async def agreed(self, names: list[str]) -> list[str]:
@@ -90,3 +68,19 @@ class Ordering(ABC):
     @abstractmethod
     async def relay_in(self, names: list[str]) -> None:
         """Puts the parameters into this order, and cuts new buckets."""
+
+
+def _order_in_slices(run: RankView) -> list[str]:
+    """Returns the order of gradients with sliced matrices, because backward adds some of them up at its end."""
+    split = run.spread.split if run.spread else None
+    if split is None:
+        return []
+    try:
+        return arrival_of(plans_of(run.experiment, run.learner, split))
+    except KnobError:
+        return []
+
+
+def _list_names(run: RankView) -> list[str]:
+    """Returns the names of the parameters in the layout's order."""
+    return [place.name for place in run.layout.order]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +14,15 @@ from workbench.host.core.answers import Answer
 from workbench.host.elastic.reentry import Came, hand_on, reenter
 from workbench.host.elastic.regathering import put_together
 from workbench.host.elastic.rollback import Rollback
+from workbench.host.loop.views import LoopView
+from workbench.host.memory.offload import Offloaded
 from workbench.host.reconfigure.changes import take_role
+from workbench.host.reconfigure.steering import Steering
 from workbench.host.reconfigure.unfreezing import unfreeze
 from workbench.host.transfer import residual
 from workbench.host.transfer.boundary import Boundary
-from workbench.settings import Change
+from workbench.rank import Rank
+from workbench.settings import Change, Json
 
 UNDONE = 16  # made changes that a rank can still undo
 
@@ -37,6 +40,8 @@ class Outliving:
     answer:   the result of the last change, the same on every rank
     """
 
+    rank: Rank
+    steering: Steering
     rollback: Rollback | None = None
     planned: list[Change]
     taken: list[Change] = []  # noqa: RUF012 (never changed in place)
@@ -48,20 +53,20 @@ class Outliving:
     answer: Answer | None = None
     _made: Sequence[Change | None] = ()
 
-    async def come_past(self: Any) -> None:
+    async def come_past(self) -> None:
         """Takes what is due at this boundary. A rank that a fault crashes ends here."""
         await self._fall()
         await self.boundary()
         await self._fall()
 
-    async def _fall(self: Any) -> None:
+    async def _fall(self) -> None:
         if self.crashing:
             mine, self.crashing = self.rank.id in self.crashing, frozenset()
             if mine:
                 self.mark("fault", {"text": "crashed, as a fault says"})
             await self.crash(mine)
 
-    async def live_on(self: Any, came: Came) -> None:
+    async def live_on(self: LoopView, came: Came) -> None:
         """Trains in a new generation, after ranks were lost or came, to the last step."""
         if came.salvaged is not None:
             await put_together(self, came, self.bounds, self.former)
@@ -72,7 +77,7 @@ class Outliving:
             await self.rate.agree(self)
             await self.finite.agree()
         await self.steering.agree()
-        self._entered()
+        _enter(self)
         await self.share_out(ahead=came.salvaged is not None)
         if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:
             await hand_on(self, self.outer, min(came.furthest))
@@ -81,7 +86,7 @@ class Outliving:
         self.say("running")
         await self.on()
 
-    async def lie_alike(self: Any) -> None:
+    async def lie_alike(self: LoopView) -> None:
         """Gives all ranks rank 0's order of parameters, because a new rank does not know the order of gradients."""
         here = [place.name for place in self.layout.order]
         names = json.loads(await self.told(json.dumps(here) if self.rank.id == 0 else ""))
@@ -106,7 +111,7 @@ class Outliving:
         self.obeyed += 1
         self._made = (*self._made, planned)[-UNDONE:]
 
-    def plan_again(self: Any, changes: int) -> None:
+    def plan_again(self, changes: int) -> None:
         """Makes `changes` the number of made changes.
 
         If other ranks have made more than this one, it skips them. If this one has made more, it plans the planned ones
@@ -124,7 +129,7 @@ class Outliving:
 
     @property
     @abstractmethod
-    def kept_away(self) -> Any:
+    def kept_away(self) -> Offloaded:
         """The state that this rank has offloaded from its device."""
 
     @abstractmethod
@@ -144,9 +149,13 @@ class Outliving:
         """Crashes this rank if `mine`, or another one, once all ranks have made the change that brought the fault."""
 
     @abstractmethod
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None: ...
+    @abstractmethod
+    async def boundary(self) -> None: ...
+    @abstractmethod
     async def obey(self, change: Change) -> bool: ...
 
-    def begin_again(self: Any) -> None:
+    def begin_again(self: LoopView) -> None:
         """Begins a generation, when its ranks can reach each other and have exchanged nothing yet."""
         e = self.experiment
         self.set_fabric(e, e)
@@ -155,13 +164,14 @@ class Outliving:
         residual.begin(self)
         self.choose_lane()
 
-    def _entered(self: Any) -> None:
-        """Starts the strategy, from a state that all ranks have."""
-        self.rate.follow(self)
-        self.enter(None, self.experiment)
-        if self.experiment.strategy.opaque:
-            self.enter_opaque()
-        self.choose_lane()
-        self.steering.begin_again()
-        self.saving.plan()
-        self.ledger.stir()
+
+def _enter(run: LoopView) -> None:
+    """Starts the strategy, from a state that all ranks have."""
+    run.rate.follow(run)
+    run.enter(None, run.experiment)
+    if run.experiment.strategy.opaque:
+        run.enter_opaque()
+    run.choose_lane()
+    run.steering.begin_again()
+    run.saving.plan()
+    run.ledger.stir()

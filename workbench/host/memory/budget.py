@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.experiment.roomier import roomier
+from workbench.host.core.views import RankView
 
 MB = 1e6
 STEP, BETWEEN, EVALUATED = "in a step", "between two steps", "while the model is evaluated"
@@ -46,7 +46,7 @@ class Lack:
         return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
 
 
-def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> None:
+def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -> None:
     """Raises OutOfMemory if a rank's `needed` bytes exceed its budget; of: bytes by category.
 
     Before the first step has ended, its memory is unknown. So the message then names no sufficient budget.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from workbench.host.core.changing import Changing
+from workbench.host.core.views import RankView
 from workbench.rank import Bucket, Op
 
 _MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes of (bytes, ranks)
@@ -25,18 +26,18 @@ class Buffers:
     call from their own threads.
     """
 
-    def __init__(self, run: Changing) -> None:
+    def __init__(self, run: RankView) -> None:
         self._run = run
         self._lock = threading.Lock()
-        self._held: dict[Any, int] = {}
-        self.known: dict[int, Callable[[], Any]] = {}  # weak references to storages of other categories
-        self.rooms: dict[int, Any] = {}  # weak references by id to bucket vectors that stay from step to step
+        self._held: dict[Hashable, int] = {}
+        self.known: dict[int, weakref.ref[UntypedStorage]] = {}  # storages of other categories
+        self.rooms: dict[int, weakref.ref[Tensor]] = {}  # by id, bucket vectors that stay from step to step
         self.buckets: list[Bucket] = []  # gradient buckets; some move in every backward
         self.now = self.most = 0
         self.stepping = False
         self.measured = False  # also count measuring ops, such as an evaluation's gathered shards
 
-    def take(self, who: Any, op: Op) -> None:
+    def take(self, who: Hashable, op: Op) -> None:
         """Notes that the child `who` requests a collective."""
         if op.measures and not self.measured:
             return
@@ -46,13 +47,13 @@ class Buffers:
         if nbytes := self._needs(op):
             self._hold(who, nbytes)
 
-    def _hold(self, who: Any, nbytes: int) -> None:
+    def _hold(self, who: Hashable, nbytes: int) -> None:
         with self._lock:
             self._held[who] = self._held.get(who, 0) + nbytes
             self.now += nbytes
             self.most = max(self.most, self.now)
 
-    def give(self, who: Any, value: Any = None) -> None:
+    def give(self, who: Hashable, value: Any = None) -> None:
         """Notes the end of `who`. Its result counts until a second `give` takes it."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0

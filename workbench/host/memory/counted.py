@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 
-from workbench.host.core.changing import Changing
 from workbench.host.memory import memory
 from workbench.host.memory.passing import Hooks, Passing
+from workbench.host.memory.views import AccountView
+from workbench.rank import Bucket
+
+
+class Sorted(NamedTuple):
+    """What stays from step to step.
+
+    nbytes:  bytes by category, each storage in its first one
+    known:   weak references by address to the storages
+    buckets: the gradient buckets
+    rooms:   weak references by id to the vectors of buckets that stay
+    """
+
+    nbytes: dict[str, int]
+    known: dict[int, weakref.ref[UntypedStorage]]
+    buckets: list[Bucket]
+    rooms: dict[int, weakref.ref[Tensor]]
 
 
 class Counts(Protocol):
@@ -20,7 +37,7 @@ class Counts(Protocol):
     """
 
     @property
-    def alike(self) -> dict[Any, Any]: ...
+    def alike(self) -> dict[tuple[int, int], Sorted]: ...
     @property
     def roomy(self) -> bool: ...  # whether buckets keep memory for gradients
     def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (vectors), "optimizer state"
@@ -29,6 +46,14 @@ class Counts(Protocol):
     def gradients(self) -> int: ...
     def activations(self) -> int: ...  # bytes kept for backwards to come
     def batch(self) -> int: ...  # bytes of the forward's batch
+
+
+class FullyShard(Protocol):
+    """torch's fully_shard, while it trains."""
+
+    def whole(self) -> list[Tensor]: ...  # parameters that are gathered now
+    def gradients(self) -> int: ...  # their bytes
+    def looked(self, activations: Callable[[], int]) -> AbstractContextManager[Callable[[], int]]: ...  # as `backward`
 
 
 class Counted:
@@ -40,14 +65,15 @@ class Counted:
     part:   the parameters of a sub-model, while it trains, that are not the whole model's
     """
 
-    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
-                 fully: Callable[[], Any] = lambda: None, part: Callable[[], list[Any]] = list) -> None:  # fmt: skip
+    def __init__(self, run: AccountView, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
+                 fully: Callable[[], FullyShard | None] = lambda: None,
+                 part: Callable[[], list[nn.Parameter]] = list) -> None:  # fmt: skip
         self._run, self._opened, self.batch, self._fully, self._part = run, opened, batch, fully, part
         self._alive: memory.Alive = []
         self._hooks = Hooks()
 
     @property
-    def alike(self) -> dict[Any, Any]:
+    def alike(self) -> dict[tuple[int, int], Sorted]:
         return {}
 
     @property

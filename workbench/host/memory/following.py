@@ -6,13 +6,14 @@ It works without autograd's graph. It does not see temporaries inside one call, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
@@ -36,13 +37,13 @@ class Following(TorchDispatchMode):
     """
 
     def __init__(self, ranks: int = 1, sizes: bool = False, rises: Callable[[], None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rises = rises
         self.at: int | None = None
         self.aside = self.read = False
         self.most, self._now = [0] * ranks, [0] * ranks
         self._sizes = sizes
-        self._there: dict[tuple[int, int], Any] = {}  # weak references by rank and storage
+        self._there: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # weak references by rank and storage
         self._gone: list[tuple[int, int]] = []  # (rank, bytes) freed since the last look
 
     @classmethod
@@ -50,7 +51,8 @@ class Following(TorchDispatchMode):
         """Returns False. Otherwise torch spends seconds to load its compiler, only to exclude it."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         self.read = self.read or (self._sizes and _reads(func))
         if func is _READ and self._sizes and isinstance(args[0], _fake()):
@@ -126,12 +128,12 @@ def arrived(x: Any) -> None:
                 mode.take(one)
 
 
-def _makes(func: Any) -> bool:
+def _makes(func: OpOverload) -> bool:
     """Whether a call makes a tensor that is not a view of another."""
     return any(made.alias_info is None for made in func._schema.returns)
 
 
-def _reads(func: Any) -> bool:
+def _reads(func: OpOverload) -> bool:
     """Whether values decide a call's result or its size."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 

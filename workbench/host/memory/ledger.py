@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.host.core.changing import Changing
 from workbench.host.memory import memory
 from workbench.host.memory.budget import BETWEEN, EVALUATED, MB, STEP, require_fits
 from workbench.host.memory.buffers import Buffers
-from workbench.host.memory.counted import Counts
+from workbench.host.memory.counted import Counts, Sorted
 from workbench.host.memory.following import Following
 from workbench.host.memory.offload import Offloaded
+from workbench.host.memory.views import AccountView
 from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
@@ -37,6 +37,7 @@ ALONE = "evaluation"  # only between two steps
 EVERY = 32  # steps between two looks at activations
 FRESH = 3  # steps to look at after the start and after a change
 NOTICED = 0.01  # share of a category: a smaller change is not recorded
+_MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # what a record depends on; see `_write`
 
 
 class Ledger:
@@ -46,7 +47,7 @@ class Ledger:
     beside: gets a chip allocator's own figures, by name
     """
 
-    def __init__(self, run: Changing, counts: Counts, away: Offloaded,
+    def __init__(self, run: AccountView, counts: Counts, away: Offloaded,
                  beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
         self._run, self._counts, self.away, self._beside = run, counts, away, beside
         self.buffers = Buffers(run)
@@ -55,7 +56,7 @@ class Ledger:
         self._inputs: list[Any] = []
         self._standing: dict[str, int] = {}
         self._memories: list[Memory] = []  # of strategy and compressor
-        self._seen: Any = None  # the key of the last count of what stays
+        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the key of the last count of what stays
         self._most: dict[str, int] = {}  # peaks in this step or the last one looked at
         self._together = 0  # peak of activations and gradients together
         self._written: dict[str, int] = {}
@@ -63,7 +64,7 @@ class Ledger:
         self._held: int | None = None  # and at most in the step
         self._counted = 0  # bytes of parameters that were counted with what stays
         self._surge = 0  # bytes that a hand-over takes in addition
-        self._told: tuple[Any, dict[str, int]] | None = None  # the last record and its key
+        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
         self._following: Following | None = None  # of the present evaluation
         self._evaluated = 0  # its last peak, if more follow
         self._evaluated_at = -1  # its step; -1: no look since a change
@@ -162,7 +163,7 @@ class Ledger:
             if sum(self._there(moved).values()) + self._most.get("batches", 0) + made > limit:
                 self.evaluated(made, moved, "or more ")
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def aside(self) -> AbstractContextManager[None]:
         """Inside, new tensors are fetched parameters, which do not count as the evaluation's."""
         return self._following.standing_aside() if self._following is not None else nullcontext()
 
@@ -196,7 +197,7 @@ class Ledger:
                 self._note("activations", kept)
             self._join(self._counts.gradients() + (kept or 0))
 
-    def backward(self, exchanged: bool) -> AbstractContextManager[Any]:
+    def backward(self, exchanged: bool) -> AbstractContextManager[None]:
         """Inside, one backward runs."""
         return self._looked(exchanged) if self.due else nullcontext()
 
@@ -247,12 +248,12 @@ class Ledger:
         key, alike = (id(standing), seen[0]), self._counts.alike if not any(own.values()) else {}
         if key not in alike:
             alike[key] = self._sorted(standing | own)
-        nbytes, *places = alike[key]
-        self._standing, self._counted, self._told = dict(nbytes), run.layout.held, None
+        found = alike[key]
+        self._standing, self._counted, self._told = dict(found.nbytes), run.layout.held, None
         self._standing["parameters"] += stashed  # for a later backward or drain
-        self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
+        self.buffers.known, self.buffers.buckets, self.buffers.rooms = found[1:]
 
-    def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
+    def _sorted(self, every: dict[str, memory.Storages]) -> Sorted:
         """Returns the bytes by category, each storage in its first one, and what `Buffers` needs."""
         nbytes, known = dict[str, int](), memory.Storages()
         for category, found in every.items():
@@ -261,7 +262,7 @@ class Ledger:
         buckets = self._run.layout.buckets
         known |= memory.storages([bucket.data for bucket in buckets])
         rooms = {id(b.data): weakref.ref(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
-        return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
+        return Sorted(nbytes, {where: weakref.ref(s) for where, s in known.items()}, list(buckets), rooms)
 
     def _there(self, moved: int) -> dict[str, int]:
         """Returns the bytes by category between two steps, with `moved` in flight."""

@@ -13,14 +13,16 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
 from workbench.host.placement import absent
 from workbench.host.placement.layout import Layout, Place
 from workbench.rank import Handle, Memory
 
-Storages = dict[int, Any]  # storages by address
-Alive = list[tuple[Callable[[], Any], int]]  # weak references to storages, and their bytes
+Storages = dict[int, UntypedStorage]  # storages by address
+Alive = list[tuple[weakref.ref[UntypedStorage], int]]  # weak references to storages, and their bytes
 LOOKS = 8  # most recounts of gradients in a backward, if buckets release them
 _BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # without content
 _NUMBERS = {int, float, bool, str, type(None)}  # the most frequent of these
@@ -80,7 +82,7 @@ def storages(thing: Any) -> Storages:
     return {storage._cdata: storage for storage in every if storage is not None}
 
 
-def storage_of(x: Tensor) -> Any:
+def storage_of(x: Tensor) -> UntypedStorage | None:
     """Returns a tensor's storage; None if it has none, as a sparse tensor."""
     x = getattr(x, "_local_tensor", x)  # the local part of torch's DTensor
     return x.untyped_storage() if x.layout == torch.strided else None
@@ -119,12 +121,12 @@ def rooms(layout: Layout) -> list[Tensor]:
     return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1] if layout.roomy else []
 
 
-def optimizer_state(optimizer: Any) -> Storages:
+def optimizer_state(optimizer: Optimizer) -> Storages:
     """Returns an optimizer's state, step counters included."""
     return storages(dict(optimizer.state))
 
 
-def nodes(losses: Iterable[Tensor]) -> Iterator[Any]:
+def nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
     """Yields each node of the losses' graph once."""
     todo, seen = [loss.grad_fn for loss in losses], set()
     while todo:
@@ -146,7 +148,7 @@ def saved(losses: Iterable[Tensor]) -> Storages:
     return found
 
 
-def _kept(node: Any) -> Iterator[Any]:
+def _kept(node: Node) -> Iterator[Any]:
     """Yields the tensors that a node saves, or what a hook packed instead; it unpacks nothing."""
     kind = type(node)
     if kind not in _slots:

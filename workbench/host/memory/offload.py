@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, clone
+from torch.optim import Optimizer
 
 from workbench.host.memory.scratch import Extent, Scratch
 from workbench.host.placement.layout import Layout
@@ -20,6 +22,10 @@ from workbench.host.placement.slots import Settings, remembered, step_apart
 from workbench.rank import Bucket, Op, StrategyError
 
 LANES = ("offload", "fetch")  # lanes that do not use the network
+Key = tuple[str, str]  # a parameter's name and a slot
+VALUES = "", "values"  # the key of parameters or of gradients
+Held = dict[Key, Any]  # tensors, and whatever else an optimizer keeps
+Devices = dict[Key, torch.device]
 Hops = list[tuple[str, int]]  # ("host" or "disk", bytes) of each hop, to or from there
 
 
@@ -38,8 +44,8 @@ class Item(NamedTuple):
     """
 
     where: str
-    values: dict[Any, Any]
-    devices: dict[Any, Any]
+    values: Held
+    devices: Devices
     nbytes: int
     extent: Extent | None = None
 
@@ -52,7 +58,7 @@ class Offloaded:
     """
 
     def __init__(self, out: Callable[[Tensor], Tensor] = clone,
-                 into: Callable[[Tensor, Any], Tensor] = lambda x, device: x.clone()) -> None:  # fmt: skip
+                 into: Callable[[Tensor, torch.device], Tensor] = lambda x, device: x.clone()) -> None:  # fmt: skip
         self._out, self._into = out, into
         self._items: dict[tuple[str, int], Item] = {}
         self._scratch = Scratch()
@@ -98,12 +104,12 @@ class Offloaded:
         item = self._items.get(("parameters", index))
         if item is None:
             return None
-        found: Tensor = self._read(item)["values"]
+        found: Tensor = self._read(item)[VALUES]
         return found
 
     # -- away and back --
 
-    def send(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str) -> Hops:
+    def send(self, layout: Layout, optimizer: Optimizer, shard: Bucket, what: str, where: str) -> Hops:
         """Stores `what` of this shard on "host" or "disk". Returns the hops of its bytes."""
         item = self._items.get((what, shard.index))
         if item is not None:
@@ -115,8 +121,8 @@ class Offloaded:
         self._keep(what, shard.index, held, devices, where)
         return [("host", nbytes), *([("disk", nbytes)] if where == "disk" else [])]
 
-    def bring(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str,
-              keep: bool) -> tuple[Any, Hops]:  # fmt: skip
+    def bring(self, layout: Layout, optimizer: Optimizer, shard: Bucket, what: str, where: str,
+              keep: bool) -> tuple[Tensor | None, Hops]:  # fmt: skip
         """Brings `what` of this shard to "host" or "device". Returns (n,) values for the device, and the hops.
 
         keep: leave a copy in the old place
@@ -131,18 +137,18 @@ class Offloaded:
             self._drop(what, shard.index)
         if what == "optimizer state":
             self._give(layout, optimizer, shard, values)
-        return values.get("values"), [*hops, ("host", item.nbytes)]
+        return values.get(VALUES), [*hops, ("host", item.nbytes)]
 
-    def step(self, layout: Layout, optimizer: Any, shard: Bucket, settings: Settings,
+    def step(self, layout: Layout, optimizer: Optimizer, shard: Bucket, settings: Settings,
              unused: Collection[str] = ()) -> None:  # fmt: skip
         """Makes one optimizer step of this shard in the host's memory, and uses up its gradients.
 
         unused: names of parameters that no rank used: they are not stepped
         """
-        values, grads = (self._in_memory(what, shard)["values"] for what in ("parameters", "gradients"))
+        values, grads = (self._in_memory(what, shard)[VALUES] for what in ("parameters", "gradients"))
         state = self._in_memory("optimizer state", shard)
         stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings, unused)
-        home = self._items["parameters", shard.index].devices["values"]
+        home = self._items["parameters", shard.index].devices[VALUES]
         devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay on the host
                    for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
         self._drop("gradients", shard.index)
@@ -157,32 +163,33 @@ class Offloaded:
             raise StrategyError(f"{what} of {shard.name} are not kept away from the device: `rank.offload` them first")
         return item
 
-    def _in_memory(self, what: str, shard: Bucket) -> dict[Any, Any]:
+    def _in_memory(self, what: str, shard: Bucket) -> Held:
         item = self._item(what, shard)
         if item.where != "host":
             raise StrategyError(f"{what} of {shard.name} lie on the {item.where}: `rank.fetch` them to the host first")
         return item.values
 
-    def _taken(self, layout: Layout, optimizer: Any, shard: Bucket, what: str) -> dict[Any, Any]:
+    def _taken(self, layout: Layout, optimizer: Optimizer, shard: Bucket, what: str) -> Held:
         """Takes state from the device, which loses it, except for parameters."""
         if what == "parameters":
             start = shard.offset - layout.lies(shard.index).offset - layout.begins[shard.index]
-            return {"values": layout.weights[shard.index][start : start + shard.data.numel()]}
+            return {VALUES: layout.weights[shard.index][start : start + shard.data.numel()]}
         if what == "gradients":
             grads, bucket = shard.data, layout.buckets[shard.index]
             shard.data, bucket.kept = grads.new_zeros(1).expand(grads.numel()), None
             layout.let_go(shard.index)
-            return {"values": grads}
+            return {VALUES: grads}
         return self._remembered(layout, optimizer, shard)
 
-    def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
+    def _remembered(self, layout: Layout, optimizer: Optimizer, shard: Bucket) -> Held:
         return remembered(layout, optimizer, shard.index)
 
-    def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
+    def _give(self, layout: Layout, optimizer: Optimizer, shard: Bucket, values: Held) -> None:
         remembered(layout, optimizer, shard.index, values)
 
-    def _stepped(self, *what: Any) -> dict[Any, Any]:
-        return step_apart(*what)
+    def _stepped(self, layout: Layout, optimizer: Optimizer, shard: Bucket, values: Tensor, grads: Tensor, state: Held,
+                 by: Settings, unused: Collection[str]) -> Held:  # fmt: skip
+        return step_apart(layout, optimizer, shard, values, grads, state, by, unused)
 
     def _moved(self, index: int, what: str, item: Item, where: str) -> Hops:
         """Moves an item between the host's memory and the disk."""
@@ -193,7 +200,7 @@ class Offloaded:
         self._keep(what, index, values, item.devices, where)
         return [("disk", item.nbytes)]
 
-    def _keep(self, what: str, index: int, held: dict[Any, Any], devices: dict[Any, Any], where: str) -> None:
+    def _keep(self, what: str, index: int, held: Held, devices: Devices, where: str) -> None:
         nbytes, extent = _nbytes(held), None
         if where == "disk" and devices and not next(held[key] for key in devices).is_meta:
             extent = self._scratch.write([held[key] for key in devices])
@@ -201,7 +208,7 @@ class Offloaded:
         self._items[what, index] = Item(where, held, devices, nbytes, extent)
         self._count(where, nbytes)
 
-    def _read(self, item: Item) -> dict[Any, Any]:
+    def _read(self, item: Item) -> Held:
         if item.extent is None:
             return item.values
         return item.values | dict(zip(item.devices, self._scratch.read(item.extent), strict=True))
@@ -218,5 +225,5 @@ class Offloaded:
             self._most[where] = max(self._most[where], self._now[where])
 
 
-def _nbytes(held: dict[Any, Any]) -> int:
+def _nbytes(held: Held) -> int:
     return sum(x.numel() * x.element_size() for x in held.values() if isinstance(x, Tensor))

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.utils.hooks import RemovableHandle
 
 from workbench.host.memory.memory import Alive, every, gradients, nbytes, nodes, storage_of
 from workbench.host.placement.layout import Layout, Place
@@ -23,7 +23,7 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self._removers: list[Any] = []
+        self._removers: list[RemovableHandle] = []
         self._heard: Callable[[Ends, Ends], None] | None = None
 
     def follow(self, losses: Iterable[Tensor]) -> None:
@@ -61,11 +61,12 @@ class Passing:
 
     def __init__(self, layout: Layout, activations: Alive, comes: Callable[[Place], int]) -> None:
         self._layout, self._comes = layout, comes
-        self._activations, self._lies = activations, dict[int, Any]()  # storages from before the backward
-        self._there: dict[int, Any] = {}  # weak references to the storages in _now
+        self._activations = activations
+        self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages from before the backward
+        self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # weak references to the storages in _now
         self._gone: list[int] = []  # bytes freed since the last look, by any thread
         self._now = self._came = 0
-        self._removers: list[Any] = []
+        self._removers: list[RemovableHandle] = []
         self.names: list[str] = []  # parameters in the order of their gradients
         self.looks: list[tuple[int, int]] = []
         self.most = 0
@@ -88,7 +89,7 @@ class Passing:
             remover.remove()
         self._there.clear()
 
-    def _watch(self, storage: Any) -> None:
+    def _watch(self, storage: UntypedStorage | None) -> None:
         """Counts a storage until it is freed."""
         if storage is None or storage._cdata in self._there:
             return

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from workbench.rank import as_real
 
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
+
 AT_ONCE = 65_536  # elements compared at a time
 Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank's RMS distance, None for sizes only
 
 
-def numbers(evaluate: Any, model: nn.Module) -> dict[str, float]:
+def numbers(evaluate: Callable[[nn.Module], float | dict[str, float]] | None, model: nn.Module) -> dict[str, float]:
     """Runs a task's `evaluate` without gradients. Returns its numbers by name, or {}."""
     if evaluate is None:
         return {}
@@ -46,7 +49,7 @@ def rms(squares: float, numel: int) -> float:
     return float((squares / max(1, numel)) ** 0.5)
 
 
-def kept_beside(strategy: Any, ranks: int, held: int, others: int) -> int:
+def kept_beside(strategy: Strategy, ranks: int, held: int, others: int) -> int:
     """Returns the bytes that a rank keeps aside while it evaluates the mean of `ranks` models.
 
     held:   bytes of its parameters

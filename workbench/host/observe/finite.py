@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from workbench.experiment.finite import NO_ROWS
-from workbench.host.core.changing import Changing
 from workbench.host.observe.origin import Found, in_backward, in_forward, in_gradients, in_parameters
+from workbench.host.observe.views import WatchedView
 from workbench.host.placement.canonical import buffers
 from workbench.rank import Op, StrategyError
+from workbench.settings import Json
 
 WINDOW = 10  # losses in the mean that is compared with the best mean so far
 IN_A_ROW = 20  # more skipped steps in a row are an alarm
+R = TypeVar("R")
 
 
 class Finite:
@@ -36,7 +38,7 @@ class Finite:
 
     again = True
 
-    def __init__(self, run: Changing, alarmed: Callable[[str], None], first: float | None = None) -> None:
+    def __init__(self, run: WatchedView, alarmed: Callable[[str], None], first: float | None = None) -> None:
         self.run, self.alarmed, self.first = run, alarmed, first
         self._skipped = -1  # the last skipped step
         self._row = 0  # how many steps were skipped in a row
@@ -92,7 +94,7 @@ class Finite:
         self._best = min(self._best, mean)
         return 0 < times * self._best < mean and mean > self.first
 
-    def _alarm(self, name: str, detail: dict[str, Any]) -> None:
+    def _alarm(self, name: str, detail: dict[str, Json]) -> None:
         """Records an alarm and acts by `on_nan`, once until a good loss or the end of a pause."""
         if not self._said:
             self._said = True
@@ -116,7 +118,7 @@ class Finite:
 
     # -- skipped steps --
 
-    def step(self, step: Coroutine[Op, Any, Any]) -> Coroutine[Op, Any, Any]:
+    def step(self, step: Coroutine[Op, Any, R]) -> Coroutine[Op, Any, R]:
         """Returns `step`, which skips its update for a non-finite gradient if `on_nan` is "skip"."""
         return self._guarded(step) if self.run.experiment.on_nan == "skip" and self._values else step
 
@@ -124,7 +126,7 @@ class Finite:
     def _values(self) -> bool:
         return not any(p.is_meta for p in self.run.model.parameters() if p.requires_grad and p.numel())
 
-    async def _guarded(self, step: Coroutine[Op, Any, Any]) -> Any:
+    async def _guarded(self, step: Coroutine[Op, Any, R]) -> R:
         """Passes on the Ops of a step, but replaces the update if a gradient is not finite."""
         before = [(b, b.clone()) for b in buffers(self.run.model)]  # a bad batch spoils running statistics, too
         batch: Any = None
@@ -135,7 +137,8 @@ class Finite:
                 try:
                     op = step.throw(error) if error is not None else step.send(value)
                 except StopIteration as end:
-                    return end.value
+                    made: R = end.value
+                    return made
                 value = error = None
                 try:
                     if op.verb == "forward" and self._whole:
@@ -181,7 +184,7 @@ class Finite:
             run.mark("nan", {"rank": run.rank.number(), "loss": "", **said, "skipped": True, "own": own is not None})
 
 
-def finite(grads: Any) -> bool:
+def finite(grads: Iterable[Tensor | None]) -> bool:
     """Whether all numbers of these gradients (or None) are finite. On a GPU this synchronizes."""
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:

@@ -13,7 +13,7 @@ from typing import Any
 from workbench.compressors._gain import Gain, feeds, gains
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
-from workbench.host.core.changing import Changing
+from workbench.host.observe.views import MeasuringView
 from workbench.rank import Op
 
 
@@ -24,7 +24,7 @@ class Measuring:
         self.last = 0  # the last measured step
         self.rests = False  # whether the last exchange was measured
 
-    def step(self, run: Changing) -> Coroutine[Op, Any, Any]:
+    def step(self, run: MeasuringView) -> Coroutine[Op, Any, int | None]:
         """Returns a step of the run's strategy, measured if it is due."""
         e = run.experiment
         step = e.strategy.step(run.rank.replicas, run.state)
@@ -34,7 +34,7 @@ class Measuring:
             step = _weighed(run, step)
         return self._watched(run, step) if measurable(e) else step
 
-    async def _watched(self, run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
+    async def _watched(self, run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
         rank = run.rank
         due = rank.step - self.last >= run.experiment.measure_every and not self.rests
         stand_in = rank.compressor = Measured(rank.compressor, due)
@@ -50,7 +50,7 @@ class Measuring:
         return made
 
 
-async def _weighed(run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
+async def _weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
     """Runs a step, and records for a policy how much of its gradient this rank sends."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))

@@ -48,7 +48,7 @@ class _Across(torch.autograd.Function):
 
 
 def _across(x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
-    made: Tensor = _Across.apply(x, others, ahead, back)
+    made: Tensor = _Across.apply(x, others, ahead, back)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -101,7 +101,7 @@ class _Gathering(torch.autograd.Function):
 
 def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
     """Applies a Linear to all ranks' positions. Each rank gets the summed gradient of its own."""
-    made: Tensor = _Gathering.apply(x, module.weight, module.bias, others, name)
+    made: Tensor = _Gathering.apply(x, module.weight, module.bias, others, name)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -147,7 +147,7 @@ def summed_at_the_end(params: Sequence[Tensor], others: Others) -> tuple[Tensor,
     Each view is a node of its own, because autograd runs the newest ready node. So gradients arrive at the last
     parameter first, on real ranks and with sizes only.
     """
-    made: tuple[Tensor, ...] = _OneSum.apply(others, *(p.view_as(p) for p in params))
+    made: tuple[Tensor, ...] = _OneSum.apply(others, *(p.view_as(p) for p in params))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -157,10 +157,12 @@ async def met(rank: Rank, meeting: Combining, x: Tensor) -> Tensor:
         return parts_of(x, rank.size, meeting)[rank.index].clone()
     if meeting.what == "scatter":
         parts = parts_of(x.detach(), rank.size, meeting)
-        return (await rank.reduce_scatter(torch.stack(parts).view(-1), meeting.name)).view(parts[0].shape)
+        shard: Tensor = await rank.reduce_scatter(torch.stack(parts).view(-1), meeting.name)
+        return shard.view(parts[0].shape)
     flat = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
     if meeting.what == "swap":
-        return (await rank.all_to_all(flat.view(rank.size, -1), meeting.name)).view(x.shape)
+        rows: Tensor = await rank.all_to_all(flat.view(rank.size, -1), meeting.name)
+        return rows.view(x.shape)
     if meeting.what == "sum":
         await rank.all_reduce(flat, "sum", meeting.name)
         return flat.view(x.shape)

@@ -142,7 +142,7 @@ def _again(call: Callable[..., Any], draws: bool, inputs: Any, named: Any, **mor
 
 
 def _noted(x: Any) -> Any:
-    return _Kept.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
+    return _Kept.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
 class _BuffersAside:

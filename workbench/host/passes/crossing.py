@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from workbench.compressors import Codec, Coder
@@ -25,13 +26,14 @@ class Crossing:
         self.rank, self.pieces = rank, partition.pieces
         self._there, self._back, self.masks = partition.between(rank.memory)
         self._chosen: dict[Entry, Coder] = {}  # parts of activations that crossed, until their gradients do
-        self._shapes: dict[Entry, Any] = {}  # of whole activations, on the sender
+        self._shapes: dict[Entry, torch.Size] = {}  # of whole activations, on the sender
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
         """Sends the input of `entry`'s piece."""
         name = self._named("activation", entry)
         if self._there is None:
-            return await self.rank.send(x, to, name)
+            await self.rank.send(x, to, name)
+            return
         payload = await self._send(x, to, name, self._there)
         self._note(entry, payload)
         self._shapes[entry] = x.shape
@@ -62,7 +64,10 @@ class Crossing:
             x = await received(self.rank, source, name)
         else:
             _, x = await self._receive(source, name, self._back)
-        return x if chosen is None else chosen.decode((x,), x.new_empty(shape))
+        if chosen is None:
+            return x
+        assert shape is not None
+        return chosen.decode((x,), x.new_empty(shape))
 
     async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
         require_floats(x, name)

@@ -157,7 +157,7 @@ def entering(x: Tensor) -> tuple[Tensor, Tensor]:
     if not (x.is_floating_point() or x.is_complex()):
         return x, x
     stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
-    entered: Tensor = _Enter.apply(stand_in, x)
+    entered: Tensor = _Enter.apply(stand_in, x)  # type: ignore[no-untyped-call]
     return entered, stand_in
 
 

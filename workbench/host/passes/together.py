@@ -257,13 +257,14 @@ async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
 
 def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
     """Copies a whole model with rank `index`'s slices, without copying sliced parameters whole."""
-    known: dict[int, Any] = {}
+    known: dict[int, nn.Parameter] = {}
     for name, made in split.sliced.items():
         p = model.get_parameter(name)
         own = p.data.view(made.view).chunk(split.ways, made.dim)[index]
         known[id(p)] = mine = nn.Parameter(own.reshape(made.local(split.ways)).clone(), p.requires_grad)
         lay(mine, mine.data, made.shape)
-    return same_groups(copy.deepcopy(model, known), model)
+    sliced: nn.Module = same_groups(copy.deepcopy(model, known), model)
+    return sliced
 
 
 @contextmanager

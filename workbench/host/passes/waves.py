@@ -15,6 +15,7 @@ from workbench.host.placement.cutting import instead, parts_of, through, weight
 from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
+from workbench.tasks import Learner
 
 _WRITTEN = "leaf Variable that requires grad"  # in torch's error about an in-place write to a leaf
 
@@ -43,7 +44,7 @@ class Waves:
     graph holds an output.
     """
 
-    def __init__(self, model: nn.Module, learner: Any) -> None:
+    def __init__(self, model: nn.Module, learner: Learner) -> None:
         self._model, self._learner = model, learner
         self._risen: dict[int, _Risen] = {}
         self._parts: list[nn.Module] | None = None

@@ -7,7 +7,8 @@ torch's `UninitializedParameter` changes its class in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Absent:
     ask: Ask
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         if _says(func):
             with unasked():
@@ -72,7 +74,7 @@ def come(param: nn.Parameter) -> None:
         del param.ask
 
 
-def unasked() -> Any:
+def unasked() -> AbstractContextManager[None]:
     """Inside, absent parameters are used as they are, without a fetch."""
     return torch._C.DisableTorchFunctionSubclass()
 
@@ -83,11 +85,11 @@ def data_of(param: nn.Parameter) -> Tensor:
         return param.data
 
 
-def _says(func: Any) -> bool:
+def _says(func: Callable[..., Any]) -> bool:
     """Whether `func` looks at no value."""
     name = func.__name__
     if name == "__get__":
-        return func.__self__ not in _SHOWS
+        return getattr(func, "__self__", None) not in _SHOWS
     return name in ("__set__", "__delete__") or name in _SAYS
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from workbench.host.placement.checksum import checksum
 from workbench.host.placement.layout import Layout
@@ -32,7 +32,7 @@ def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> 
         raise Disagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank {names[0]}'s")
 
 
-def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
+def optimizer_tensors(layout: Layout, optimizer: Optimizer) -> list[Tensor]:
     """Returns the optimizer state that can be averaged, in the same order on all ranks."""
     found = []
     for place in layout.order:
@@ -41,7 +41,7 @@ def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
     return found
 
 
-def prime(layout: Layout, optimizer: Any) -> None:
+def prime(layout: Layout, optimizer: Optimizer) -> None:
     """Creates missing optimizer state by a step with zero gradients and a zero rate."""
     new = [place.param for place in layout.order if not optimizer.state.get(place.param)]
     if not new:

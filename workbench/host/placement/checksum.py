@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.host.placement.placement import Held
@@ -20,6 +20,7 @@ from workbench.host.placement.slices import Slice
 
 WORD = 4  # bytes of a factor: with 8, changes of two elements' highest bits could cancel out
 CHUNK = 1 << 16
+Words = NDArray[np.uint8 | np.uint16 | np.uint32]  # of at most WORD bytes
 MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
 _WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dtype=np.uint64)
 
@@ -43,13 +44,13 @@ def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
     return total & MASK
 
 
-def _words(x: Tensor) -> np.ndarray[Any, Any]:
+def _words(x: Tensor) -> Words:
     """Returns the bits of a tensor as unsigned numbers of at most WORD bytes."""
     raw = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     return raw.view(f"u{min(WORD, x.element_size())}")
 
 
-def _stretch(words: np.ndarray[Any, Any], start: int, seed: int) -> int:
+def _stretch(words: Words, start: int, seed: int) -> int:
     """Returns the sum of contiguous words, the first being word `start` of its tensor."""
     total = at = 0
     while at < words.size:

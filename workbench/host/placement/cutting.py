@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -66,7 +66,7 @@ _CUTS = "workbench cuts"  # the model's attribute that caches its cuts
 
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """Cuts `model` into the stages of `e`'s partition. Raises KnobError if that is impossible."""
-    made = model.__dict__.setdefault(_CUTS, {})  # without values, thousands of ranks share one model
+    made: dict[tuple[int, int, tuple[int, ...]], Stages] = model.__dict__.setdefault(_CUTS, {})  # ranks may share it
     key = e.partition.depth, e.partition.pieces, e.partition.cuts
     if key not in made:
         made[key] = _cut(e, model, learner)
@@ -147,7 +147,7 @@ def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 
 
 @contextmanager
-def instead(model: nn.Module, forward: Any) -> Iterator[None]:
+def instead(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, a call of `model` runs `forward`."""
     own = model.__dict__.get("forward")
     model.__dict__["forward"] = forward  # found before the class's own forward

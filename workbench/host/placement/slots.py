@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.placement import absent
@@ -21,15 +22,16 @@ from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
 
 Settings = list[dict[str, Any]]  # an optimizer's groups without their parameters
+Remembered = dict[tuple[str, str], Any]  # an optimizer's state by (parameter name, slot)
 
 
-def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
+def slots(layout: Layout, optimizer: Optimizer) -> dict[str, Tensor]:
     """Returns the optimizer state of each parameter. Writing into it changes the optimizer."""
     return {f"{slot}/{place.name}": x for place in layout.order
             for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
 
-def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
+def likes(places: Iterable[Place], optimizer: Optimizer) -> dict[str, Tensor]:
     """Returns tensors like those of `slots` after a step, empty if they are cut like the parameter.
 
     A rank that receives state needs its dtypes. The optimizer steps a parameter of 2 elements to find them.
@@ -47,7 +49,7 @@ def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
+def _tried(optimizer: Optimizer, number: int, place: Place) -> dict[str, Tensor]:
     small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
     small.grad = torch.zeros_like(small)
     other = twin(optimizer)
@@ -57,7 +59,7 @@ def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
     return {slot: x[:0] if x.shape == small.shape else x for slot, x in tensors.items()}
 
 
-def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor],
+def put(layout: Layout, optimizer: Optimizer, given: dict[str, Tensor], like: dict[str, Tensor],
         places: Iterable[Place] | None = None) -> None:  # fmt: skip
     """Replaces the optimizer state of all parameters, or of `places`. A shard's slots are flat."""
     mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -73,7 +75,7 @@ def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str
             optimizer.state[place.param][slot] = x.view(shape) if x.dim() and x.numel() == place.numel else x
 
 
-def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experiment) -> None:
+def require_steppable(layout: Layout, optimizer: Optimizer, shard: Bucket, e: Experiment) -> None:
     """Raises StrategyError if this optimizer or `clip` forbids an update of a single bucket or shard."""
     if e.clip and not e.strategy.shards:  # strategies with shards clip the summed gradients
         raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
@@ -84,7 +86,7 @@ def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experime
         )
 
 
-def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
+def step_shard(layout: Layout, optimizer: Optimizer, shard: Bucket) -> None:
     """Makes one optimizer step of these elements, and uses up the gradients of their whole bucket."""
     with _seen(layout, optimizer, shard):
         optimizer.step()
@@ -92,7 +94,7 @@ def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
 
 
 @contextmanager
-def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
+def _seen(layout: Layout, optimizer: Optimizer, shard: Bucket) -> Iterator[None]:
     """Inside, the optimizer has only the parameters of `shard`, cut to its elements.
 
     Their gradients are views of the bucket's vector, or of the part kept when it was released.
@@ -129,7 +131,7 @@ def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
                     absent.leave(param, ask)
 
 
-def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any] | None = None) -> dict[Any, Any]:
+def remembered(layout: Layout, optimizer: Optimizer, index: int, given: Remembered | None = None) -> Remembered:
     """Takes a bucket's state out of the optimizer, or puts `given` back. Returns it by (parameter name, slot)."""
     named = {place.name: place.param for place in (layout.groups[index] if given is None else layout.order)}
     if given is not None:
@@ -140,13 +142,13 @@ def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any]
     return {(name, slot): x for name, state in found.items() for slot, x in state.items()}
 
 
-def settings(optimizer: Any) -> Settings:
+def settings(optimizer: Optimizer) -> Settings:
     """Returns the present settings of the optimizer's groups."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, grads: Tensor, state: dict[Any, Any],
-               by: Settings, unused: Collection[str] = ()) -> dict[Any, Any]:  # fmt: skip
+def step_apart(layout: Layout, optimizer: Optimizer, shard: Bucket, values: Tensor, grads: Tensor, state: Remembered,
+               by: Settings, unused: Collection[str] = ()) -> Remembered:  # fmt: skip
     """Makes one step of `values` (n,), the parameters of `shard` outside the model.
 
     state:  their optimizer state by (parameter name, slot); returned as it is after the step
@@ -177,7 +179,7 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
     return {**state, **stepped}
 
 
-def twin(optimizer: Any) -> Any:
+def twin(optimizer: Optimizer) -> Optimizer:
     """Returns an optimizer of the same class without state. A copy by torch loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from torch import nn
 
@@ -14,6 +13,7 @@ from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import Slice
 from workbench.host.placement.splitting import Split, split
 from workbench.partitions import Partition
+from workbench.tasks import Learner
 
 _SPLITS = "workbench splits"  # the model's attribute that caches its splits
 
@@ -59,7 +59,7 @@ class Spread:
         return self.split.local(name, shape) if self.split else shape
 
 
-def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
+def spread_of(e: Experiment, model: nn.Module, learner: Learner) -> Spread | None:
     """Returns how `e` spreads `model`; None if a replica is whole. Raises KnobError if it cannot."""
     way = e.partition
     if way.size == 1:
@@ -68,8 +68,8 @@ def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
                   _split(way, model, learner) if way.slices > 1 else None)  # fmt: skip
 
 
-def _split(way: Partition, model: nn.Module, learner: Any) -> Split:
-    made: dict[Any, Split] = model.__dict__.setdefault(_SPLITS, {})  # without values thousands of ranks share a model
+def _split(way: Partition, model: nn.Module, learner: Learner) -> Split:
+    made: dict[tuple[int, bool], Split] = model.__dict__.setdefault(_SPLITS, {})  # ranks may share it
     key = way.slices, way.sequences
     if key not in made:
         made[key] = split(way.slices, model, learner, way.sequences)

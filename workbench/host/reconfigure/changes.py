@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh, sharers
+from workbench.fabric import Fabric
 from workbench.fabric.load import idle
 from workbench.host.core.answers import Answer
-from workbench.host.core.changing import Changing
 from workbench.host.core.dealing import used_up
 from workbench.host.core.remembered import names, tell
 from workbench.host.passes.checkpointing import units_of
@@ -23,16 +23,23 @@ from workbench.host.passes.pipelining import drained
 from workbench.host.passes.recomputing import recomputed
 from workbench.host.placement.spread import spread_of
 from workbench.host.reconfigure.refusing import moves
+from workbench.host.reconfigure.views import PolicyView
 from workbench.host.transfer import handover, own, residual
 from workbench.host.transfer.lying import WHOLE, Lying, lying, lying_then
 from workbench.host.transfer.momentum import move_momentum
 from workbench.host.transfer.recut import recut
 from workbench.host.transfer.repartition import repartition
+from workbench.host.transfer.shards import Cut
 from workbench.host.transfer.tables import tables_of
-from workbench.optimizers import carry
+from workbench.host.transfer.views import Changing
+from workbench.optimizers import Optimizer, carry
+from workbench.partitions import Partition
 from workbench.rank import MOMENTUM
-from workbench.settings import Change, KnobError, resolved
+from workbench.settings import Change, Json, KnobError, resolved
 from workbench.tasks import at_rate, rate
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
 async def obey(run: Changing, change: Change) -> bool:
@@ -58,7 +65,7 @@ async def obey(run: Changing, change: Change) -> bool:
     return True
 
 
-async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
+async def refused(run: PolicyView, together: Sequence[Change]) -> Change | None:
     """Returns the first joint change that some rank cannot make, and records it; else None."""
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
@@ -77,11 +84,11 @@ async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
     return change
 
 
-def _refusal(change: Change, reason: str) -> dict[str, Any]:
+def _refusal(change: Change, reason: str) -> dict[str, Json]:
     return {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason}
 
 
-def _answer(run: Changing, by: int, name: str, detail: dict[str, Any]) -> None:
+def _answer(run: Changing, by: int, name: str, detail: dict[str, Json]) -> None:
     """Records a change's result by rank `by`. All ranks keep it, because that rank may be lost."""
     run.answer = Answer(name, run.rank.step, run.now, detail)
     if run.rank.id == by:
@@ -143,7 +150,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     run.choose_lane()
 
 
-def _wrapped_by(e: Experiment) -> tuple[Any, ...]:
+def _wrapped_by(e: Experiment) -> tuple[float, Fabric, Optimizer, Partition, Strategy]:
     """Returns the settings that an opaque strategy reads when torch wraps the model."""
     return e.bucket_mb, e.fabric, e.optimizer, e.partition, e.strategy
 
@@ -169,7 +176,7 @@ def arrange(run: Changing, wanted: Experiment) -> bool:
         return False
     rank.mesh = made
     if rank.id == 0:
-        said = {"dims": dict(made.dims), "ranks": made.ranks, "inside": made.inside}
+        said: dict[str, Json] = {"dims": dict(made.dims), "ranks": made.ranks, "inside": made.inside}
         run.mark("mesh", said | {"text": f"ranks are arranged as {made}"})
     return True
 
@@ -209,7 +216,7 @@ def _renew(run: Changing, wanted: Experiment) -> None:
         run.mark("optimizer", moved)
 
 
-def needs_switch(was: Any, wanted: Any, size: int) -> bool:
+def needs_switch(was: Strategy, wanted: Strategy, size: int) -> bool:
     """Whether going from strategy `was` to `wanted` needs a hand-over.
 
     It does if the types differ, or the ranks that share state. It also does if a knob of a strategy with a background
@@ -249,7 +256,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         await run.reading.shard(pieces)
 
 
-async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: handover.Cut | None,
+async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: Cut | None,
                 stays: Collection[str]) -> None:  # fmt: skip
     """Leaves the strategy: each rank gets its part of the canonical state as whole tensors.
 

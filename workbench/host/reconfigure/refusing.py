@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from workbench.compressors import inside
+from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
 from workbench.host.passes.checkpointing import units_of
 from workbench.host.passes.recomputing import recomputed
@@ -20,13 +20,18 @@ from workbench.host.placement.slots import slots
 from workbench.host.placement.spread import Spread, spread_of
 from workbench.host.reconfigure.trying import check, check_parts
 from workbench.host.reconfigure.trying_units import require_narrow
+from workbench.host.reconfigure.views import TryingView
 from workbench.host.transfer.handover import cut
 from workbench.host.transfer.tables import tables_of
 from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
 from workbench.settings import KnobError
+from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
-def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
+def refuses_model(e: Experiment, model: nn.Module, learner: Learner) -> str | None:
     """Returns why `e` cannot train the model or a rank's part of it, and what to do; or None."""
     shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
     if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
@@ -47,7 +52,7 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
 def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
     """Returns why a member of `e` cannot train parameters of these dtypes, by name; or None."""
     wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
-    every: list[tuple[str, Any]] = [("strategy=DDP", e.strategy), *wrapped]
+    every: list[tuple[str, Strategy | Compressor]] = [("strategy=DDP", e.strategy), *wrapped]
     for other, member in every:
         odd = next(((name, dtype) for name, dtype in dtypes.items() if dtype not in member.dtypes), None)
         if odd is not None:
@@ -69,7 +74,7 @@ def _barren(e: Experiment, spread: Spread, rank: int) -> str:
     )
 
 
-def able(run: Any, wanted: Experiment) -> None:
+def able(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError if `wanted` cannot lay out or train `run`'s model."""
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
@@ -93,10 +98,10 @@ def able(run: Any, wanted: Experiment) -> None:
         _ask_slots(run, wanted)
 
 
-_TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
+_TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDictionary()  # refusals, or ""
 
 
-def _require_tried(run: Any, wanted: Experiment) -> None:
+def _require_tried(run: TryingView, wanted: Experiment) -> None:
     """Tries one batch, whole and spread, once for each way to spread."""
     way = wanted.partition
 
@@ -109,13 +114,13 @@ def _require_tried(run: Any, wanted: Experiment) -> None:
     _once(run, wanted, key, tried)
 
 
-def _require_parts(run: Any, wanted: Experiment) -> None:
+def _require_parts(run: TryingView, wanted: Experiment) -> None:
     """Tries one batch, whole and part by part."""
     said = f"strategy={type(wanted.strategy).__name__}"
     _once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
 
 
-def _once(run: Any, wanted: Experiment, what: Any, tried: Callable[[nn.Module, Any], None]) -> None:
+def _once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, Any], None]) -> None:
     """Runs a trial on a separate whole model, or repeats the KnobError of an earlier trial."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
@@ -124,7 +129,7 @@ def _once(run: Any, wanted: Experiment, what: Any, tried: Callable[[nn.Module, A
         raise KnobError(made[key])
 
 
-def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
+def _tried(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
     batch, learner = run.example(wanted), run.learner
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
@@ -136,7 +141,7 @@ def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]
     return ""
 
 
-def _ask_slots(run: Any, wanted: Experiment) -> None:
+def _ask_slots(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError for optimizer state whose shape does not show how to move it."""
     if cut(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
         return

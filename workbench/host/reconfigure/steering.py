@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.host.reconfigure.changes import refused
+from workbench.host.reconfigure.views import PolicyView
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.said import said
@@ -42,7 +43,7 @@ class Steering:
     made:  all changes so far, by people and by policies, the same on all ranks
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: PolicyView) -> None:
         self.run = run
         self.names: tuple[str, ...] = ()
         self.steps = 0

@@ -15,6 +15,7 @@ from workbench.experiment import Experiment
 from workbench.host.passes.hidden import units_of
 from workbench.host.passes.part import place, smaller
 from workbench.host.reconfigure.trying_slices import on_cpu
+from workbench.host.reconfigure.views import TryingView
 from workbench.rank import Units
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
@@ -25,7 +26,7 @@ NEAR = {True: 1e-9, False: 2e-2}  # by double precision: relative change of the 
 _TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
 
 
-def require_narrow(run: Any, wanted: Experiment) -> None:
+def require_narrow(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError if `wanted`'s strategy trains sub-models and this model has none.
 
     Tries one batch once on a separate model: with the units in another order the loss must be the same.

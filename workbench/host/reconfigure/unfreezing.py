@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from workbench.experiment.arranged import mesh
-from workbench.host.core.changing import Changing
 from workbench.host.passes.pipelining import drained
 from workbench.host.placement.canonical import prime
 from workbench.host.placement.slots import slots
 from workbench.host.reconfigure.changes import leave
 from workbench.host.transfer import handover
 from workbench.host.transfer.lying import lying
+from workbench.host.transfer.views import Changing
 from workbench.rank import StrategyError
 
 
@@ -37,7 +36,7 @@ def unfreeze(run: Changing, names: Collection[str]) -> None:
     run.relaid(here | set(more), None)
 
 
-async def settle(run: Any) -> None:
+async def settle(run: Changing) -> None:
     """Between steps, when all ranks have met: trains on all ranks what some rank has unfrozen by itself.
 
     run: a Life. Nothing is asked of other ranks if no parameter is frozen.

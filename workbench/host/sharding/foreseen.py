@@ -6,7 +6,6 @@ is unknown before the first step. Such a model looks at values, or calls code ou
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +15,13 @@ from workbench.host.core.meta import like, outline, put_on_cpu
 from workbench.host.memory.batches import Chance, example
 from workbench.host.passes.checkpointing import checkpointing
 from workbench.host.sharding.trial import Listening, Trial
+from workbench.tasks import Learner
 
-_SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # by the task's functions
+_Key = tuple[int, tuple[str, int], bool]  # what a trial depends on besides the task's functions
+_SEEN: WeakKeyDictionary[Learner, dict[_Key, Trial | None]] = WeakKeyDictionary()
 
 
-def foreseen(learner: Any, e: Experiment, cheaply: bool = False) -> Trial | None:
+def foreseen(learner: Learner, e: Experiment, cheaply: bool = False) -> Trial | None:
     """Returns how one step of `learner`'s model uses its parameters; None if that cannot be found.
 
     cheaply: call only `pure` functions, and do not build the model again
@@ -36,7 +37,7 @@ def foreseen(learner: Any, e: Experiment, cheaply: bool = False) -> Trial | None
     return known[key]
 
 
-def _looked(learner: Any, e: Experiment, cheaply: bool) -> Trial | None:
+def _looked(learner: Learner, e: Experiment, cheaply: bool) -> Trial | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:

@@ -22,19 +22,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.experiment.arranged import sharers
-from workbench.host.core.changing import Changing
+from workbench.host.core.views import RankView
 from workbench.host.memory.memory import packed
 from workbench.host.placement import absent
 from workbench.host.placement.canonical import check_same
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.layout import Layout, Place
 from workbench.host.sharding.trial import Event, Listening, Trial, assumed, backward_events, forward_events
+from workbench.host.sharding.views import ReadView
 from workbench.rank import Bucket, StrategyError
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
 class Lent(NamedTuple):
@@ -68,9 +72,9 @@ class Reading:
     whole:   the buckets that are whole here, while parameters are in shards
     """
 
-    def __init__(self, run: Changing, ask: Callable[..., None] | None, listens: bool) -> None:
+    def __init__(self, run: ReadView, ask: Callable[..., None] | None, listens: bool) -> None:
         self._run, self._ask, self._listens = run, ask, listens
-        self.by: Any = None  # the strategy that shards parameters
+        self.by: Strategy | None = None  # the strategy that shards parameters
         self.trial: Trial | None = None
         self.learning = False  # everything is whole, to listen to this step
         self.listening: Listening | None = None
@@ -80,8 +84,8 @@ class Reading:
         self._offered: set[int] = set()  # buckets that may be whole, or on their way
         self._queue: list[int] | None = None  # in a forward, the buckets still to gather
         self._strays = False  # this rank has strayed in this forward
-        self._plans: tuple[Any, dict[str, Plan]] = None, {}  # a layout's buckets, and its plans
-        self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout's buckets, its places by id of their parameters
+        self._plans: tuple[list[Bucket] | None, dict[str, Plan]] = None, {}  # a layout's buckets, and its plans
+        self._known: tuple[list[Bucket] | None, dict[int, Place]] = None, {}  # a layout's buckets, places by id
 
     # -- sharding and unsharding --
 
@@ -170,7 +174,7 @@ class Reading:
             self._queue = None
             self.phase = self._run.rank.phase = ""
 
-    def _watching(self, phase: str) -> AbstractContextManager[Any]:
+    def _watching(self, phase: str) -> AbstractContextManager[None]:
         if self.learning and self._listens and phase != "evaluation":
             if self.listening is None:
                 self.listening = Listening({place.name: place.param for place in self._layout.order})
@@ -199,6 +203,7 @@ class Reading:
                        [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
         self._offered.add(index)
         following = self._following(plan, index) if index in plan.first else iter(())
+        assert self.by is not None
         await self.by.unshard(self._run.rank, self._run.state, self._layout.lies(index), following)
         self._open(index)
 
@@ -287,6 +292,7 @@ class Reading:
                 absent.leave(place.param, self._asked)
         self.whole.discard(index)
         self._offered.discard(index)
+        assert self.by is not None
         await self.by.reshard(run.rank, run.state, self._layout.lies(index))
 
     def _open(self, index: int) -> None:
@@ -295,7 +301,7 @@ class Reading:
             for place in self._layout.groups[index]:
                 absent.come(place.param)
 
-    def _asked(self, params: list[Any], others: list[Any]) -> None:
+    def _asked(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
         """Fetches absent parameters that torch is about to read, together with present ones."""
         if self._known[0] is not self._layout.buckets:
             self._known = self._layout.buckets, {id(place.param): place for place in self._layout.order}
@@ -358,7 +364,7 @@ class Reading:
         return found[kind]
 
 
-def shard_of(run: Any, strategy: Any, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
+def shard_of(run: RankView, strategy: Strategy, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
     """Builds this rank's shard of a bucket from its flat pieces of each parameter."""
     group = next(group for group in sharers(strategy, run.rank.size) if run.rank.id in group)
     own = [given[part.name] for part in bucket.parts if part.name in given]

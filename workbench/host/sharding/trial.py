@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from workbench.host.memory.memory import packed
 from workbench.host.placement import absent
 from workbench.host.placement.layout import Layout
+from workbench.settings import Json
 
 Names = tuple[str, ...]
+Packed = Tensor | tuple[Tensor, str]  # what autograd keeps: a tensor, and the parameter that it is a view of
 READS = {"read", "grad"}  # the kinds of event in a backward
 
 
@@ -39,7 +41,7 @@ class Trial(NamedTuple):
         """Names in the order of gradients."""
         return [name for kind, names in self.backward for name in names if kind == "grad"]
 
-    def plain(self) -> list[Any]:
+    def plain(self) -> Json:
         """Returns the trial as JSON, for a checkpoint's manifest."""
         return [[list(names) for names in self.forward], [[kind, list(names)] for kind, names in self.backward]]
 
@@ -55,7 +57,7 @@ class Trial(NamedTuple):
             raise ValueError("its order of reading parameters is damaged")
         return found
 
-    def names(self) -> list[Any]:
+    def names(self) -> list[str]:
         """Returns every parameter name in it, once per mention."""
         return [name for names in (*self.forward, *(names for _, names in self.backward)) for name in names]
 
@@ -128,7 +130,7 @@ class Listening:
             for p in self._named.values():
                 absent.come(p)
 
-    def _came(self, name: str, _: Any) -> None:
+    def _came(self, name: str, _: Tensor) -> None:
         self._backward.append(("grad", (name,)))
 
     def _asked(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
@@ -140,13 +142,13 @@ class Listening:
         elif not self._forward or self._forward[-1] != names:
             self._forward.append(names)
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack(self, x: Tensor) -> Packed:
         begins = self._lies.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
         if begins is None:
             return packed(x)
         return packed(x), begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         x, name = packed

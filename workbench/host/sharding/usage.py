@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from workbench.host.placement.layout import Layout, Place
 from workbench.rank import Rank, StrategyError
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
 class Raised(Protocol):
@@ -58,7 +62,7 @@ class Usage:
         self.unfrozen = {}
         self._trained = [place for place in layout.order if place.param.requires_grad]
 
-    def require_trained(self, strategy: Any) -> None:
+    def require_trained(self, strategy: Strategy) -> None:
         """Raises StrategyError if the model has frozen a parameter that `strategy` would go on moving."""
         frozen = (place.name for place in self._trained if not place.param.requires_grad)
         if strategy.moves_frozen and (name := next(frozen, "")):
@@ -136,7 +140,7 @@ class Usage:
 
 
 @contextmanager
-def only(optimizer: Any, params: Iterable[nn.Parameter]) -> Iterator[None]:
+def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, the optimizer has no parameters but these."""
     wanted, before = {id(p) for p in params}, [group["params"] for group in optimizer.param_groups]
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from workbench.host.placement.placement import Held
 from workbench.host.placement.slices import Slice
 from workbench.host.placement.slots import slots
 from workbench.host.placement.spread import Spread, placed
-from workbench.host.transfer.handover import Cut, cut, in_shards
+from workbench.host.transfer.handover import cut, in_shards
+from workbench.host.transfer.shards import Cut
+from workbench.host.transfer.views import Changing
 
 Bound = tuple[int, int]  # the next step, and how many changes came before it
 
@@ -69,7 +71,7 @@ def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, siz
     return made
 
 
-def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
+def stood(run: Changing, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
     """Returns the current state of `run`'s rank.
 
     spare:  an old boundary, whose memory may be reused
@@ -89,7 +91,7 @@ def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = 
                     steps_apart(run))  # fmt: skip
 
 
-def steps_apart(run: Any) -> int:
+def steps_apart(run: Changing) -> int:
     """Steps since all ranks last had the same parameters, as far as the strategy of `run` can tell; -1: it cannot."""
     strategy = run.experiment.strategy
     since = strategy.steps_apart(run.state) if strategy.periodic else 0

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+from torch.optim import Optimizer
 
 from workbench.experiment.arranged import mesh, sharers
-from workbench.host.core.changing import Changing
 from workbench.host.core.remembered import rule
+from workbench.host.core.views import RankView
 from workbench.host.placement.canonical import Disagreement, check_same, flattened, prime, scatter_back
 from workbench.host.placement.checksum import MASK, checksum
 from workbench.host.placement.layout import Layout
@@ -27,18 +28,13 @@ from workbench.host.placement.move import State, move
 from workbench.host.placement.placement import Held, Placement
 from workbench.host.placement.slices import Slice
 from workbench.host.placement.slots import likes, put, slots
-from workbench.rank import Part, Rank, can_average
+from workbench.host.transfer.shards import Cut
+from workbench.host.transfer.views import Changing
+from workbench.optimizers import Optimizer as OptimizerSetting
+from workbench.rank import Rank, can_average
 
-
-class Cut(NamedTuple):
-    """How optimizer state or parameters are sharded.
-
-    buckets: by bucket, the places of its parameters
-    groups:  groups of ranks, in order; each group shards all buckets over its ranks
-    """
-
-    buckets: tuple[tuple[Part, ...], ...]
-    groups: tuple[tuple[int, ...], ...]
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
 def parameters(layout: Layout) -> State:
@@ -46,29 +42,29 @@ def parameters(layout: Layout) -> State:
     return {place.name: place.param.data for place in layout.order}
 
 
-def beside(run: Changing) -> State:
+def beside(run: RankView) -> State:
     """Returns the state that only ranks that train have: buffers and optimizer state."""
     return {**{name: b.data for name, b in run.model.named_buffers()}, **slots(run.layout, run.optimizer)}
 
 
-def alike(run: Changing, numbers: list[int]) -> list[int]:
+def alike(run: RankView, numbers: list[int]) -> list[int]:
     """Picks from a list by rank the numbers of the ranks that hold the same part of the model as this rank."""
     who = run.rank.replicas.within
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
 
-def names(run: Changing) -> list[int]:
+def names(run: RankView) -> list[int]:
     """The numbers in the run of the ranks that `alike` picks."""
     return alike(run, [run.rank.number(place) for place in range(run.rank.size)])
 
 
-def owners(run: Changing, strategy: Any) -> dict[str, int]:
+def owners(run: RankView, strategy: Strategy) -> dict[str, int]:
     """Returns the owner of each embedding table, if `strategy` keeps each table on one rank."""
     names = run.rank.tables if strategy.tables else ()
     return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
 
 
-async def consolidate(run: Changing, strategy: Any) -> None:
+async def consolidate(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained under `strategy`.
 
     Otherwise diverged momenta would pull replicas apart again. Integers (counters, quantised moments) are taken from
@@ -89,7 +85,7 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     await averaged(group, drifted, "optimizer state")
 
 
-def drifting(run: Changing, optimizer: Any, apart: Collection[str] = ()) -> list[torch.Tensor]:
+def drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
     """Returns the tensors of `beside` without tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
     found = []
     for name, x in beside(run).items():
@@ -119,14 +115,14 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
             scatter_back(whole.view(x.dtype), [x])
 
 
-async def spread(run: Changing, strategy: Any) -> None:
+async def spread(run: RankView, strategy: Strategy) -> None:
     """Gives every rank the state that it lacks. Sends nothing if no rank lacks any. Runs after `consolidate`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await bring(run, trained, len(_present(parameters(run.layout))), tuple(owners(run, strategy).items()))
 
 
-async def bring(run: Changing, holders: tuple[int, ...], everywhere: int = 0,
+async def bring(run: RankView, holders: tuple[int, ...], everywhere: int = 0,
                 apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
     """Gives every rank the state of `holders` that it lacks. See `_placed` for the other arguments."""
     rank, state = run.rank, _present(parameters(run.layout)) | _present(beside(run))
@@ -144,7 +140,7 @@ def _present(state: State) -> State:
     return {name: x for name, x in state.items() if x.numel()}
 
 
-async def check(run: Changing) -> None:
+async def check(run: RankView) -> None:
     """Raises Disagreement unless all ranks hold the same parameters and the same optimizer state.
 
     It skips optimizer state in shards.
@@ -182,7 +178,7 @@ def _numel(state: State) -> int:
 # -- optimizer state in shards --
 
 
-def cut(run: Changing, strategy: Any) -> Cut | None:
+def cut(run: RankView, strategy: Strategy) -> Cut | None:
     """Returns how `strategy` shards optimizer state. None: it is whole on every rank, or torch keeps it."""
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
@@ -223,12 +219,12 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     run.sharded(to)
 
 
-async def summed(run: Changing, state: State, lies: Placement) -> int:
+async def summed(run: RankView, state: State, lies: Placement) -> int:
     """Returns the hash of all ranks' state. Each replica counts once, on the first rank that has it."""
     return sum(await run.gather(hashed(run, state, lies))) & MASK
 
 
-def hashed(run: Changing, state: State, lies: Placement) -> int:
+def hashed(run: RankView, state: State, lies: Placement) -> int:
     """Returns this rank's part of the hash. The hash is the sum of all parts."""
     me = run.rank.id
     if run.layout.sizes_only:
@@ -238,14 +234,14 @@ def hashed(run: Changing, state: State, lies: Placement) -> int:
     return checksum({name: state[name] for name in mine}, mine)
 
 
-def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int) -> int:
+def kept_bytes(layout: Layout, optimizer: Optimizer, cut: Cut, rank: int) -> int:
     """Returns the bytes of sharded optimizer state on a rank after the first step."""
     like, numel = likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
     mine = _shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
     return sum(s.numel * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
-async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
+async def kept_slots(run: RankView, like: State, here: State) -> list[str]:
     """Returns the names of the slots that at least one rank has."""
     if not like:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,12 @@ from workbench.host.placement.placement import Placement
 from workbench.host.placement.sliced import shape_of
 from workbench.host.placement.spread import Spread, placed, spread_of
 from workbench.host.transfer.boundary import pieces_at
-from workbench.host.transfer.handover import Cut, cut
+from workbench.host.transfer.handover import cut
+from workbench.host.transfer.shards import Cut
+from workbench.host.transfer.views import Changing
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 
 class Lying(NamedTuple):
@@ -38,7 +43,7 @@ class Lying(NamedTuple):
 WHOLE = Lying()
 
 
-def lying(run: Any, strategy: Any) -> Lying:
+def lying(run: Changing, strategy: Strategy) -> Lying:
     """Returns the current placement, under `strategy`."""
     shards = cut(run, strategy)
     return Lying(run.spread, shards, run.reading.sharded and shards is not None)
@@ -58,7 +63,7 @@ def where(named: tuple[tuple[str, int], ...], slots: tuple[tuple[str, bool], ...
                              for rank in range(size)})  # fmt: skip
 
 
-async def lying_then(run: Any, wanted: Experiment) -> Lying:
+async def lying_then(run: Changing, wanted: Experiment) -> Lying:
     """Returns the placement under `wanted` of a model that is in stages or slices now. All ranks call it together.
 
     Buckets of shards follow the order of the gradients, if all ranks can foresee it. If a rank cannot foresee what a

@@ -9,18 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from workbench.compressors import inside
 from workbench.experiment.momentum import plain
 from workbench.host.placement.canonical import flattened
+from workbench.host.transfer.views import Changing
 from workbench.rank import MOMENTUM, Memory
 
 if TYPE_CHECKING:
-    from workbench.host.core.changing import Changing
     from workbench.host.placement.layout import Layout, Place
 
 
-def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
+def stilled(layout: Layout, optimizer: Optimizer, memory: Memory) -> None:
     """Subtracts a step's gradients from the optimizer's momentum, if a compressor keeps the momentum of gradients."""
     kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
@@ -74,7 +75,7 @@ async def give_back(run: Changing) -> None:
             _add(run.optimizer.state[place.param], place, piece)
 
 
-def _add(state: Any, place: Place, piece: torch.Tensor) -> None:
+def _add(state: dict[str, Any], place: Place, piece: torch.Tensor) -> None:
     """Adds `piece`, (n,), to the momentum of one parameter."""
     piece = piece.view(place.param.shape).to(place.param.dtype)
     buffer = state.get("momentum_buffer")

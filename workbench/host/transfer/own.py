@@ -11,14 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.fabric import traffic
-from workbench.host.core.changing import Changing
 from workbench.host.core.remembered import UNDECLARED
 from workbench.host.placement.canonical import Disagreement
 from workbench.host.placement.move import State, move, seen
@@ -28,7 +26,9 @@ from workbench.host.placement.sliced import numel_of
 from workbench.host.placement.slices import Slice, refine
 from workbench.host.placement.spread import Spread, placed
 from workbench.host.transfer.handover import summed
+from workbench.host.transfer.views import Changing
 from workbench.rank import Rank
+from workbench.settings import Json
 
 Named = tuple[tuple[str, int], ...]  # (name, elements) of trained parameters of one dtype, in the model's order
 MOVED = ("sum", "mean")  # the rules by which memory moves with the parameters
@@ -66,7 +66,7 @@ async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
         run.mark("own", _told({name: rules.get(name, UNDECLARED) for name in (*kept, *stays, *lost)}, nbytes))
 
 
-def _told(rules: dict[str, str], nbytes: int) -> dict[str, Any]:
+def _told(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
     said = [f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED]
     stays = [name for name, rule in rules.items() if rule == "keep"]
     lost = [name for name, rule in rules.items() if rule not in (*MOVED, "keep")]

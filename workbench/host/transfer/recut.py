@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from workbench.experiment.arranged import sharers
-from workbench.host.core.changing import Changing
 from workbench.host.placement.canonical import Disagreement
 from workbench.host.placement.checksum import MASK
 from workbench.host.placement.move import State, move
@@ -24,14 +23,19 @@ from workbench.host.placement.placement import Placement
 from workbench.host.placement.slots import likes, put, slots
 from workbench.host.sharding.reading import shard_of
 from workbench.host.transfer.boundary import held
-from workbench.host.transfer.handover import Cut, cut, hashed, in_shards, kept_slots, reshard
+from workbench.host.transfer.handover import cut, hashed, in_shards, kept_slots, reshard
+from workbench.host.transfer.shards import Cut
+from workbench.host.transfer.views import Changing
 from workbench.rank import Bucket
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
 
 Sizes = tuple[tuple[str, int], ...]  # elements of each parameter
 Kept = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a parameter; True if it has one element
 
 
-async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
+async def recut(run: Changing, strategy: Strategy, anew: Callable[[], Awaitable[None]]) -> None:
     """Calls `anew`, which cuts new buckets, and moves state from shards of old buckets to shards of new ones."""
     if run.reading.sharded:
         if not (away := strategy.aside(run.state)):
@@ -63,7 +67,8 @@ class _Old(NamedTuple):
     away: dict[int, Bucket]
 
 
-async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Callable[[], Awaitable[None]]) -> None:
+async def _by_buckets(run: Changing, strategy: Strategy, away: list[Bucket],
+                      anew: Callable[[], Awaitable[None]]) -> None:  # fmt: skip
     run.ledger.built()  # between 2 steps no bucket is whole, as some were in the last step
     was = _cut(run, strategy)
     old = await _held(run, was, away)
@@ -82,6 +87,7 @@ async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Ca
         await run.rank.hold(shard)
         if not away:
             given |= own
+            assert run.reading.by is not None
             await run.reading.by.reshard(run.rank, run.state, run.layout.lies(bucket.index))
             continue
         if not run.layout.sizes_only:
@@ -98,7 +104,7 @@ async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Ca
     run.sharded(cut(run, strategy))
 
 
-def _cut(run: Changing, strategy: Any) -> Cut:
+def _cut(run: Changing, strategy: Strategy) -> Cut:
     """Returns how parameters are sharded, also on a single rank, which may offload them."""
     return Cut(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
 

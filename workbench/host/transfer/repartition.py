@@ -8,7 +8,7 @@ no memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from workbench.host.placement.spread import Spread, placed
 from workbench.host.transfer.boundary import held
 from workbench.host.transfer.handover import averaged, cut, hashed, kept_slots
 from workbench.host.transfer.lying import WHOLE, Lying, where
+from workbench.host.transfer.views import Changing
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
 
@@ -58,7 +59,7 @@ class Came(NamedTuple):
     pieces: State | None
 
 
-async def repartition(run: Any, was: Lying, to: Lying, outer: State | None = None) -> Came:
+async def repartition(run: Changing, was: Lying, to: Lying, outer: State | None = None) -> Came:
     """Moves the state from `was` to `to`. All ranks call it at the same boundary. Replicas must be equal.
 
     Raises Disagreement if the hash of the state has changed.
@@ -94,7 +95,7 @@ async def repartition(run: Any, was: Lying, to: Lying, outer: State | None = Non
     return Came(_outer(given, mine), {name: given[name] for name in given if name in trained} if to.sharded else None)
 
 
-def _turns(run: Any, what: _Moved) -> Iterator[set[str]]:
+def _turns(run: Changing, what: _Moved) -> Iterator[set[str]]:
     """Yields the names that move together: about a bucket of whole tensors, to bound the memory of each rank."""
     limit, names, nbytes = run.layout.bucket_mb * 1e6, set[str](), 0
     for name, n in what.sizes.items():
@@ -107,7 +108,7 @@ def _turns(run: Any, what: _Moved) -> Iterator[set[str]]:
         yield names
 
 
-async def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Lying, began: float) -> Came:
+async def _cut_out(run: Changing, trained: dict[str, nn.Parameter], what: _Moved, to: Lying, began: float) -> Came:
     """Cuts a whole model into stages or slices, with sizes only. Sends nothing, because each rank has its part."""
     rank, spread = run.rank, to.spread
     assert spread is not None
@@ -121,7 +122,7 @@ async def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to:
     return Came(_outer(given, mine), None)
 
 
-def _tell(run: Any, lies: Lying, nbytes: int, began: float) -> None:
+def _tell(run: Changing, lies: Lying, nbytes: int, began: float) -> None:
     """Records the new partition on rank 0: stages, slices, bytes that ranks sent, and seconds that it took rank 0."""
     if run.rank.id == 0:
         to, whole = lies.spread, "all ranks share the model out" if lies.sharded else "every rank holds the whole model"
@@ -135,11 +136,11 @@ def _outer(given: State, mine: set[str]) -> State | None:
     return {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given} or None
 
 
-def _buffers(run: Any) -> State:
+def _buffers(run: Changing) -> State:
     return {name: b for name, b in run.model.named_buffers() if b.numel()}
 
 
-async def _agree_on_buffers(run: Any, was: Spread | None) -> None:
+async def _agree_on_buffers(run: Changing, was: Spread | None) -> None:
     """Averages buffers, such as running statistics, over replicas."""
     rank, here = run.rank, _buffers(run)
     if was and was.stages:
@@ -149,7 +150,7 @@ async def _agree_on_buffers(run: Any, was: Spread | None) -> None:
         await averaged(rank.replicas, list(here.values()), "buffers")
 
 
-async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | None, was: Lying) -> _Moved:
+async def _collected(run: Changing, trained: dict[str, nn.Parameter], outer: State | None, was: Lying) -> _Moved:
     buffers, here = _buffers(run), slots(run.layout, run.optimizer)
     places = [Place(name, p) for name, p in trained.items()]
     like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
@@ -170,7 +171,7 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
     return _Moved(sizes, like, here, {name: bool(like[name].numel()) for name in kept})
 
 
-async def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Lying,
+async def _settle(run: Changing, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Lying,
                   what: _Moved) -> None:  # fmt: skip
     """Puts the moved state into the model, the layout and a new optimizer. The caller places sharded parameters."""
     spread = to.spread

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.compressors import ErrorFeedback, inside
+from workbench.compressors import Compressor, ErrorFeedback, inside
 from workbench.compressors._leaving import _Leaving as Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
-from workbench.host.core.changing import Changing
 from workbench.host.transfer.momentum import move_momentum
+from workbench.host.transfer.views import Changing
 from workbench.rank import Rank
+from workbench.settings import Json
 
 LONG = 3.0  # a step that sends a residual more than this many times as long as the gradient gets a warning
 
@@ -90,7 +91,7 @@ def _tell_sent(run: Changing) -> None:
         return
     share = owed / run.flushing
     residual, gradient = float(owed.norm()), float((torch.stack(list(found.values())).sum(0) - share).norm())
-    detail: dict[str, Any] = {"sent": residual, "gradient": gradient, "steps": run.flushing,
+    detail: dict[str, Json] = {"sent": residual, "gradient": gradient, "steps": run.flushing,
                               "unit": run.experiment.strategy.exchanges}
     if float(share.norm()) > LONG * gradient:
         part = f" (of what rank {run.rank.number()} holds of the model)" if run.rank.mesh.inside else ""
@@ -124,18 +125,18 @@ def _dropped(run: Changing, was: Experiment, buffer: str, owed: Tensor | None) -
     if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing, has no norm
         return
     norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
-    detail: dict[str, Any] = {"dropped": norm, "mean": float(owed.norm()), "unit": was.strategy.exchanges}
+    detail: dict[str, Json] = {"dropped": norm, "mean": float(owed.norm()), "unit": was.strategy.exchanges}
     if run.rank.id == 0:
         what = f"{was.strategy.exchanges} of length {detail['mean']:.3g}"
         detail["text"] = f"dropped what compression had left unsent: {what}"
     run.mark("residual", detail)
 
 
-def remembers(compressor: Any) -> bool:
+def remembers(compressor: Compressor) -> bool:
     """Whether `compressor`, or one that it wraps, has error feedback."""
     return _feeding(compressor) is not None
 
 
-def _feeding(compressor: Any) -> Any:
+def _feeding(compressor: Compressor) -> Any:
     """Returns the outermost compressor in `compressor` with error feedback, or None."""
     return next((c for c in inside(compressor) if c.residual == ErrorFeedback.residual), None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import example
@@ -63,7 +64,7 @@ def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor
     return found
 
 
-def step_rows(layout: Layout, optimizer: Any, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+def step_rows(layout: Layout, optimizer: Optimizer, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
     """Steps the optimizer on `rows` of a table only. The optimizer state of other rows stays as it is.
 
     Slots of the table's shape have rows, too. Other slots, such as step counters, belong to the whole table.

@@ -20,7 +20,7 @@ from workbench.host.placement.layout import Layout
 from workbench.host.placement.splitting import Split
 from workbench.host.placement.spread import Spread
 from workbench.host.sharding.trial import Trial
-from workbench.host.transfer.handover import Cut as Shards
+from workbench.host.transfer.shards import Cut as Shards
 from workbench.rank import Bucket, Factors
 from workbench.sim.clock.drawing import Drawn
 from workbench.sim.compute.away import Outlined

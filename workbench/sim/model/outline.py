@@ -20,8 +20,8 @@ from workbench.host.placement.layout import Layout
 from workbench.host.placement.splitting import Split
 from workbench.host.placement.spread import Spread
 from workbench.host.sharding.trial import Trial, assumed
-from workbench.host.transfer.handover import Cut as Shards
 from workbench.host.transfer.handover import kept_bytes
+from workbench.host.transfer.shards import Cut as Shards
 from workbench.optimizers import Optimizer, built
 from workbench.sim.fake.shaped import stands_in
 from workbench.sim.model.known import Kept

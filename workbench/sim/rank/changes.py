@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,15 @@ from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import crashed, pauses
 from workbench.host.loop.life import Life
 from workbench.host.memory.batches import Numbers, example, numbers
+from workbench.host.memory.offload import Offloaded
 from workbench.host.passes.meetings import plans_of
 from workbench.host.placement.spread import Spread, spread_of
 from workbench.host.reconfigure.changes import in_step, take_role
 from workbench.host.reconfigure.refusing import able
 from workbench.host.sharding.foreseen import foreseen
-from workbench.host.transfer.handover import Cut
+from workbench.host.transfer.shards import Cut
 from workbench.rank import Op
-from workbench.settings import KnobError
+from workbench.settings import Json, KnobError
 from workbench.sim.compute.host import Host
 from workbench.sim.costs.costs import Costs
 
@@ -136,7 +137,7 @@ class Turnable(Life):
         self.body.tune(self.experiment)
 
     @property
-    def kept_away(self) -> Any:
+    def kept_away(self) -> Offloaded:
         return self.body.away
 
     def cut_anew(self, bucket_mb: float) -> None:
@@ -248,7 +249,7 @@ class Turnable(Life):
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
         self.host.span(lane, name, began, began, self.now, nbytes)
 
-    def mark(self, name: str, detail: dict[str, Any]) -> None:
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None:
         self.world.record.mark(self.rank.id, self.rank.step, name, self.host.clock.now, json.dumps(detail))
 
     def say(self, phase: str) -> None:

@@ -14,7 +14,7 @@ from workbench.host.elastic.reentry import fewer
 from workbench.host.elastic.resizing import come_together
 from workbench.host.elastic.voting import Next, Said, named
 from workbench.rank import Op
-from workbench.settings import Change, KnobError
+from workbench.settings import Change, Json, KnobError
 from workbench.sim.clock.world import Stopped
 from workbench.sim.rank.changes import Turnable
 
@@ -75,7 +75,7 @@ class Mortal(Turnable):
             wanted = self.able(fewer(self.experiment, tuple(range(len(here))), len(here) + len(join.new)))
         except KnobError as error:
             if self.rank.id == 0:
-                said = {"path": "ranks", "value": len(here) + len(join.new)}
+                said: dict[str, Json] = {"path": "ranks", "value": len(here) + len(join.new)}
                 self.mark("refused", said | {"reason": f"{named(join.new)} cannot come: {error}"})
             return
         with self.undoable(True):
@@ -96,7 +96,8 @@ class Mortal(Turnable):
         if not mine:
             return
         text = f"rank {self.member} crashed before step {self.rank.step}"
-        about = {"rank": self.member, "step": self.rank.step, "op": "between two steps", "type": "Crash", "text": text}
+        about: dict[str, Json] = {"rank": self.member, "step": self.rank.step, "op": "between two steps",
+                                  "type": "Crash", "text": text}  # fmt: skip
         self.mark("error", about)
         self.ends("failed")
         await Op("park", self.world.crashes, "nothing, for it has crashed")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Session(Mortal):
-    """A run on one virtual rank. Changes use part of it (`host/core/changing.py`).
+    """A run on one virtual rank. Changes use part of it (`host/transfer/views.py`).
 
     member: this rank's number in the run
     """

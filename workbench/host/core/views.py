@@ -1,0 +1,60 @@
+"""One rank of a run, as the other parts of host see it.
+
+A host implements every view by its Session. A view lists what its users read or call, and no more. `RankView` is the
+smallest. Sub-packages that need more extend it in their own `views.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.experiment import Experiment
+from workbench.host.placement.layout import Layout
+from workbench.host.placement.spread import Spread
+from workbench.rank import Rank
+from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from workbench.settings import Json
+
+
+class RankView(Protocol):
+    """One rank: what it trains, and how it talks to the others.
+
+    state:  the strategy's state, which only the strategy reads
+    spread: how a replica lies on several ranks; None: each rank has a whole replica
+    now:    seconds since the run began
+    """
+
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def rank(self) -> Rank: ...
+    @property
+    def learner(self) -> Learner: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def state(self) -> Any: ...
+    @property
+    def spread(self) -> Spread | None: ...
+    @property
+    def now(self) -> float: ...
+
+    async def gather(self, number: int) -> list[int]:
+        """Returns every rank's number, by rank."""
+
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None:
+        """Records an event of this rank, with details as JSON."""
+
+    def sample(self, name: str, value: float) -> None:
+        """Records one number of this rank."""

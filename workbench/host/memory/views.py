@@ -1,0 +1,42 @@
+"""One rank of a run, as the account of its memory sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from workbench.host.core.views import RankView
+
+
+class KeptWeights(Protocol):
+    """Copies of weights that a pass will still read. kept: their tensors"""
+
+    @property
+    def kept(self) -> list[Tensor]: ...
+
+
+class InFlight(Protocol):
+    """Micro-batches in flight. stashed: what they keep besides their activations"""
+
+    @property
+    def stashed(self) -> Iterable[Tensor]: ...
+    @property
+    def versions(self) -> KeptWeights: ...
+
+
+class Sharded(Protocol):
+    """Whether parameters are in shards now."""
+
+    @property
+    def sharded(self) -> bool: ...
+
+
+class AccountView(RankView, Protocol):
+    """A rank whose bytes are counted."""
+
+    @property
+    def flow(self) -> InFlight: ...
+    @property
+    def reading(self) -> Sharded: ...

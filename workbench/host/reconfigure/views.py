@@ -1,0 +1,41 @@
+"""One rank of a run, as changes and policies see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from workbench.experiment import Experiment
+from workbench.host.core.views import RankView
+from workbench.settings import Change
+
+if TYPE_CHECKING:
+    pass
+
+
+class TryingView(RankView, Protocol):
+    """A rank that tries whether its model can be trained otherwise."""
+
+    def example(self, wanted: Experiment) -> Any:
+        """Returns a batch that is equal on all ranks and not taken from the training data's order."""
+
+
+class PolicyView(RankView, Protocol):
+    """A rank that asks a policy.
+
+    planned: future changes, in the order of their steps
+    obeyed:  the number of changes made or refused so far
+    """
+
+    planned: list[Change]
+
+    @property
+    def obeyed(self) -> int: ...
+
+    def able(self, wanted: Experiment) -> Experiment:
+        """Returns `wanted`. Raises KnobError if this host cannot train it."""
+
+    async def obey(self, change: Change) -> bool:
+        """Makes or refuses one change. Returns whether a change was made."""
+
+    async def told(self, text: str, by: int = 0) -> str:
+        """Returns the text of rank `by`, on every rank."""

@@ -1,0 +1,18 @@
+"""How optimizer state or parameters are cut into shards of buckets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workbench.rank import Part
+
+
+class Cut(NamedTuple):
+    """How optimizer state or parameters are sharded.
+
+    buckets: by bucket, the places of its parameters
+    groups:  groups of ranks, in order; each group shards all buckets over its ranks
+    """
+
+    buckets: tuple[tuple[Part, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
