@@ -404,7 +404,7 @@ def test_few_attributes_are_set_from_outside(package: str, most: int) -> None:
 
 
 def test_few_types_in_host_are_any() -> None:
-    assert count_any("workbench.host") <= 404
+    assert count_any("workbench.host") <= 368
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -5,7 +5,6 @@ If replicas have drifted apart, the model is their mean, as when a strategy ends
 
 from __future__ import annotations
 
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -14,12 +13,13 @@ from torch import Tensor
 from workbench.host.checkpoint.image import Image
 from workbench.host.checkpoint.regain import Regained
 from workbench.host.checkpoint.tree import Unkept
+from workbench.host.core.views import RankView
 from workbench.host.transfer.handover import averaged
 
 KIND = "model"  # of a checkpoint
 
 
-async def alone(run: Any) -> Image:
+async def alone(run: RankView) -> Image:
     """Returns the image of `run`'s model, equal on all ranks. Raises Unkept for state other than tensors."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
@@ -32,14 +32,14 @@ async def alone(run: Any) -> Image:
     return image
 
 
-async def mean_taken(run: Any) -> None:
+async def mean_taken(run: RankView) -> None:
     """Sets `run`'s own model to the mean that `alone` would save."""
     state = {name: x.detach() for name, x in run.model.state_dict().items() if isinstance(x, Tensor)}
     with torch.no_grad():
         await _agreed(run, state)
 
 
-async def _agreed(run: Any, state: dict[str, Tensor]) -> None:
+async def _agreed(run: RankView, state: dict[str, Tensor]) -> None:
     """Averages tensors over ranks if their bits differ."""
     learned = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     for here in (learned, state.keys() - learned):  # compared apart: ranks may have their own statistics

@@ -10,6 +10,7 @@ import json
 from typing import Any, Protocol
 
 from workbench.host.checkpoint.regain import FITS_NOT, Regained
+from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.passes.pipelining import drained
 from workbench.rank import Op
 from workbench.settings import KnobError
@@ -32,7 +33,7 @@ class Kept(Protocol):
 class Back:
     """One rank's part in going back."""
 
-    def __init__(self, run: Any, kept: Kept) -> None:
+    def __init__(self, run: CheckpointView, kept: Kept) -> None:
         self.run, self.kept = run, kept
         self._since = -1  # the step before which it last went back; earlier losses are settled
         self._to, self._times = -1, 0  # the last checkpoint's step; how often it went back to it

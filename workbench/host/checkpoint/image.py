@@ -11,16 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.host.checkpoint.boxes import Box, boxes
 from workbench.host.checkpoint.tree import written
+from workbench.host.checkpoint.views import CheckpointView
+from workbench.host.core.views import RankView
+from workbench.host.memory.batches import Batches, Numbers
 from workbench.host.placement import absent
+from workbench.host.placement.placement import Held
 from workbench.host.placement.sliced import shape_of
 from workbench.host.placement.slices import Slice
 from workbench.host.placement.slots import settings, slots
 from workbench.host.placement.spread import placed
 from workbench.host.transfer.handover import cut, in_shards
+
+Lies = tuple[tuple[int, ...], tuple[Slice, ...]]  # a tensor's whole shape, and this rank's slices of it
 
 
 class Item(NamedTuple):
@@ -69,7 +75,7 @@ class Image:
             return self.add("", x, tuple(x.shape))
 
 
-def taken(run: Any) -> Image:
+def taken(run: CheckpointView) -> Image:
     """Copies the state of `run`'s rank, with nothing in flight. Raises Unkept for other values."""
     image = Image(run.rank.step)
     said = image.said
@@ -95,7 +101,7 @@ def taken(run: Any) -> Image:
     return image
 
 
-def parameters(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
+def parameters(run: RankView) -> Iterator[tuple[str, Tensor, Lies]]:
     """Yields (name, this rank's elements, (whole shape, their slices)) of each parameter."""
     layout = run.layout
     for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
@@ -106,7 +112,7 @@ def parameters(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
                 yield part.name, own[low - begin : high - begin], _lies(run, part.name, place.param, slices)
 
 
-def _lies(run: Any, name: str, param: Any, slices: tuple[Slice, ...]) -> tuple[Any, ...]:
+def _lies(run: RankView, name: str, param: nn.Parameter, slices: tuple[Slice, ...]) -> Lies:
     """Returns (shape, slices) of this rank's elements of a parameter."""
     shape, local = shape_of(param), tuple(param.shape)
     if shape == local:
@@ -121,7 +127,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def beside(run: Any) -> Iterator[tuple[str, Tensor]]:
+def beside(run: RankView) -> Iterator[tuple[str, Tensor]]:
     """Yields buffers and frozen parameters."""
     yield from run.model.named_buffers()
     for name, p in run.model.named_parameters():
@@ -129,11 +135,11 @@ def beside(run: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, p.data
 
 
-def _slots(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
+def _slots(run: RankView) -> Iterator[tuple[str, Tensor, Lies]]:
     """Yields the optimizer state of each parameter, as `parameters` does."""
     here, params = slots(run.layout, run.optimizer), {place.name: place.param for place in run.layout.order}
     shards = cut(run, run.experiment.strategy)
-    lies: Any = {}
+    lies: Held = {}
     if shards is not None:
         sizes = tuple((name, p.numel()) for name, p in params.items())
         kept = tuple((name, x.dim() == 0 or x.numel() == 1) for name, x in here.items())
@@ -145,10 +151,10 @@ def _slots(run: Any) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
         elif tuple(x.shape) == tuple(param.shape):
             yield name, x, _lies(run, name.partition("/")[2], param, (Slice(0, x.numel()),))
         else:
-            yield name, x, (tuple(x.shape),)
+            yield name, x, (tuple(x.shape), ())
 
 
-def _data(reads: Any, image: Image) -> Any:
+def _data(reads: Batches | None, image: Image) -> Any:
     """Returns this rank's position in its data."""
     if reads is None:
         return None
@@ -159,7 +165,7 @@ def _data(reads: Any, image: Image) -> Any:
     return written(found, image.own, "data")
 
 
-def numbers(states: Any) -> Any:
+def numbers(states: Numbers | None) -> Any:
     """Converts states of random numbers into tensors and plain numbers."""
     if states is None:
         return None

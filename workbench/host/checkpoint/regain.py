@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.compressors import inside
 from workbench.host.checkpoint.image import beside, parameters
 from workbench.host.checkpoint.tree import Reader
+from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.core.dealing import NO_INDEX, may_come_again
+from workbench.host.core.views import RankView
 from workbench.host.memory.batches import Numbers, Stand
 from workbench.host.memory.budget import OutOfMemory
 from workbench.host.reconfigure.unfreezing import unfreeze
@@ -67,14 +69,14 @@ class Regained:
         with self.refusing():
             return int(self.said.get("used", 0))
 
-    def reader(self, run: Any) -> Reader:
+    def reader(self, run: RankView) -> Reader:
         e = run.experiment
         members = (e.strategy, e.optimizer, e.policy, *inside(e.compressor), *inside(run.rank.compressor))
         return Reader(self.tensor, {type(one).__module__ for one in members})
 
     # -- before shards are cut --
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: CheckpointView) -> None:
         """Before the strategy starts: restores the step, and a whole image's state.
 
         Shards are cut by the order in which a step reads parameters. It comes from the checkpoint, because a loss that
@@ -92,7 +94,7 @@ class Regained:
             if run.rank.id == 0 and not run.learner.indexed:
                 run.mark("data", may_come_again(NO_INDEX))
 
-    async def order(self, run: Any) -> None:
+    async def order(self, run: CheckpointView) -> None:
         """Before shards are cut: restores the order of buckets."""
         if self.whole:
             return
@@ -107,7 +109,7 @@ class Regained:
 
     # -- before the first step --
 
-    async def take(self, run: Any, anew: bool = True) -> None:
+    async def take(self, run: CheckpointView, anew: bool = True) -> None:
         """Before the first step: restores all state except random numbers, which `settle` restores.
 
         anew: the run begins with it; else the learning rate and the position in the data stay
@@ -134,7 +136,7 @@ class Regained:
         run.choose_lane()
         await run.gather(0)  # no rank may read another's memory before it is restored
 
-    def _stand(self, run: Any, reader: Reader) -> None:
+    def _stand(self, run: CheckpointView, reader: Reader) -> None:
         """Restores the rank's position in its steps and its data."""
         vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
         run.finite.know(reader.read(self.said.get("first")))
@@ -148,7 +150,7 @@ class Regained:
             why = f"the data of rank {run.rank.number()} yield other batches when they are read again"
             run.mark("data", may_come_again(why))
 
-    def _take_over(self, run: Any, reader: Reader) -> None:
+    def _take_over(self, run: CheckpointView, reader: Reader) -> None:
         """Restores what another number of ranks hands on: an outer momentum, and compression residuals."""
         rank, more = run.rank, reader.read(self.said["more"])
         if more[OUTER] is not None:
@@ -159,7 +161,7 @@ class Regained:
         vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
         run.finite.know(reader.read(self.said.get("first")))
 
-    def settle(self, run: Any) -> None:
+    def settle(self, run: CheckpointView) -> None:
         """Last of all before the first step: restores the policy and random numbers."""
         if self.whole:
             return
@@ -172,7 +174,7 @@ class Regained:
             run.draw_on(_states(reader.read(self.said["draws"])))
 
 
-def _order_of_reading(said: Any, model: Any) -> Trial:
+def _order_of_reading(said: Any, model: nn.Module) -> Trial:
     """Returns a step's order of reading. Raises ValueError if `model` lacks a parameter."""
     trial = Trial.read(said)
     if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
@@ -189,7 +191,7 @@ def _named(said: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in said.items() if name in known}
 
 
-def _values(run: Any, saved: Regained) -> None:
+def _values(run: RankView, saved: Regained) -> None:
     """Restores parameters, buffers and frozen parameters."""
     for what, here in (("parameters", ((n, x) for n, x, _ in parameters(run))), ("beside", beside(run))):
         numbers = dict(saved.said[what])
@@ -203,7 +205,7 @@ def _values(run: Any, saved: Regained) -> None:
             raise ValueError(f"it has {_few(list(numbers))}, and this run has not")
 
 
-def _remembered(run: Any, saved: Regained) -> None:
+def _remembered(run: RankView, saved: Regained) -> None:
     """Restores the optimizer's state and settings."""
     optimizer, places = run.optimizer, {place.name: place.param for place in run.layout.order}
     reader = saved.reader(run)
@@ -221,15 +223,15 @@ def _remembered(run: Any, saved: Regained) -> None:
         group.update({name: value for name, value in said.items() if name in group and name != "params"})
 
 
-def _stood(run: Any, said: Any) -> bool:
+def _stood(run: CheckpointView, said: Any) -> bool:
     """Restores the rank's position in its data. Returns whether the last batches are equal."""
     if said is None or run.reads is None:
         return True
     stands = {tuple(client): Stand(total, drawn, early, _states(opened), _states(began), last)
               for client, (total, drawn, early, opened, began, last) in said["stands"]}  # fmt: skip
-    batch, seed, step, *used = map(int, said["began"])
-    began = batch, seed, step, *(used or [0])
-    same: bool = run.reads.stand(began, _states(said["chance"]), stands)
+    written = tuple(map(int, said["began"]))
+    batch, seed, step, used = written if len(written) != 3 else (*written, 0)  # an older version wrote 3
+    same = run.reads.stand((batch, seed, step, used), _states(said["chance"]), stands)
     run.reads.taken = int(said["taken"])
     return same
 

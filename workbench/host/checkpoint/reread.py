@@ -18,6 +18,7 @@ from workbench.experiment.arranged import mesh, sharers
 from workbench.host.checkpoint.regain import Regained, regained
 from workbench.host.checkpoint.whole import Shares, heir, heirs
 from workbench.host.core.remembered import rule
+from workbench.host.core.views import RankView
 from workbench.host.placement.layout import Place, grouped, in_a_row
 from workbench.host.placement.move import seen
 from workbench.host.placement.slices import Slice
@@ -56,7 +57,7 @@ def formerly(checkpoint: Any, files: Any) -> Former:
     return Former(checkpoint.settings, images)
 
 
-def reread(run: Any, former: Former) -> None:
+def reread(run: RankView, former: Former) -> None:
     """Fills `run`'s rank, which has memory for the whole model, with the checkpoint's state.
 
     Raises RunError if the checkpoint cannot be read, and KnobError if it is of another model.
@@ -69,7 +70,7 @@ def reread(run: Any, former: Former) -> None:
         former.images[0].close()
 
 
-def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
+def _reread(run: RankView, was: Experiment, images: Sequence[Regained]) -> None:
     params = {place.name: place.param for place in run.layout.order}
     like = likes(run.layout.order, run.optimizer) if type(was.optimizer) is type(run.experiment.optimizer) else {}
     sources = list(_sources(run, was, images, like))
@@ -89,7 +90,7 @@ def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
         _owe(run, was, images)
 
 
-def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
+def _owe(run: RankView, was: Experiment, images: Sequence[Regained]) -> None:
     """Gives this rank its part of the former residuals, if they still mean the same."""
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
@@ -117,18 +118,19 @@ def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
         run.rank.memory.buffers[name] = {of: x.to(params[of].device) for of, x in found.items()}
 
 
-def _pieces(run: Any, image: Regained) -> Shares:
+def _pieces(run: RankView, image: Regained) -> Shares:
     """Returns the state of one rank's compressor, by buffer and parameter."""
     return image.reader(run).into(Memory(), image.said["memory"]).buffers
 
 
-def _beside(run: Any) -> Iterator[tuple[str, Tensor]]:
+def _beside(run: RankView) -> Iterator[tuple[str, Tensor]]:
     """Yields buffers and frozen parameters."""
     yield from run.model.named_buffers()
     yield from ((name, p.data) for name, p in run.model.named_parameters() if not p.requires_grad)
 
 
-def _sources(run: Any, was: Experiment, images: Sequence[Regained], like: Mapping[str, Tensor]) -> Iterator[_Source]:
+def _sources(run: RankView, was: Experiment, images: Sequence[Regained],
+             like: Mapping[str, Tensor]) -> Iterator[_Source]:  # fmt: skip
     """Yields the checkpoint's ranks that trained or owned a table."""
     numel = {place.name: place.numel for place in run.layout.order}
     sizes = numel | {name: x.numel() for name, x in _beside(run)}
@@ -153,7 +155,7 @@ def _sources(run: Any, was: Experiment, images: Sequence[Regained], like: Mappin
         yield _Source(image, here, held)
 
 
-def _cut(run: Any, was: Experiment, first: Regained) -> Cut | None:
+def _cut(run: RankView, was: Experiment, first: Regained) -> Cut | None:
     """Returns how shards were cut: buckets in their former order."""
     strategy = was.strategy
     if strategy.opaque or "optimizer state" not in strategy.shards:

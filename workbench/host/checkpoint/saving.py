@@ -15,6 +15,7 @@ from workbench.host.checkpoint.alone import KIND, alone
 from workbench.host.checkpoint.image import Image, taken
 from workbench.host.checkpoint.regain import Regained
 from workbench.host.checkpoint.tree import Unkept
+from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.memory.batches import Batches, Numbers
 from workbench.host.observe.finite import finite
 from workbench.host.passes.pipelining import drained
@@ -84,7 +85,7 @@ class Saving:
     saved:  the image that the rank resumes from, until it has
     """
 
-    def __init__(self, run: Any, keeper: Keeper | None = None, saved: Regained | None = None) -> None:
+    def __init__(self, run: CheckpointView, keeper: Keeper | None = None, saved: Regained | None = None) -> None:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
         self._next: Save | None = None
@@ -206,9 +207,10 @@ class Saving:
         planned, made = ([change.plain() | {"at_step": change.at_step} for change in changes if type(change) is Change]
                          for changes in (run.planned, run.steering.made))  # fmt: skip
         kind = KIND if run.experiment.task.leads else "ranks"
+        trial = run.reading.trial if run.reading.sharded else None
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,
-                "reads": run.reading.trial.plain() if run.reading.sharded else None}  # fmt: skip
+                "reads": None if trial is None else trial.plain()}  # fmt: skip
 
     def _refuse(self, reason: str) -> None:
         text = f"no checkpoint was made before step {self.run.rank.step}: {reason}"

@@ -17,6 +17,7 @@ from workbench.compressors import inside
 from workbench.host.checkpoint.image import Image, beside, parameters
 from workbench.host.checkpoint.regain import OUTER, OWED
 from workbench.host.checkpoint.tree import written
+from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.passes.pipelining import drained
 from workbench.host.placement.slots import settings, slots
 from workbench.host.reconfigure import changes
@@ -30,7 +31,7 @@ from workbench.partitions import Whole
 Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter, the state of a rank's compressor
 
 
-async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
+async def brought_together(run: CheckpointView) -> tuple[Any, dict[str, str], Shares]:
     """Gathers the whole model on all ranks, and resets the strategy.
 
     Returns an outer momentum; the rule of each compressor buffer; and this rank's share of each.
@@ -55,7 +56,8 @@ async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
     return momentum, rules, shares
 
 
-def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int, used: int) -> Image:
+def image_of(run: CheckpointView, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int,
+             used: int) -> Image:  # fmt: skip
     """Returns the image of a rank with the whole model, for `size` ranks to resume from.
 
     shares: of each former rank

@@ -27,10 +27,10 @@ def make_operators_once() -> None:
 
 def _guard(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     @wraps(make)
-    def find_or_make(self: Any, name: str) -> Any:
+    def find_or_make(space: Any, name: str) -> Any:
         with _LOCK:
-            if name in self.__dict__:  # another thread made it while this one waited
-                return self.__dict__[name]
-            return make(self, name)
+            if name in space.__dict__:  # another thread made it while this one waited
+                return space.__dict__[name]
+            return make(space, name)
 
     return find_or_make

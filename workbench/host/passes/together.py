@@ -66,7 +66,7 @@ class Together:
         self._own: dict[int, None] = {}  # the latest seeds of this rank's own numbers
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
-                run: Any = partial(self._colwise, name, way.gather)
+                run: Callable[..., Any] = partial(self._colwise, name, way.gather)
             elif isinstance(way, Scatter):
                 run = partial(self._scatter, name)
             elif isinstance(way, Rowwise):
