@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from workbench.settings import members
 
 if TYPE_CHECKING:
-    from workbench.experiment.experiment import Experiment
+    from workbench.experiment.views import Settings
 
 
-def refused(e: Experiment) -> str | None:
+def refused(e: Settings) -> str | None:
     """Returns why the task's own loop cannot run as `e` says, and what to do instead; or None."""
     if not e.task.leads:
         return None

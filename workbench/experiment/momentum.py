@@ -11,10 +11,10 @@ from workbench.compressors import inside
 from workbench.experiment.light import lighten
 
 if TYPE_CHECKING:
-    from workbench.experiment.experiment import Experiment
+    from workbench.experiment.views import Settings
 
 
-def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
+def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e`'s compressor cannot keep the momentum, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes unchecked
@@ -40,7 +40,7 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
     )
 
 
-def tried(e: Experiment) -> Callable[[], Any]:
+def tried(e: Settings) -> Callable[[], Any]:
     """Returns a function that makes `e`'s optimizer for a model with 1 parameter of 1 element."""
     lighten()
     one = [torch.nn.Parameter(torch.zeros(1))]

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.experiment.experiment import Experiment
+    from workbench.experiment.views import Settings
     from workbench.strategies import Strategy
 
 
-def replicas(e: Experiment) -> int:
+def replicas(e: Settings) -> int:
     """Returns the number of replicas of the model; each reads its own batches."""
     return e.ranks // e.partition.size
 
 
-def replica(e: Experiment, rank: int) -> tuple[int, int]:
+def replica(e: Settings, rank: int) -> tuple[int, int]:
     """Returns the replica of rank `rank` of the run, and the rank's place in it."""
     return divmod(rank, e.partition.size)
 
 
-def dealt(e: Experiment, rank: int) -> tuple[int, int, int | None]:
+def dealt(e: Settings, rank: int) -> tuple[int, int, int | None]:
     """Returns the rank's data shard, the number of shards, and a seed for random numbers or None.
 
     Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, all ranks
@@ -31,13 +31,13 @@ def dealt(e: Experiment, rank: int) -> tuple[int, int, int | None]:
     return number, replicas(e), e.seed * 100_003 + number + 1
 
 
-def drawn(e: Experiment, rank: int, step: int) -> int:
+def drawn(e: Settings, rank: int, step: int) -> int:
     """Returns the seed of a rank's random numbers from `step` on. Ranks that compute a layer together share it."""
     number = rank // e.partition.slices if e.partition.slices > 1 else rank
     return e.seed * 100_003 + number + 1 + 7919 * step
 
 
-def refused(e: Experiment) -> str | None:
+def refused(e: Settings) -> str | None:
     """Returns why `e`'s partition cannot spread its replicas, and what to do instead; or None."""
     partition, strategy = e.partition, e.strategy
     if partition.size == 1:

@@ -9,10 +9,10 @@ from workbench.experiment.momentum import tried
 from workbench.optimizers import elementwise
 
 if TYPE_CHECKING:
-    from workbench.experiment.experiment import Experiment
+    from workbench.experiment.views import Settings
 
 
-def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
+def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e` cannot shard its optimizer, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes unchecked

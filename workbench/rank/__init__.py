@@ -4,7 +4,6 @@ from workbench.rank.awaitables import Backward as Backward
 from workbench.rank.awaitables import Forward as Forward
 from workbench.rank.awaitables import Handle as Handle
 from workbench.rank.awaitables import Op as Op
-from workbench.rank.awaitables import StrategyError as StrategyError
 from workbench.rank.awaitables import collective as collective
 from workbench.rank.awaitables import message_name as message_name
 from workbench.rank.bucket import MOMENTUM as MOMENTUM
@@ -15,6 +14,7 @@ from workbench.rank.dtypes import COMPLEX as COMPLEX
 from workbench.rank.dtypes import FLOATS as FLOATS
 from workbench.rank.dtypes import as_real as as_real
 from workbench.rank.dtypes import can_average as can_average
+from workbench.rank.errors import StrategyError as StrategyError
 from workbench.rank.factors import Factors as Factors
 from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh

@@ -31,10 +31,6 @@ def collective(op: Op, child: str = "") -> str:
     return name if op.group is None else f"{name} in {op.group}"
 
 
-class StrategyError(RuntimeError):
-    """A strategy or compressor requested something invalid."""
-
-
 class Op:
     """One request to the host: `verb` and its arguments.
 

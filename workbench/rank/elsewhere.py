@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.rank.awaitables import Op, StrategyError
+from workbench.rank.awaitables import Op
 from workbench.rank.bucket import Bucket
+from workbench.rank.errors import StrategyError
 
 KEPT = ("parameters", "gradients", "optimizer state")  # of a bucket, can leave the device
 

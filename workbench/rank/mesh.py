@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from workbench.rank.awaitables import StrategyError
+from workbench.rank.errors import StrategyError
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from workbench.rank.arithmetic import Arithmetic
-from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyError
+from workbench.rank.awaitables import Backward, Forward, Handle, Op
 from workbench.rank.bucket import Bucket, Memory
 from workbench.rank.data import Data
 from workbench.rank.elsewhere import Elsewhere
+from workbench.rank.errors import StrategyError
 from workbench.rank.mesh import Group, Mesh
 from workbench.rank.pieces import Pieces
 
