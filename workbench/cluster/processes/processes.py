@@ -209,9 +209,14 @@ class Processes:
                     self.place.add_process([child.pid, child.create_time()], "controller's child")
 
     def check(self) -> None:
-        """Raises ClusterError with the tail of its log if a process has ended."""
+        """Raises ClusterError with the tail of its log if a process has ended.
+
+        Passes over a controller that lost a port: `introduce` starts another.
+        """
         for what, child in self.started.items():
             if (code := child.poll()) is not None or (isinstance(child, Forked) and child.lost):
+                if what == "controller" and not self.introduction.exists() and self._robbed(set()):
+                    continue
                 how = code_in_words(code)
                 until = "they were" if what == "engines" else "it was"
                 raise ClusterError(f"{what} ended with {how} before {until} up.{log_tail(self.place, what)}")
