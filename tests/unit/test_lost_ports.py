@@ -39,7 +39,7 @@ def test_a_controller_that_loses_a_port_between_two_looks_is_replaced(
 def test_a_controller_that_ends_for_another_reason_ends_the_start(starting: Processes) -> None:
     log_file(starting.place, "controller").write_text("MemoryError")
     assert not starting.introduce()
-    with pytest.raises(ClusterError, match="(?s)controller ended with exit code 1 before it was up.*MemoryError"):
+    with pytest.raises(ClusterError, match=r"(?s)controller ended with exit code 1 before it was up.*MemoryError"):
         starting.check()
 
 

@@ -16,7 +16,7 @@ from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.record.kept import kept
 from workbench.settings import KnobError
-from workbench.sim.run.resuming import model_of
+from workbench.sim.resuming import model_of  # where scripts from before the sub-packages import it
 from workbench.strategies import LocalSGD, ZeRO3
 from workbench.tasks import Digits
 
