@@ -20,6 +20,7 @@ from workbench.record.drafts import Draft
 from workbench.record.folders import make_private_folder
 from workbench.record.store import RunError
 from workbench.sim.run.resuming import model_of
+from workbench.strategies import DDP, Gossip, LocalSGD, Strategy, ZeRO3
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,17 @@ def test_a_damaged_file_is_refused_by_name_before_its_values_are_used(copied: Pa
     file.write_bytes(data)
     with pytest.raises(RunError, match=rf"__0_0.distcp is not what was written.*before it, .*{name(2)}"):
         Checkpoint.open(copied).model(toy())
+
+
+@pytest.mark.parametrize("strategy", [DDP(), ZeRO3(), LocalSGD(every=3), Gossip()], ids=lambda s: type(s).__name__)
+def test_a_damaged_file_is_never_reported_as_a_checkpoint_that_does_not_fit(strategy: Strategy, tmp_path: Path) -> None:
+    simulated(2, 4, tmp_path / "made", 2, saves=9, strategy=strategy)
+    kept = Checkpoint.open(tmp_path / "made")
+    (kept.path / "__1_0.distcp").unlink()
+    for read in (lambda: kept.model(toy()), lambda: simulated(2, 6, tmp_path, 0, resume=kept, strategy=strategy)):
+        with pytest.raises(RunError, match=rf"__1_0.distcp cannot be read.*before it, .*{name(2)}") as error:
+            read()
+        assert "fit" not in str(error.value).split(":", 1)[1]
 
 
 def test_a_manifest_without_its_checksum_is_refused_unless_an_older_version_wrote_it(copied: Path) -> None:

@@ -116,6 +116,8 @@ class Checkpoint:
 class Bytes:
     """The open files of a checkpoint. Hashes a file, and reads it through the same descriptor."""
 
+    damage = RunError  # what `read` raises if a file is missing or changed
+
     def __init__(self, of: Checkpoint) -> None:
         self._of = of
         self._open: dict[str, int] = {}

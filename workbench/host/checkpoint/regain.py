@@ -40,11 +40,13 @@ class Regained:
     reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
     tensor: returns the tensor of a number, flat if it is in several pieces
     close:  ends reading
+    damage: the error that `tensor` raises if a file is damaged
     """
 
     def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
-                 tensor: Callable[[int], Tensor], close: Callable[[], None], reads: Any = None) -> None:  # fmt: skip
-        self.reads = reads
+                 tensor: Callable[[int], Tensor], close: Callable[[], None], reads: Any = None,
+                 damage: type[Exception] = OSError) -> None:  # fmt: skip
+        self.reads, self.damage = reads, damage
         self.path, self.whole, self.said, self.made = path, kind == "whole", said, made
         self.tensor, self.close = tensor, close
 
@@ -52,12 +54,13 @@ class Regained:
     def refusing(self) -> Iterator[None]:
         """Inside, an image that does not fit raises KnobError with the checkpoint's name.
 
-        If a device runs out of memory, the settings are not the cause. Such an error passes unchanged.
+        If a device runs out of memory or a file is damaged, the settings are not the cause. Such an error passes
+        unchanged.
         """
         try:
             yield
         except FITS_NOT as error:
-            if isinstance(error, SAY_WHY) or any(words in text_of(error) for words in OF_MACHINE):
+            if isinstance(error, (*SAY_WHY, self.damage)) or any(words in text_of(error) for words in OF_MACHINE):
                 raise
             said = f"it holds no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
             raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
@@ -260,7 +263,7 @@ def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Reg
 
     close = files.close if alone else lambda: None
     return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], checkpoint.made, tensor, close,
-                    checkpoint.said.get("reads"))  # fmt: skip
+                    checkpoint.said.get("reads"), files.damage)  # fmt: skip
 
 
 def blob_tensor(blob: Any, files: Any) -> Tensor:
