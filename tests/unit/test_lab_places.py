@@ -18,6 +18,7 @@ from workbench.cluster.api.launch import find, fitted, open_run
 from workbench.cluster.engines import engines as engines_module
 from workbench.cluster.engines.engines import Engine, check_versions, devices, here
 from workbench.cluster.processes import place as place_module
+from workbench.cluster.processes import usual
 from workbench.cluster.processes.place import (
     ClusterError,
     Place,
@@ -169,13 +170,14 @@ def test_a_run_directory_is_private_however_it_is_made(tmp_path: Path) -> None:
     try:
         for out in (tmp_path / "runs" / "first", None):
             run = open_run(Experiment(ranks=1), out, Run)
-            assert run.path is not None and run.path.stat().st_mode & 0o777 == 0o700
-        path = Run(Experiment(ranks=1), name="saved").save(tmp_path / "saved")
-        assert path.stat().st_mode & 0o777 == 0o700
-        spool = Spool(tmp_path / "again", 0, 100)  # the folder is gone, and a rank makes it again
+            assert run.path is not None and run.path.is_dir()
+        Run(Experiment(ranks=1), name="saved").save(tmp_path / "saves" / "saved")
+        spool = Spool(tmp_path / "gone" / "again", 0, 100)  # the folder is gone, and a rank makes it again
         spool.take("samples", 0, {"rank": [0], "step": [0], "name": ["loss"], "t": [0.0], "value": [1.0]})
-        assert spool.close(20.0) and list((tmp_path / "again").iterdir())
-        assert (tmp_path / "again").stat().st_mode & 0o777 == 0o700
+        assert spool.close(20.0) and list((tmp_path / "gone" / "again").iterdir())
+        usual.took("a start", 1.0)
+        made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+        assert len(made) > 6 and {path.stat().st_mode & 0o777 for path in made} == {0o700}
     finally:
         os.umask(before)
 

@@ -27,7 +27,7 @@ from pyarrow import ipc
 from workbench.record import checksums
 from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
-from workbench.record.folders import ALLOW, reason_to_refuse
+from workbench.record.folders import ALLOW, make_private_folder, reason_to_refuse
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
 from workbench.record.tidy import give_back as give_back
@@ -65,7 +65,7 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
     about: plain values: experiment, environment, started, epoch, name.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path)
         if reason := reason_to_refuse(path):
             raise RunError(f"{path}: {reason}; choose another folder, or set {ALLOW}=1 if you trust these users")
         if (path / "run.json").exists():

@@ -26,6 +26,7 @@ from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.live import Live
 from workbench.cluster.run.resizing import resize as resize
 from workbench.experiment import Experiment, given
+from workbench.record.folders import make_private_folder
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
 from workbench.settings import Change, KnobError
@@ -111,7 +112,8 @@ def _claimed(path: Path) -> Path:
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
-            tried.mkdir(mode=0o700, parents=True)
+            make_private_folder(tried.parent)
+            tried.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return tried

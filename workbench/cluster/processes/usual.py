@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from workbench.cluster.processes.place import runs_dir
+from workbench.record.folders import make_private_folder
 from workbench.record.store import write_atomically
 from workbench.settings.doing import Doing, doing, seen
 
@@ -59,7 +60,7 @@ def usual(what: str) -> float | None:
 def took(what: str, seconds: float) -> None:
     """Notes a duration for the next time. A disk that cannot be written is no failure."""
     with suppress(OSError):
-        _file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(_file().parent)
         write_atomically(_file(), json.dumps({**_read(), what: round(seconds, 2)}))
 
 

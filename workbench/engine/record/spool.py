@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.record.folders import make_private_folder
 from workbench.record.store import Writer
 from workbench.record.timeline import KINDS
 
@@ -204,7 +205,7 @@ class Spool:
 
     def _open(self, kind: str, first: int) -> None:
         if self._home is None:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self.path)
         elif not _is(self.path, self._home):  # another process may have made a new one
             raise OSError(errno.ENOENT, "the run directory is gone")
         writer = Writer(self.path, kind, self.rank, first)
