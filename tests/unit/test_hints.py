@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from widgets.teach.exercises import Exercise
@@ -44,6 +45,15 @@ WRONG: list[tuple[str, Any, list[str], list[str]]] = [  # knob, value, words of 
     ("strategy.lr", 4, ["did you mean lr?"], []),
     ("DDP", True, ["DDP is a strategy; set strategy=DDP"], []),
     ("densty", 0.1, ["did you mean density"], []),
+    ("strategy", DDP, ["must be a strategy, such as DDP()"], ["AdaAlter"]),
+    ("compressor", TopK, ["must be a compressor, such as TopK()"], ["ACPSGD"]),
+    ("optimizer", torch.optim.SGD, ["must be an optimizer, such as SGD()"], []),
+    ("strategy", TopK(), ["must be a strategy", "TopK is a compressor"], []),
+    ("policy", LocalSGD, ["must be a policy", "LocalSGD is a strategy"], []),
+    ("strategy.nosuch", 1, ["strategy has accumulate"], ["did you mean"]),
+    ("fabric.link.mbit", 1, ["fabric.link has bandwidth, latency"], ["did you mean"]),
+    ("fabric.link.latncy", 1, ["did you mean fabric.link.latency?"], ["jitter"]),
+    ("compressor.nosuch", 1, ["compressor has no knobs"], ["did you mean"]),
     ("learning_rate", 0.1, ["there are task, strategy", "lr"], ["did you mean"]),
 ]
 

@@ -52,8 +52,18 @@ class Knob:
         plain = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
         if self.kind in plain or not self.family:
             return plain.get(self.kind, f"a {self.kind.__name__}")
-        word = self.kind.__name__.removesuffix("Base").lower()
-        return f"{'an' if word[0] in 'aeiou' else 'a'} {word}, such as {next(iter(members(self.kind)), word)}()"
+        return f"{a_member(self.kind)}, such as {next(iter(members(self.kind)), 'one')}()"
+
+    def _allowed_instead(self, value: Any) -> str:
+        """Returns `allowed` with what the user probably meant by `value`: a class without (), or another family."""
+        cls = value if isinstance(value, type) else type(value)
+        if not (self.family and self.kind is self.family):
+            return self.allowed
+        every: dict[str, type] = members(self.kind)
+        if same := every.get(cls.__name__):
+            return f"{a_member(self.kind)}, such as {same.__name__}()"
+        other = next((base for base in cls.__mro__ if "home" in vars(base)), None)
+        return f"{self.allowed}; {cls.__name__} is {a_member(other)}" if other else self.allowed
 
     def check(self, value: Any, path: str = "") -> Any:
         """Returns `value` in this knob's type. Raises KnobError with field, value and range.
@@ -95,7 +105,13 @@ class Knob:
         return value if isinstance(value, self.kind) else _no()
 
     def _refuse(self, value: Any, path: str) -> KnobError:
-        return KnobError(f"{path or self.name}={short(value)}: must be {self.allowed}")
+        return KnobError(f"{path or self.name}={short(value)}: must be {self._allowed_instead(value)}")
+
+
+def a_member(family: type) -> str:
+    """Returns the words for a member of a family: "a strategy"."""
+    word = family.__name__.removesuffix("Base").lower()
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 def _integers(value: Any) -> tuple[int, ...]:

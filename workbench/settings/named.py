@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from workbench.settings.found import KnobError, members, short
-from workbench.settings.knobs import Knob, knobs
+from workbench.settings.knobs import Knob, a_member, knobs
 
 M = TypeVar("M")
 
@@ -46,7 +46,8 @@ def hint_for_member(base: type, name: str, every: Mapping[str, type]) -> str:
     if not meant and (found := _family_of(name, base)):
         family, own = found
         word = word_of(family)
-        return f"{own} is {_a(word)}; set {HOLDERS[word]}={own}" if word in HOLDERS else f"{own} is {_a(word)}"
+        said = f"{own} is {a_member(family)}"
+        return f"{said}; set {HOLDERS[word]}={own}" if word in HOLDERS else said
     meant = meant or [own for own in every if min(len(name), len(own)) > 3 and _contains(own, name)]
     meant = meant or difflib.get_close_matches(name, every, n=1, cutoff=0.5)
     return f"did you mean {_either(meant)}?" if meant else f"there are {', '.join(every)}"
@@ -60,12 +61,16 @@ def hint_for_knob(path: str, every: Mapping[str, Knob]) -> str:
         return f"did you mean {_either(same)}?"
     for full, k in families.items():
         if own := next((own for own in _members(k.family) if _plain(own) == _plain(name)), ""):
-            return f"{own} is {_a(word_of(k.family or type))}; set {full}={own}"
+            return f"{own} is {a_member(k.family or type)}; set {full}={own}"
     owners = {full: [own for own, names in _members(k.family).items() if name in names] for full, k in families.items()}
     found = {full: own for full, own in owners.items() if own}
     if found:
         ahead = {full: own for full, own in found.items() if path.startswith(f"{full}.")}
         return f"it is a knob of {_owned(ahead or found, families)}"
+    if (holder := path.rpartition(".")[0]) in every:
+        below = [full.removeprefix(f"{holder}.") for full in every if full.startswith(f"{holder}.")]
+        near = difflib.get_close_matches(name, below, n=1, cutoff=0.65)
+        return f"did you mean {holder}.{near[0]}?" if near else f"{holder} has {', '.join(below) or 'no knobs'}"
     words = [*every, *(full.rsplit(".", 1)[-1] for full in every)]
     if near := difflib.get_close_matches(path, words, n=3, cutoff=0.65):
         return f"did you mean {', '.join(dict.fromkeys(near))}?"
@@ -114,10 +119,6 @@ def _members(family: type | None) -> dict[str, set[str]]:
     """Returns the names of the knobs of each member of `family`."""
     every: dict[str, Any] = members(family) if family else {}
     return {name: {k.name for k in knobs(member)} for name, member in every.items()}
-
-
-def _a(word: str) -> str:
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 def _either(names: Iterable[str]) -> str:
