@@ -1,10 +1,14 @@
-"""Tests that a wait ends with an error if a peer is lost and gloo missed it, and only then."""
+"""A group knows its own sockets, and so notices a lost peer that gloo has missed."""
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,14 +29,14 @@ class Stuck:
         raise RuntimeError("Timed out waiting 100ms for send operation to complete")
 
 
-@pytest.fixture
-def ends() -> Any:
-    """Two ranks' ends of one connection."""
+def opened(precise: bool = False) -> Iterator[tuple[Wire, Wire]]:
+    """Yields two ranks' ends of one wire."""
     kept, host, port = host_store()
     generation, found = uuid.uuid4().hex, {}
 
     def open(rank: int) -> None:
-        found[rank] = Wire(connect_store(host, port, generation), rank, 2, "control", Leaving())
+        store = connect_store(host, port, generation)
+        found[rank] = Wire(store, rank, 2, "control", Leaving(), precise=precise)
         found[rank].wait(found[rank].all_reduce(torch.ones(1)))
 
     threads = [threading.Thread(target=open, args=(r,)) for r in range(2)]
@@ -45,6 +49,71 @@ def ends() -> Any:
         wire.cut()
         wire.close()
     del kept
+
+
+@pytest.fixture
+def ends() -> Any:
+    yield from opened()
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A connection that other code of the process opens while the group is made."""
+    made: list[socket.socket] = []
+
+    def making(*args: Any) -> Any:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            made.append(socket.create_connection(server.getsockname()))
+            made.append(server.accept()[0])
+        return original(*args)
+
+    original = gloo.Gloo._made
+    monkeypatch.setattr(gloo.Gloo, "_made", staticmethod(making))
+    yield made
+    for s in made:
+        s.close()
+
+
+def test_a_group_takes_no_socket_of_other_code(foreign: list[socket.socket], ends: Any) -> None:
+    client, server = foreign[:2]
+    ends[0].cut()
+    client.send(b"still open")
+    server.settimeout(5)
+    assert server.recv(10) == b"still open"
+
+
+def test_a_closed_socket_of_other_code_is_no_lost_peer(foreign: list[socket.socket], ends: Any) -> None:
+    for s in foreign:
+        s.close()
+    assert not any(end.parted() for end in ends)
+
+
+@pytest.mark.parametrize("precise", [False, True], ids=["plain", "precise"])
+def test_a_cut_ends_the_wait_of_the_peer_if_descriptors_are_above_1024(precise: bool) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        for first, second in opened(precise):
+            failed: list[RuntimeError] = []
+
+            def reduce(wire: Wire = second, failed: list[RuntimeError] = failed) -> None:
+                try:
+                    wire.wait(wire.all_reduce(torch.ones(1)))
+                except RuntimeError as error:
+                    failed.append(error)
+
+            thread = threading.Thread(target=reduce, daemon=True)
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive()
+            first.cut()
+            thread.join(20)
+            assert failed
+    finally:
+        for fd in kept:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(

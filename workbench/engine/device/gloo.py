@@ -4,13 +4,19 @@
 time limit of 10 minutes. This was seen in waitSend of torch 2.13, when peers failed after they had received the bytes.
 So `wait` raises ConnectionError MISSED seconds after it has noticed that a peer is gone. It does not raise at once: the
 first rank that ends a run closes its group while other ranks may still exchange their last messages.
+
+[Note: Which sockets are gloo's] A process opens other sockets at the same moment: those of another lane's group, of the
+kernel, of a user's data loader. So a rank writes the address of its gloo listener into the store. A socket is the
+group's if one of its ends is the listener of a rank of the group.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +30,7 @@ from workbench.engine.device.chip import Chip
 LOOPBACK = "127.0.0.1"
 SLICE = timedelta(milliseconds=100)
 MISSED = 5.0  # seconds
+_opening = threading.Lock()  # held while a device opens its listener
 
 
 class Gloo:
@@ -37,9 +44,9 @@ class Gloo:
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout: float, here: str = LOOPBACK,
                  precise: bool = False, **_: Any) -> None:
-        before = _sockets()
+        before = set(_sockets())
         self.group = self._made(store, rank, size, here, timedelta(seconds=timeout), precise)
-        self._fds = _sockets() - before if size > 1 else set()
+        self._fds = _between(store, rank, size, before) if size > 1 else set()
 
     def issued(self, work: Any) -> Any:
         return work
@@ -102,15 +109,14 @@ class Gloo:
     def _made(store: Any, rank: int, size: int, here: str, limit: timedelta, precise: bool) -> Any:
         group = dist.ProcessGroup(store, rank, size)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub knows another name
-        options._devices = [_device(here)]
-        options._timeout = limit
+        device, listener = _device(here)
+        store.set(f"listener {rank}", listener)
+        options._devices, options._timeout = [device], limit
         backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
         backend._set_sequence_number_for_group()
-        if precise:
-            backend = dist.distributed_c10d._create_process_group_wrapper(
-                wrapped_pg=backend, store_prefix=f"precise{id(group)}" if size == 1 else "precise",
-                store=store, rank=rank, world_size=size, timeout=limit,
-            )
+        if precise:  # as torch's _create_process_group_wrapper does, but on the same device
+            checking = dist.ProcessGroupGloo(dist.PrefixStore("precise", store), rank, size, options)
+            backend = dist.distributed_c10d._ProcessGroupWrapper(backend, checking)
         name = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(name)
         for device_type in Chip.carries_gloo():
@@ -118,24 +124,57 @@ class Gloo:
         return group
 
 
-def _device(here: str) -> Any:
-    """Returns the device on which gloo listens: address `here`, or on several hosts interface GLOO_SOCKET_IFNAME.
+def _device(here: str) -> tuple[Any, str]:
+    """Returns the device on which gloo listens, and the address of its listener.
 
-    By default gloo would use the address of the host's name, or the loopback if it cannot resolve the name.
+    It listens at `here`, or on several hosts at the address of interface GLOO_SOCKET_IFNAME. By default gloo would use
+    the address of the host's name, or the loopback if it cannot resolve the name.
     """
-    if here != LOOPBACK and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_device(hostname=here)
+    with _opening:
+        before = set(_sockets())
+        if here != LOOPBACK and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
+            device = dist.ProcessGroupGloo.create_device(interface=interface)
+        else:
+            device = dist.ProcessGroupGloo.create_device(hostname=here)
+        (listener,) = (own for key, (own, peer) in _sockets().items() if key not in before and not peer)
+        return device, listener
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """Returns (descriptor, inode) of this process's open sockets, without /proc. The system soon reuses descriptors."""
-    found = set()
-    for fd in range(3, 1024):
+def _between(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Returns this rank's sockets to the other ranks, among the sockets opened since `before`.
+
+    See [Note: Which sockets are gloo's].
+    """
+    listeners = {store.get(f"listener {each}").decode() for each in range(size)}
+    return {key for key, ends in _sockets().items() if key not in before and all(ends) and listeners & set(ends)}
+
+
+def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
+    """Returns the own and the peer's address of this process's TCP sockets; no address for a missing peer.
+
+    The keys are (descriptor, inode), because the system soon reuses descriptors.
+    """
+    found = {}
+    listed = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    for fd in map(int, listed):
         try:
             about = os.fstat(fd)
-            if stat.S_ISSOCK(about.st_mode):
-                found.add((fd, about.st_ino))
-        except OSError:
+            if not stat.S_ISSOCK(about.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as s:
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                    found[fd, about.st_ino] = _text(s.getsockname()), _peer(s)
+        except OSError:  # closed by another thread
             continue
     return found
+
+
+def _peer(s: socket.socket) -> str:
+    try:
+        return _text(s.getpeername())
+    except OSError:  # it listens, or its connection has ended
+        return ""
+
+
+def _text(address: tuple[Any, ...]) -> str:
+    return f"{address[0]} {address[1]}"
