@@ -30,6 +30,7 @@ from workbench.engine.device.chip import Chip
 LOOPBACK = "127.0.0.1"
 SLICE = timedelta(milliseconds=100)
 MISSED = 5.0  # seconds
+LISTENS = "listens"
 _opening = threading.Lock()  # held while a device opens its listener
 
 
@@ -128,7 +129,8 @@ def _device(here: str) -> tuple[Any, str]:
     """Returns the device on which gloo listens, and the address of its listener.
 
     It listens at `here`, or on several hosts at the address of interface GLOO_SOCKET_IFNAME. By default gloo would use
-    the address of the host's name, or the loopback if it cannot resolve the name.
+    the address of the host's name, or the loopback if it cannot resolve the name. If another thread opens a listener at
+    the same moment, the addresses of both are returned, one a line.
     """
     with _opening:
         before = set(_sockets())
@@ -136,8 +138,8 @@ def _device(here: str) -> tuple[Any, str]:
             device = dist.ProcessGroupGloo.create_device(interface=interface)
         else:
             device = dist.ProcessGroupGloo.create_device(hostname=here)
-        (listener,) = (own for key, (own, peer) in _sockets().items() if key not in before and not peer)
-        return device, listener
+        made = [s for s in _sockets().items() if s[0] not in before]
+    return device, "\n".join(own for _, (own, peer) in made if peer == LISTENS)
 
 
 def _between(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -145,14 +147,16 @@ def _between(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> 
 
     See [Note: Which sockets are gloo's].
     """
-    listeners = {store.get(f"listener {each}").decode() for each in range(size)}
-    return {key for key, ends in _sockets().items() if key not in before and all(ends) and listeners & set(ends)}
+    listeners = {each for other in range(size) for each in store.get(f"listener {other}").decode().split("\n")}
+    return {key for key, (own, peer) in _sockets().items()
+            if key not in before and peer != LISTENS and (own in listeners or peer in listeners)}  # fmt: skip
 
 
 def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns the own and the peer's address of this process's TCP sockets; no address for a missing peer.
+    """Returns the own and the peer's address of this process's TCP sockets.
 
-    The keys are (descriptor, inode), because the system soon reuses descriptors.
+    The keys are (descriptor, inode), because the system soon reuses descriptors. The peer is LISTENS for a listener and
+    "" for a socket without a connection.
     """
     found = {}
     listed = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -170,9 +174,11 @@ def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
 
 
 def _peer(s: socket.socket) -> str:
+    if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return LISTENS
     try:
         return _text(s.getpeername())
-    except OSError:  # it listens, or its connection has ended
+    except OSError:  # not connected yet, or no longer
         return ""
 
 
