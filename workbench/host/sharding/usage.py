@@ -114,7 +114,8 @@ class Usage:
         """0: frozen or without a gradient; 1: unfrozen, and not used in this step; 2: used."""
         mine = [0 if place.name in layout.unused else 2 for place in layout.order]
         mine += [p.requires_grad + (p.requires_grad and p.grad is not None) for p in self.frozen.values()]
-        noted = torch.tensor(mine, dtype=torch.int32, device=layout.order[0].param.device)
+        noted = torch.empty(len(mine), dtype=torch.int32, device=layout.order[0].param.device)
+        noted.copy_(torch.tensor(mine, dtype=torch.int32))
         noted = await rank.all_reduce(noted, "max", "used")
         of_layout, others = noted.tolist()[: len(layout.order)], noted.tolist()[len(layout.order) :]
         layout.unused = {place.name for place, use in zip(layout.order, of_layout, strict=True) if not use}
