@@ -172,8 +172,18 @@ def test_a_profile_covers_all_threads_and_never_ends_the_run(tmp_path: Path) -> 
     other.ask(3)
     until(lambda: other._due)
     other.begin(50)
+    other.stop()
     other.close()
-    until(lambda: len(marks) > said)
+    assert len(marks) == said + 1
     assert marks[-1]["text"].startswith("rank 0 could not be profiled: ")
     with pytest.raises(RuntimeError, match="no directory"):
         Profiler(0, None, "cpu", lambda name, detail: None).ask(1)
+
+
+def test_a_profile_that_no_step_began_is_reported_at_the_end(tmp_path: Path) -> None:
+    marks: list[dict[str, Any]] = []
+    profiler = Profiler(0, tmp_path, "cpu", lambda name, detail: marks.append(detail))
+    profiler.ask(2)
+    profiler.stop()
+    profiler.close()
+    assert [mark["text"] for mark in marks] == ["rank 0 could not be profiled: the run ended before the next step"]

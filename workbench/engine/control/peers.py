@@ -180,33 +180,45 @@ class Opening:
     def __init__(self, make: Callable[[], Wire], name: str) -> None:
         self._make = make
         self._made: list[Wire | BaseException] = []
-        self._left = threading.Event()
+        self._left = False
+        self._lock = threading.Lock()  # of the two above: one of both threads closes a wire that nobody takes
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        made: Wire | BaseException
         try:
             made = self._make()
         except BaseException as error:
-            return self._made.append(error)
-        if self._left.is_set():
-            return made.close()
-        self._made.append(made)
+            made = error
+        with self._lock:
+            self._made.append(made)
+            left = self._left
+        if left:
+            self._close()
 
     def wait(self, look: Callable[[], None]) -> Wire:
-        """Returns the open wire. Raises what `look` raises; then the thread closes the wire once it is open."""
+        """Returns the open wire. Raises what `look` raises; then the wire is closed once it is open."""
         try:
             while self._thread.is_alive():
                 self._thread.join(LOOK)
                 if self._thread.is_alive():
                     look()
         except BaseException:
-            self._left.set()
+            with self._lock:
+                self._left, made = True, bool(self._made)
+            if made:
+                self._close()
             raise
-        made = self._made.pop()
-        if isinstance(made, BaseException):
-            raise made
-        return made
+        wire = self._made.pop()
+        if isinstance(wire, BaseException):
+            raise wire
+        return wire
+
+    def _close(self) -> None:
+        (made,) = self._made
+        if not isinstance(made, BaseException):
+            made.close()
 
 
 def removed(files: list[Path]) -> None:

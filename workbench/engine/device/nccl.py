@@ -59,10 +59,10 @@ class Nccl:
         self._guard.start()
 
     def issued(self, work: Any) -> Any:
-        """Adds a collective to the list of open ones, and removes completed ones."""
+        """Adds a collective to the list of open ones, and removes completed ones. Raises the error of one of those."""
+        self._open.append(work)  # first: the guard must know of it, whatever an older one raises
         while self._open and self._open[0].is_completed():
             self._forget(self._open.popleft())
-        self._open.append(work)
         return work
 
     def look(self) -> None:

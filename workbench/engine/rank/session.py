@@ -256,8 +256,10 @@ class Session:
         return regained(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
 
     def tear_down(self) -> None:
-        """Gives everything back. Even if that fails, the record's last row states that this rank has left."""
-        for give_back in (self._give_back, self.children.end, self.before_end):
+        """Gives everything back, each part even if another fails. The record's last row states that this rank left."""
+        parts = (self.profiler.stop, self._close_training, self._report_gone, *(wire.close for wire in self.wires),
+                 self._remove_files, self.children.end, self.profiler.close, self.before_end)  # fmt: skip
+        for give_back in parts:
             try:
                 give_back()
             except Exception:
@@ -267,15 +269,16 @@ class Session:
         self.mark("end", {"rank": self.member, "state": self.phase})
         self.record.close()
 
-    def _give_back(self) -> None:
+    def _close_training(self) -> None:
         if self.training is not None:
-            self.profiler.close()
             self.training.close()
+
+    def _report_gone(self) -> None:
         if self.rank.size > 1:
             with contextlib.suppress(RuntimeError):  # rank 0's host holds the store and may be gone
                 gone(connect_store(*self.where, self.voting, timeout=1.0), self.rank.id)
-        for wire in self.wires:
-            wire.close()
+
+    def _remove_files(self) -> None:
         if self.rank.id == 0:
             removed(self.files)
 

@@ -15,6 +15,7 @@ from workbench.record.folders import make_private_folder
 from workbench.settings.said import said
 
 FOLDER = "profiles"  # in the run directory
+PATIENCE = 10.0  # seconds that the end of a run waits for a trace
 
 
 class Profiler:
@@ -35,6 +36,7 @@ class Profiler:
         self._first = self._asked = 0  # its first step, and its requested number of steps
         self._profile: Any = None
         self._path = Path()
+        self._thread = threading.Thread()  # the last thread that loaded libraries or wrote a trace
 
     def ask(self, steps: int) -> str:
         """Profiles the next `steps` steps. Returns the path of the future trace.
@@ -47,7 +49,7 @@ class Profiler:
             raise RuntimeError(f"rank {self.rank} is being profiled already; its trace comes as {self._path.name}")
         self._traces += 1
         self._path = self.folder / f"rank-{self.rank}-{self._traces}.json"
-        threading.Thread(target=self._load, args=(steps,), name=f"rank {self.rank} profiler", daemon=True).start()
+        self._begin_thread(self._load, steps, daemon=True)
         return str(self._path)
 
     def begin(self, step: int) -> None:
@@ -64,10 +66,22 @@ class Profiler:
         if self._left <= 0:
             self._try(self._stop)
 
-    def close(self) -> None:
-        """Writes the profile so far, at the end of the run."""
+    def stop(self) -> None:
+        """Ends the profile so far, at the end of the run."""
         if self._profile is not None:
             self._try(self._stop)
+
+    def close(self) -> None:
+        """Waits PATIENCE seconds at most for the trace, and reports a profile that no step has begun."""
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE)
+        if self._due:
+            self._due = 0
+            self._failed("the run ended before the next step")
+
+    def _begin_thread(self, what: Callable[..., None], *given: Any, daemon: bool) -> None:
+        self._thread = threading.Thread(target=what, args=given, name=f"rank {self.rank} profiler", daemon=daemon)
+        self._thread.start()
 
     def _load(self, steps: int) -> None:
         """Loads the profiler's libraries, by an empty profile."""
@@ -77,7 +91,7 @@ class Profiler:
             made.stop()
             self._due = steps
         except Exception as error:
-            self._failed(error)
+            self._failed(said(error))
 
     def _start(self) -> None:
         self._profile, self._asked = _made(self.device), self._left
@@ -87,7 +101,7 @@ class Profiler:
         done, self._profile = self._profile, None
         done.stop()
         steps = self._asked - max(self._left, 0)
-        threading.Thread(target=self._write, args=(done, steps), name=f"rank {self.rank} trace", daemon=False).start()
+        self._begin_thread(self._write, done, steps, daemon=False)
 
     def _write(self, done: Any, steps: int) -> None:
         try:
@@ -101,7 +115,7 @@ class Profiler:
             self.mark("profile", {"path": str(self._path), "steps": steps, "first": self._first, "text": text})
             self._busy.release()
         except Exception as error:
-            self._failed(error)
+            self._failed(said(error))
 
     def _try(self, what: Callable[[], None]) -> None:
         """Reports an error of the profiler, so that training goes on."""
@@ -109,10 +123,10 @@ class Profiler:
             what()
         except Exception as error:
             self._profile = None
-            self._failed(error)
+            self._failed(said(error))
 
-    def _failed(self, error: Exception) -> None:
-        text = f"rank {self.rank} could not be profiled: {said(error)}"
+    def _failed(self, why: str) -> None:
+        text = f"rank {self.rank} could not be profiled: {why}"
         self.mark("profile", {"path": "", "steps": 0, "first": self._first, "text": text})
         self._busy.release()
 

@@ -157,15 +157,18 @@ class Wire:
 
     def wait(self, work: Any) -> None:
         """Makes the host (gloo) or its stream (NCCL) wait for `work`. Raises as `check` does."""
-        self.waits, self.moved = True, time.monotonic()
-        self.line.wait(work, self.check)
-        self.waits, self.moved = False, time.monotonic()
+        self._until(self.line.wait, work)
 
     def finish(self, work: Any) -> None:
         """Blocks the host until `work` is done. Raises as `check` does."""
+        self._until(self.line.finish, work)
+
+    def _until(self, wait: Callable[..., None], work: Any) -> None:
         self.waits, self.moved = True, time.monotonic()
-        self.line.finish(work, self.check)
-        self.waits, self.moved = False, time.monotonic()
+        try:
+            wait(work, self.check)
+        finally:
+            self.waits, self.moved = False, time.monotonic()
 
     def cut(self) -> None:
         """Ends every collective under way here. The peers notice it."""
