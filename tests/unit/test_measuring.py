@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from workbench.compressors import ByteGrad, Cast, Compressor, Dense, ErrorFeedba
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.observe.measuring import measurable
+from workbench.host.observe.measuring import Measuring, measurable
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD, Strategy
@@ -214,3 +216,20 @@ def test_the_prediction_for_dense_equals_a_dense_run(strategy: Strategy) -> None
     measured = break_even(both)
     assert measured is not None and measured.known == "measured"
     assert measured.dense == pytest.approx(found.dense, rel=0.02)
+
+
+@pytest.mark.parametrize("names", [(), ("gradient_sent",)], ids=["measured", "weighed"])
+def test_a_step_that_fails_leaves_the_rank_its_compressor(names: tuple[str, ...]) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(DDP):
+        async def step(self, rank: Rank, state: Any) -> None:
+            assert rank.compressor is not e.compressor
+            raise ConnectionError("Connection closed by peer")
+
+    e = experiment(2, 2, strategy=Failing(), compressor=SPARSE, measure_every=0 if names else 1)
+    rank = Rank(0, 2)
+    rank.compressor = e.compressor
+    run = SimpleNamespace(experiment=e, rank=rank, state=None, flushing=False, steering=SimpleNamespace(names=names))
+    with pytest.raises(ConnectionError):
+        Measuring().step(run).send(None)  # type: ignore[arg-type]
+    assert rank.compressor is e.compressor

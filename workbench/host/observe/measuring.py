@@ -38,8 +38,10 @@ class Measuring:
         rank = run.rank
         due = rank.step - self.last >= run.experiment.measure_every and not self.rests
         stand_in = rank.compressor = Measured(rank.compressor, due)
-        made = await step
-        rank.compressor = stand_in.of
+        try:
+            made = await step
+        finally:
+            rank.compressor = stand_in.of
         if not stand_in.used:
             return made
         self.rests = due
@@ -54,8 +56,10 @@ async def _weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> 
     """Runs a step, and records for a policy how much of its gradient this rank sends."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
-    made = await step
-    rank.compressor = stand_in.of
+    try:
+        made = await step
+    finally:
+        rank.compressor = stand_in.of
     for name, value in stand_in.found().items():
         run.sample(name, value)
     return made

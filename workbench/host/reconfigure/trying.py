@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -97,7 +98,7 @@ def _require_once(calls: int, said: str, why: str) -> None:
 
 
 def _compare(whole: float, pieces: float, said: str) -> None:
-    if whole != pieces and whole == whole:  # if the whole loss is NaN, nothing can be compared
+    if math.isfinite(whole) and whole != pieces:  # else nothing can be compared
         raise KnobError(
             f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
             f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
@@ -106,7 +107,7 @@ def _compare(whole: float, pieces: float, said: str) -> None:
 
 def _compare_means(whole: float, means: list[float]) -> None:
     mean = sum(means) / len(means)
-    if abs(mean - whole) > FAR * abs(whole) + 1e-6:
+    if math.isfinite(whole) and not abs(mean - whole) <= FAR * abs(whole) + 1e-6:
         raise KnobError(
             f"partition=Pipeline: a batch's loss is {whole:.6g} and the mean over its micro-batches {mean:.6g}; a "
             f"pipeline adds up means, so let loss(model, batch) be a mean over examples (reduction='mean'), or take "

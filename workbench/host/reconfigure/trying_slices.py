@@ -7,6 +7,7 @@ runs on the CPU, because there a pass can wait for another pass in the middle of
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -100,9 +101,12 @@ def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: A
 
 def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[float], found: list[dict[str, Tensor]],
              double: bool) -> None:  # fmt: skip
+    """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model, either."""
     near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
-    least = LEAST[double] * float(torch.stack([as_real(grad).float().norm() for grad in whole.values()]).norm())
-    for name, grad in whole.items():
+    norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
+    compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
+    least = LEAST[double] * math.hypot(*(norms[name] for name in compared))
+    for name, grad in compared.items():
         off = float((_joined(name, split, found, grad) - grad).norm())
         if not off <= near * float(grad.norm()) + least:
             share = f"its gradient is off by {off / (float(grad.norm()) or 1.0):.0%}"
@@ -112,9 +116,10 @@ def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[f
                 f"feature by feature or head by head (`packed`, `together`); what is whole and works on a rank's own "
                 f"heads is Partial(), on its own positions Sequence()"
             )
-    if odd := next((x for x in losses if abs(x - loss) > near * max(1.0, abs(loss))), None):
+    odd = [x for x in losses if math.isfinite(loss) and not abs(x - loss) <= near * max(1.0, abs(loss))]
+    if odd:
         raise KnobError(
-            f"partition=Tensor: {ways} the loss is {odd:.6g}, and {loss:.6g} of the whole model, though gradients are "
+            f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and {loss:.6g} of the whole model, though gradients are "
             f"the same: it reads parameters, of which a rank has slices; let it read only what the model returns, and "
             f"take weight decay from the optimizer"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
                 f"tried on one batch, a sub-model fails: {text_of(error)}; let the model take its sizes from what a "
                 f"layer returns, and name no layer whose outputs others read, too"
             ) from error
-    if abs(whole - other) > NEAR[double] * abs(whole):
+    if math.isfinite(whole) and not abs(whole - other) <= NEAR[double] * abs(whole):
         raise KnobError(
             f"with its hidden units in another order the model has loss {other:.6g} in place of {whole:.6g}, so they "
             f"are no units that it can be without; let the task's `split` say which outputs stay `together`, as those "
