@@ -26,7 +26,7 @@ from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import Interleaved, OneFOneB, Schedule
 from workbench.settings import Change, KnobError
 from workbench.strategies import AsyncServer, LocalSGD, SelSync, ZeRO3
-from workbench.tasks import Task
+from workbench.tasks import Task, TaskError
 
 pytestmark = pytest.mark.ranks
 
@@ -300,3 +300,26 @@ def test_reading_a_parameter_of_another_stage_raises_an_error() -> None:
     sessions = live(piped(2, 4, partition=Pipeline(), task=toy(model=deep, data=batches, loss=loss, evaluate=nosy)))
     ended(sessions)
     assert any("lies on another stage" in (s.error or {}).get("text", "") for s in sessions)
+
+
+class Wrapping(nn.Module):
+    """Returns its input in something that is no Tensor."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(x)
+
+
+@pytest.mark.parametrize(("wrap", "kind"), [(lambda x: (x, x), "tuple"), (lambda x: {"all": [x]}, "dict")])
+def test_an_evaluation_of_a_model_that_returns_no_named_tensors_is_refused(wrap: Any, kind: str) -> None:
+    def first(made: Any) -> torch.Tensor:
+        return made["all"][0] if isinstance(made, dict) else made[0]
+
+    task = Task(model=lambda: nn.Sequential(*deep(), Wrapping(wrap)), data=batches, optimizer=_sgd,
+                loss=lambda model, pair: nn.functional.mse_loss(first(model(pair[0])), pair[1]),
+                evaluate=lambda model: float(first(model(batches(9, 1, 0)[0][0])).sum()))  # fmt: skip
+    with pytest.raises(TaskError, match=f"the model returns a {kind} without tensors by name"):
+        simulate(piped(2, 2, task=task, pace=2.0, partition=Pipeline(), eval_every=1), real=True)

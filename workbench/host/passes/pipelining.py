@@ -12,7 +12,7 @@ A stage sends each message to its neighbour as soon as it has the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from workbench.host.placement.checksum import checksum
 from workbench.host.placement.cutting import through
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
+from workbench.tasks import TaskError
 
 WEIGHTS = "backward weights"  # names the second half of a backward
 LOSS = "loss"  # names the last stage's message with the loss
@@ -131,8 +132,14 @@ class Answer(dict[str, Any]):
 
 
 async def _answer(rank: Rank, x: Any, to: int) -> None:
-    """Sends the model's output: one tensor, or several by name."""
-    named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in dict(x).items() if isinstance(v, Tensor)}
+    """Sends the model's output: one tensor, or several by name. Raises TaskError if it is neither."""
+    several = dict(x) if isinstance(x, Mapping) else {}
+    named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in several.items() if isinstance(v, Tensor)}
+    if not named:
+        raise TaskError(
+            f"partition=Pipeline: in an evaluation the model returns a {type(x).__name__} without tensors by name, and its "
+            f"last stage sends one tensor or a dict of tensors to the others; let the model return one of these"
+        )
     like = next(iter(named.values()))
     names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)
     await rank.send(names, to, "names of the answer")
