@@ -62,7 +62,8 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[socket.socket] = []
 
     def making(*args: Any) -> Any:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        # the lock keeps the server apart from the other rank's listener, which a process with one rank does not have
+        with gloo._opening, socket.create_server(("127.0.0.1", 0)) as server:
             made.append(socket.create_connection(server.getsockname()))
             made.append(server.accept()[0])
         return original(*args)

@@ -31,11 +31,16 @@ def wires() -> list[list[Any]]:
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as s:
-                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), unheard(s)])
+            s = socket.socket(fileno=fd)
+        except OSError:  # closed by now
+            continue
+        try:
+            if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), unheard(s)])
         except OSError:  # closed by now, or only listening
             continue
+        finally:
+            s.detach()
     return found
 
 

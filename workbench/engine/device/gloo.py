@@ -165,11 +165,16 @@ def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
             about = os.fstat(fd)
             if not stat.S_ISSOCK(about.st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as s:
-                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    found[fd, about.st_ino] = _text(s.getsockname()), _peer(s)
+            s = socket.socket(fileno=fd)  # no copy of the descriptor, which another thread would find here
+        except OSError:
+            continue
+        try:
+            if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                found[fd, about.st_ino] = _text(s.getsockname()), _peer(s)
         except OSError:  # closed by another thread
             continue
+        finally:
+            s.detach()
     return found
 
 
