@@ -16,7 +16,7 @@ from tests.ranks import experiment, run, shipped
 from tests.sim.insides import simulated
 from tests.sim.virtual import begun, comm
 from widgets.views.log import _said
-from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
+from workbench.compressors import ACPSGD, DGC, Compressor, Dense, ErrorFeedback, Layers, PowerSGD, TopK
 from workbench.compressors._leaving import _Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.partitions import Pipeline
@@ -138,6 +138,16 @@ def test_by_default_one_uncompressed_step_sends_the_whole_residual() -> None:
     assert mark["steps"] == 1 and mark["unit"] == "gradients"
     assert mark["sent"] == pytest.approx(lengths[7], rel=0.15)
     assert mark["gradient"] == pytest.approx(length(BOOKS.gradients[8]), rel=0.15)
+
+
+@pytest.mark.parametrize("off", ["flush", "bleed", "drop"])
+def test_two_residuals_of_different_layers_both_leave(off: str) -> None:
+    biases = ErrorFeedback(of=TopK(density=0.1), off=off, over=3)
+    mixed = Layers(of=DGC(momentum=0.0, density=0.05), rest=biases, smallest=30)
+    found, sessions = kept(2, 14, mixed, Change(8, "compressor", "Dense"))
+    assert all(not s.rank.memory.buffers for s in sessions)
+    assert BOOKS.missing({}) < 1e-6 and bool(BOOKS.dropped) == (off == "drop")
+    assert ("dropped" in marks(found)[0]) == (off == "drop")
 
 
 @pytest.mark.parametrize("after", [Dense(), TopK(density=0.5)], ids=str)

@@ -11,21 +11,25 @@ from torch import Tensor
 from workbench.compressors._base import Compressor
 from workbench.compressors._range import wide
 from workbench.compressors._sketch import sketch
+from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback, put, unsent
 from workbench.rank import Bucket, Memory, Rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaving(Compressor):
-    """Sends every gradient whole, and with it a share of the residual of error feedback.
+    """Sends every gradient whole by `of`, and with it a share of the residual of error feedback.
 
         out = sum over ranks of (grad + share * residual);   residual <- (1 - share) * residual
 
     With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. If the memory has a buffer `asked`, rank 0
     stores a sketch of each bucket's result there.
+
+    of: sends everything, and a residual of its own, too
     """
 
     share: float = 1.0
+    of: Compressor = Dense()
 
     linear: ClassVar[bool] = True
     residual: ClassVar[str] = ErrorFeedback.residual
@@ -37,7 +41,7 @@ class _Leaving(Compressor):
         x = bucket.data + residual
         part = bucket.data + self.share * residual
         rounded = put(bucket, part)
-        await rank.all_reduce(bucket.data, "sum", bucket.name)
+        await self.of.reduce(rank, bucket, memory)
         left = unsent(residual, x, part if rounded is None else rounded, bucket.data)
         memory.keep(ErrorFeedback.residual, bucket, left)
         if rank.index == 0 and self.asked in memory.parts:

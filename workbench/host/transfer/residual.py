@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.compressors import Compressor, ErrorFeedback, inside
+from workbench.compressors import Compressor, Dense, ErrorFeedback, inside
 from workbench.compressors._leaving import _Leaving as Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
@@ -28,8 +28,8 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
     """Changes the compressor, at once or after the residual of the old one is sent.
 
     A new compressor that keeps its residual in the same buffer goes on with it. Otherwise the old one decides. Its
-    `whole` sends the residual in one step. Error feedback sends it in one step or in several, or drops it (`off`). If a
-    third compressor without error feedback is set in between, the remaining steps go on.
+    `whole` sends the residual in one step. Error feedback sends it in one step or in several, or drops it (`off`). Both
+    happen at once if layers had either. If a third compressor without error feedback is set in between, the remaining steps go on.
     foreign: drops the residual, because it does not fit what ranks will exchange from now on
     """
     left, present = _feeding(was.compressor), run.rank.compressor
@@ -43,11 +43,12 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
         return
     kept = {"", ErrorFeedback.residual, *(c.residual for c in inside(wanted.compressor))}
     others = [c for c in (*inside(present), *inside(was.compressor)) if c.residual not in kept]
+    whole: Compressor = Dense()
     if others:
-        run.rank.compressor, run.flushing = others[0].whole(), 1
-        return
+        run.rank.compressor = whole = others[0].whole()
+        run.flushing = 1
     if remembers(wanted.compressor):
-        return run.rank.memory.drop(Leaving.asked)
+        return None if others else run.rank.memory.drop(Leaving.asked)
     if not steps and left is not None:
         owed = await _owed(run, ErrorFeedback.residual)
         if ErrorFeedback.residual not in run.rank.memory.buffers or (owed is not None and not owed.any()):
@@ -60,13 +61,14 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
             owed = await _owed(run, ErrorFeedback.residual, run.rank.replicas)
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
-    _send_on(run, steps)
+    if steps:
+        _send_on(run, steps, whole)
 
 
-def _send_on(run: Changing, steps: int) -> None:
-    """Plans `steps` uncompressed steps, before the compressor of the experiment takes over."""
+def _send_on(run: Changing, steps: int, whole: Compressor) -> None:
+    """Plans `steps` uncompressed steps by `whole`, before the compressor of the experiment takes over."""
     run.flushing = steps
-    run.rank.compressor = Leaving(share=1.0 / steps) if steps else run.experiment.compressor
+    run.rank.compressor = Leaving(share=1.0 / steps, of=whole) if steps else run.experiment.compressor
 
 
 async def flushed(run: Changing) -> None:
@@ -74,11 +76,12 @@ async def flushed(run: Changing) -> None:
     sent = run.rank.compressor
     if isinstance(sent, Leaving):
         _tell_sent(run)
-        _send_on(run, run.flushing - 1)
+        _send_on(run, run.flushing - 1, sent.of)
     else:
         begin(run)
     if not run.flushing:
-        run.rank.memory.drop(sent.residual)
+        for buffer in {c.residual for c in inside(sent)}:
+            run.rank.memory.drop(buffer)
         await move_momentum(run)
         run.choose_lane()
 
