@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import exchange, placed, together
-from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, TopK
+from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, ScaleCom, TopK
 from workbench.compressors.error_feedback import wide
 from workbench.rank import Bucket, Memory, Rank
 
@@ -21,7 +21,8 @@ def gradients(seed: int, n: int, ranks: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-@pytest.mark.parametrize("of", [TopK(density=0.002), OneBit(), PowerSGD(rank=1), ACPSGD(rank=1)], ids=str)
+@pytest.mark.parametrize("of", [TopK(density=0.002), OneBit(), PowerSGD(rank=1), ACPSGD(rank=1),
+                                ScaleCom(density=0.002)], ids=str)  # fmt: skip
 def test_narrow_gradients_lose_nothing(of: Compressor, dtype: torch.dtype) -> None:
     """One rank, so no sum between ranks rounds: outputs plus residual equal the inputs."""
     parts, memory, n = placed((40, 30), (12, 50)), Memory(), 1800

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tests.ranks import exchange, placed
-from workbench.compressors import ALQ, AMQ, DGC, QSGD, Compressor, RandomK, Wangni
+from tests.ranks import exchange, experiment, placed, together
+from workbench.compressors import ALQ, AMQ, DGC, QSGD, Compressor, GTopK, OkTopK, RandomK, SignSGD, TopK, Wangni
 from workbench.compressors._range import within
-from workbench.rank import Memory
+from workbench.host.elastic.resizing import bequeath
+from workbench.rank import Bucket, Memory, Rank
 
 pytestmark = pytest.mark.ranks
 INF, NAN = float("inf"), float("nan")
@@ -21,7 +24,7 @@ def gradients(seed: int, ranks: int, n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("of", [
     ALQ(), AMQ(), QSGD(norm="l2", bits=2, exchange="two_hop"), Wangni(), Wangni(density=0.001),
-    DGC(density=0.01), DGC(density=0.01, momentum=0.0),
+    DGC(density=0.01), DGC(density=0.01, momentum=0.0), GTopK.usual(), OkTopK.usual(), TopK.usual(),
 ], ids=str)  # fmt: skip
 def test_a_compressed_sum_is_finite_in_fp16_if_the_dense_sum_is(of: Compressor) -> None:
     memories, n = [Memory(r) for r in range(4)], 8192
@@ -30,6 +33,44 @@ def test_a_compressed_sum_is_finite_in_fp16_if_the_dense_sum_is(of: Compressor) 
         g = (g * (15_000 / g.abs().max())).half()
         assert bool(g.sum(0).isfinite().all())
         assert bool(exchange(of, g, placed((n,)), memories).isfinite().all()), step
+
+
+def test_ok_topk_adds_up_narrow_numbers_in_fp32_and_rounds_once() -> None:
+    g = torch.ones(8, 16).bfloat16()
+    g[0] = 256.0  # 256 + 1 is 256 in bf16
+    out = exchange(OkTopK(density=1.0), g, placed((16,)), [Memory(r) for r in range(8)])
+    assert out.tolist() == [float(torch.tensor(263.0).bfloat16())] * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sign_sgd_keeps_its_moving_average_of_narrow_gradients_in_fp32(dtype: torch.dtype) -> None:
+    memory, average = Memory(), torch.zeros(500, dtype=torch.float64)
+    for step in range(200):
+        g = gradients(step, 1, 500).to(dtype)
+        average = 0.99 * average + 0.01 * g[0].double()
+        exchange(SignSGD(momentum=0.99), g, placed((500,)), [memory])
+    assert float((memory.buffers["sign_sgd"]["p0"] - average).norm() / average.norm()) < 1e-5
+
+
+def test_a_rank_that_leaves_hands_on_its_residual_in_fp32() -> None:
+    """The residual holds numbers beyond the range of fp16, and others too small for bf16 to add."""
+    memories, parts = [Memory(), Memory()], tuple(placed((4,)))
+    e = experiment(2, 2, compressor=TopK.usual())
+    for memory, value in zip(memories, (1.0, 1e5 + 2.0**-6), strict=True):
+        memory.flat("residual", Bucket(0, torch.zeros(4).half(), parts, 0), torch.float32).fill_(value)
+
+    async def handed_on(rank: Rank) -> None:
+        rank.memory = memories[rank.id]
+        bucket = Bucket(0, torch.zeros(4).half(), parts, 0)
+
+        async def gather(n: int) -> list[int]:
+            return [n] * rank.size
+
+        await bequeath(SimpleNamespace(rank=rank, experiment=e, gather=gather,
+                                       layout=SimpleNamespace(params=lambda: [bucket])), (0,))  # type: ignore[arg-type]  # fmt: skip
+
+    together([handed_on(Rank(r, 2)) for r in range(2)])
+    assert memories[0].buffers["residual"]["p0"].tolist() == [1e5 + 1 + 2.0**-6] * 4
 
 
 def test_conversion_to_a_narrow_type_keeps_finite_values_finite() -> None:

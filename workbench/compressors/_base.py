@@ -201,15 +201,21 @@ class _Places:
 async def all_told(coder: Coder, rank: Rank, bucket: Bucket) -> Tensor:
     """`reduce` with any Coder: every rank sends its payload to all, and adds up the decoded payloads in rank order.
 
-    Bytes sent per rank: those of a payload, (p-1) times.
+    Adds in fp32 at least, so that numbers in 16 bits are rounded once. Bytes sent per rank: those of a payload, (p-1)
+    times.
     """
+    from workbench.compressors._range import wide, within  # not at the top: a record opens without torch
+
     payload = coder.encode(bucket.data)
     own = coder.decode(payload, bucket.data)
     if rank.size == 1:
         bucket.data.copy_(own)
         return own
     rows = [each(await rank.all_gather(part, bucket.name)) for part in payload]
-    bucket.data.zero_()
+    x = bucket.data
+    total = x.zero_() if wide(x.dtype) == x.dtype else x.new_zeros(x.shape, dtype=wide(x.dtype))
     for one in zip(*rows, strict=True):
-        bucket.data.add_(coder.decode(one, bucket.data))
+        total.add_(coder.decode(one, x))
+    if total is not x:
+        x.copy_(within(total, x.dtype))
     return own

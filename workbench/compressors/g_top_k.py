@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide, within
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.compressors.error_feedback import ErrorFeedback
@@ -99,7 +100,8 @@ class _Held:
         """Adds another rank's entries and keeps the k largest. The lower rank's come first: bit-identical results."""
         both = [(self.index, self.values), (index, values)][:: 1 if me_first else -1]
         places, where = torch.cat([i for i, _ in both]).unique(return_inverse=True)
-        sums = values.new_zeros(len(places)).index_add_(0, where, torch.cat([v for _, v in both]))
+        added = torch.cat([v for _, v in both]).to(wide(values.dtype))
+        sums = within(added.new_zeros(len(places)).index_add_(0, where, added), values.dtype)
         best = sums.abs().sort(descending=True, stable=True).indices[: len(values)].sort().values
         self.index, self.values = places[best], sums[best]
         self.alive = [a & torch.isin(b, self.index) for a, b in zip(self.alive, self.began, strict=True)]

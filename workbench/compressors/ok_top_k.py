@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide, within
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._uneven import lengths_of
 from workbench.compressors.error_feedback import ErrorFeedback
@@ -233,10 +234,11 @@ async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int])
     lengths = await lengths_of(rank, list(counts), x, bucket.name)
     rows = _Pairs(chosen, x[chosen]).rows(counts)
     start, stop = [0, *cuts, x.numel()][me : me + 2]
-    total = x.new_zeros(stop - start)
+    sums = x.new_zeros(stop - start, dtype=wide(x.dtype))
     for one in await rank.all_to_allv(rows, _wide(lengths, x), bucket.name):
         index, values = opened(one, x.dtype)
-        total.index_add_(0, index - start, values)
+        sums.index_add_(0, index - start, values.to(sums.dtype))
+    total = within(sums, x.dtype)
     found = total.ne(0).nonzero().flatten()
     return _Pairs(found + start, total[found]), sum(counts) - counts[me]
 

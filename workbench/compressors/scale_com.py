@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide, within
 from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.rank import Bucket, Memory, Rank
@@ -54,12 +55,12 @@ class ScaleCom(Compressor):
         if not grad.numel():
             return None
         k = max(1, round(self.density * grad.numel()))
-        m = memory.flat(self.residual, bucket)
+        m = memory.flat(self.residual, bucket, wide(grad.dtype))
         x = m + grad
         leader = self._turn(bucket, memory) % rank.size
         index = x.abs().topk(k, sorted=False).indices if rank.index == leader else x.new_empty(k, dtype=torch.int64)
         index = (await rank.broadcast(index.to(torch.int32), leader, bucket.name)).long()
-        values = x[index]
+        values = within(x[index], grad.dtype)
         m.add_(grad, alpha=self.beta)
         m[index] -= self.beta * values
         m.nan_to_num_(0.0, 0.0, 0.0)

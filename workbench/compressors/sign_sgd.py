@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
@@ -74,7 +75,7 @@ class SignSGD(Compressor):
         """Returns this rank's vote. After a first momentum its average stays up to date, even while momentum is 0."""
         if not self.momentum and self.buffer not in memory.buffers:
             return bucket.data
-        average = memory.flat(self.buffer, bucket)
+        average = memory.flat(self.buffer, bucket, wide(bucket.data.dtype))
         x = average.mul_(self.momentum).add_(bucket.data, alpha=1 - self.momentum).clone()
         average.nan_to_num_(0.0, 0.0, 0.0)
         return x

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors import inside
+from workbench.compressors._range import wide
 from workbench.host.passes.pipelining import drained
 from workbench.host.transfer import handover, own
 from workbench.host.transfer.lying import WHOLE, Lying
@@ -53,12 +54,12 @@ async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
                 owed = _owed(memory.buffers.get(buffer, {}), bucket)
                 await rank.broadcast(owed, source, buffer)
                 if rank.id == stay[number % len(stay)]:
-                    memory.flat(buffer, bucket).add_(owed)
+                    memory.flat(buffer, bucket, owed.dtype).add_(owed)
 
 
 def _owed(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
-    """Returns a copy of this rank's part of a buffer for a bucket: (n,) with zeros where it has none."""
-    whole = torch.zeros_like(bucket.data)
+    """Returns a copy of this rank's part of a buffer for a bucket: (n,) in fp32 at least; 0 if it has none."""
+    whole = torch.zeros_like(bucket.data, dtype=wide(bucket.data.dtype))
     for part in bucket.parts:
         if part.name in pieces:
             whole[part.start : part.stop] = pieces[part.name]

@@ -137,8 +137,8 @@ async def _answer(rank: Rank, x: Any, to: int) -> None:
     named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in several.items() if isinstance(v, Tensor)}
     if not named:
         raise TaskError(
-            f"partition=Pipeline: in an evaluation the model returns a {type(x).__name__} without tensors by name, and its "
-            f"last stage sends one tensor or a dict of tensors to the others; let the model return one of these"
+            f"partition=Pipeline: in an evaluation the model returns a {type(x).__name__} without tensors by name, and "
+            f"its last stage sends one tensor or a dict of tensors to the others; let the model return one of these"
         )
     like = next(iter(named.values()))
     names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)

@@ -29,7 +29,8 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
 
     A new compressor that keeps its residual in the same buffer goes on with it. Otherwise the old one decides. Its
     `whole` sends the residual in one step. Error feedback sends it in one step or in several, or drops it (`off`). Both
-    happen at once if layers had either. If a third compressor without error feedback is set in between, the remaining steps go on.
+    happen at once if layers had either. If a third compressor without error feedback is set in between, the remaining
+    steps go on.
     foreign: drops the residual, because it does not fit what ranks will exchange from now on
     """
     left, present = _feeding(was.compressor), run.rank.compressor
