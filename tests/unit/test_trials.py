@@ -55,7 +55,14 @@ def test_slices_with_another_loss_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("wrong", [lambda made: valued(made, NAN), lambda made: made * NAN], ids=["loss", "gradients"])
 def test_slices_of_a_model_whose_own_result_is_nan_are_not_blamed(wrong: Callable[[Tensor], Tensor]) -> None:
-    try_slices(lambda model, pair: wrong(mse(model, pair)))
+    tried: list[bool] = []
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        tried.append(is_sliced(model))
+        return wrong(mse(model, pair))
+
+    try_slices(loss)
+    assert tried.count(True) == 2
 
 
 @pytest.mark.parametrize("value", [NAN, 0.0, 7.0])

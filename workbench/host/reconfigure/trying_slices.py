@@ -120,8 +120,8 @@ def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[f
     if odd:
         raise KnobError(
             f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and {loss:.6g} of the whole model, though gradients "
-            f"are the same: it reads parameters, of which a rank has slices; let it read only what the model returns, and "
-            f"take weight decay from the optimizer"
+            f"are the same: it reads parameters, of which a rank has slices; let it read only what the model returns, "
+            f"and take weight decay from the optimizer"
         )
 
 
