@@ -128,6 +128,28 @@ def test_a_draft_replaces_a_link_and_keeps_its_target(copied: Path, tmp_path: Pa
     assert sorted(path.name for path in mine.iterdir()) == [name(4)]
 
 
+@pytest.mark.parametrize("end", ["crash", "error"])
+def test_a_draft_that_does_not_come_leaves_the_checkpoint_of_the_same_step(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    said, rename = dict(Checkpoint.open(copied / name(4)).said), os.rename
+    draft = Draft(copied, 4)
+    draft.begin()
+
+    def fail(source: Path, to: Path) -> None:
+        if source == draft.path:
+            raise OSError("the machine ends here")
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="ends here"):
+        draft.commit(said)
+    monkeypatch.undo()
+    Draft(copied, 6).begin() if end == "crash" else draft.give_up()
+    assert Checkpoint.open(copied / name(4)).said == said
+    assert [path.name for path in found(copied)] == [name(2), name(4)]
+
+
 def test_folders_that_are_made_again_are_private(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:

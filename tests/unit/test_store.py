@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 import tracemalloc
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from tests.unit import synthetic
 from workbench.record import store, stream
 from workbench.record.store import RunError, Writer
-from workbench.record.timeline import Rows
+from workbench.record.timeline import Rows, Timeline
 from workbench.run import Run
 
 ABOUT: dict[str, Any] = {
@@ -273,3 +275,15 @@ def test_invalid_marks_do_not_prevent_opening_a_run() -> None:
     run = Run({"ranks": 1})
     run.timeline.marks.add([(0, 1, "change", 1.0, "not json"), (0, 2, "change", 2.0, "[]"), (0, 3, "state", 3.0, "5")])
     assert run.changes == () and run.state == "cut off" and repr(run)
+
+
+@pytest.mark.parametrize("fails", ["rows", "run.json"])
+def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*((store, "write", fail) if fails == "rows" else (os, "replace", fail)))
+    with pytest.raises(RunError, match="No space left on device"):
+        store.keep(tmp_path / "run", {}, Timeline())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert fails == "run.json" or not list(tmp_path.iterdir())

@@ -16,16 +16,21 @@ from workbench.record.checkpoints import MANIFEST, name, sealed
 from workbench.record.folders import make_private_folder, remove_folder
 from workbench.record.store import private
 
+REPLACED = ".replaced"  # ends the name of the checkpoint that a new one of the same step replaces
+
 
 class Draft:
     """A checkpoint under construction. Rank 0 begins and ends it; each rank writes one file."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path, self._to = folder / f".{name(step)}.part", folder / name(step)
+        self._replaced = folder / f".{name(step)}{REPLACED}"
 
     def begin(self) -> None:
-        """Creates the hidden folder and removes hidden folders of killed runs. Raises OSError."""
+        """Creates the hidden folder, and removes or restores hidden folders of killed runs. Raises OSError."""
         make_private_folder(self.path.parent)
+        for kept in self.path.parent.glob(f".step-*{REPLACED}"):
+            _restore(kept)
         for old in self.path.parent.glob(".step-*.part"):
             remove_folder(old)
         self.path.mkdir(mode=0o700)
@@ -34,17 +39,25 @@ class Draft:
         return Written(self.path / called)
 
     def commit(self, manifest: Mapping[str, Any]) -> Path:
-        """Seals and renames the complete checkpoint, safe against a power cut. Raises OSError."""
+        """Seals and renames the complete checkpoint, safe against a power cut. Raises OSError.
+
+        A checkpoint of the same step is hidden until the new one is in its place. `begin` restores it after a crash.
+        """
         with Written(self.path / MANIFEST) as file:
             file.write(sealed(manifest))
         _synced(self.path)
-        if self._to.exists() or self._to.is_symlink():
-            remove_folder(self._to)
+        replaces = self._to.exists() or self._to.is_symlink()
+        if replaces:
+            os.rename(self._to, self._replaced)
         os.rename(self.path, self._to)
         _synced(self._to.parent)
+        if replaces:
+            remove_folder(self._replaced)
         return self._to
 
     def give_up(self) -> None:
+        if self._replaced.exists():
+            _restore(self._replaced)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -76,6 +89,15 @@ class Written:
     def __exit__(self, *_: object) -> None:
         if not self._file.closed:
             self.close()
+
+
+def _restore(kept: Path) -> None:
+    """Puts a replaced checkpoint back if the new one did not come, else removes it. Raises OSError."""
+    to = kept.with_name(kept.name[1:].removesuffix(REPLACED))
+    if to.exists():
+        remove_folder(kept)
+    else:
+        os.rename(kept, to)
 
 
 def _synced(folder: Path) -> None:

@@ -81,9 +81,13 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that readers see all of it or nothing."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "w", opener=private) as file:
-        file.write(text)
-    os.replace(draft, path)
+    try:
+        with open(draft, "w", opener=private) as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def private(path: str, flags: int) -> int:
@@ -198,6 +202,7 @@ def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
 
     Raises RunError, and leaves nothing, if it does not fit.
     """
+    is_new = not path.exists()
     create(path, about)
     before = set(parts(path))
     try:
@@ -206,6 +211,8 @@ def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
         for part in set(parts(path)) - before:
             part.path.unlink(missing_ok=True)
         (path / "run.json").unlink(missing_ok=True)
+        if is_new:
+            path.rmdir()
         raise RunError(f"{path}: the run does not fit there ({error.strerror}); choose another directory") from error
 
 
