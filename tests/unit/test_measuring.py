@@ -231,5 +231,5 @@ def test_a_step_that_fails_leaves_the_rank_its_compressor(names: tuple[str, ...]
     rank.compressor = e.compressor
     run = SimpleNamespace(experiment=e, rank=rank, state=None, flushing=False, steering=SimpleNamespace(names=names))
     with pytest.raises(ConnectionError):
-        Measuring().step(run).send(None)  # type: ignore[arg-type]
+        Measuring().step(run).send(None)
     assert rank.compressor is e.compressor

@@ -67,7 +67,7 @@ def test_a_rank_that_leaves_hands_on_its_residual_in_fp32() -> None:
             return [n] * rank.size
 
         await bequeath(SimpleNamespace(rank=rank, experiment=e, gather=gather,
-                                       layout=SimpleNamespace(params=lambda: [bucket])), (0,))  # type: ignore[arg-type]  # fmt: skip
+                                       layout=SimpleNamespace(params=lambda: [bucket])), (0,))  # fmt: skip
 
     together([handed_on(Rank(r, 2)) for r in range(2)])
     assert memories[0].buffers["residual"]["p0"].tolist() == [1e5 + 1 + 2.0**-6] * 4

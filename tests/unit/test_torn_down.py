@@ -1,4 +1,4 @@
-"""What a rank gives back if an opening, a wait or a part of its end fails."""
+"""Tests that a rank gives everything back if an opening, a wait or a part of its end fails."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ async def _answer(rank: Rank, x: Any, to: int) -> None:
     if not named:
         raise TaskError(
             f"partition=Pipeline: in an evaluation the model returns a {type(x).__name__} without tensors by name, and "
-            f"its last stage sends one tensor or a dict of tensors to the others; let the model return one of these"
+            f"its last stage sends one tensor or a dict of tensors to the other stages; let the model return one of "
+            f"these"
         )
     like = next(iter(named.values()))
     names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)
