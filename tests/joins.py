@@ -6,14 +6,19 @@ A round is one run of `STEPS` steps. After step `JOIN` new ranks come in, by `la
 (`on_death="replace"`). At a random moment of the join the round injects one fault or two. Odd rounds run next to two
 processes that spin. The seed of a round decides the setting, the kind of fault and its delay after the request.
 
-Each setting has a reference: `REFERENCES` undisturbed runs with other seeds and the same join. A round passes in one
-of two ways. Either the run ends as planned, and no window of `WINDOW` losses after the fault lies above the range of
-the reference. Windows below it are counted: in rounds with `on_death="replace"` four ranks train from the first step,
-and their losses fall faster. Or the run ends with a documented error, and no survivor held the full state.
+Each setting has a reference for each way to join: `REFERENCES` undisturbed runs with other seeds. For `resize`, two
+ranks train and two more join. For `replace`, four ranks train, one is killed, and a new one replaces it: no other run
+has the same number of examples in each step. A round passes in one of two ways. Either the run ends as planned, and
+each mean of `WINDOW` losses after the fault lies within the range of the reference. Or the run ends with a documented
+error, and no survivor held the full state.
+
+A mean outside of the range may come from the seed alone. So the round then plays a twin: the same seed and the same
+join without the fault. The round stays wrong; its record says whether the twin leaves the range, too.
 `--controls` checks undisturbed runs with further seeds. They show how often the check alone gives an alarm.
 
 The file keeps every round. A later call plays the seeds that the file lacks. With `--parts 3` a call plays every third
-seed, so that three calls can play side by side, each into a file of its own.
+seed, so that three calls can play side by side, each into a file of its own; `--merge FILE FILE` joins the files.
+`--again 3 5` drops the rounds of these seeds and plays them again; their earlier outcomes stay in the file.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,8 +116,8 @@ def plan_round(seed: int) -> Plan:
 
 
 def make_experiment(strategy: str, partition: Any, seed: int, how: str = "resize") -> Experiment:
-    """A run of two ranks that is long enough for a join; checkpoints are made every 20 steps."""
-    ranks, pace = (4, 8.0) if how == "replace" else (2, 25.0)  # a replacement takes some seconds to begin
+    """A run that is long enough for a join; checkpoints are made every 20 steps."""
+    ranks, pace = (4, 40.0) if how == "replace" else (2, 25.0)  # a replacement takes a second or more to begin
     return Experiment(task=Digits(hidden=512), strategy=getattr(workbench, strategy)(), partition=partition,
                       ranks=ranks, steps=STEPS, pace=pace, eval_every=0, save_every=20, diverged=0, seed=seed,
                       on_death="replace" if how == "replace" else "go on").checked()  # fmt: skip
@@ -180,6 +185,17 @@ def shut_in(pid: int, descriptor: int) -> bool:
     return False
 
 
+def ask_for_ranks(lab: Lab, how: str) -> int | None:
+    """Lets new ranks begin to join: asks for four ranks, or kills the last one and returns its number."""
+    if how == "resize":
+        lab.resize(4)
+        return None
+    victim = lab.members[-1]
+    os.kill(next(row["pid"] for row in lab.status if row["rank"] == victim), signal.SIGKILL)
+    until(lambda: not lab.live or any(row["rank"] > victim and row["state"] for row in lab.status), LIMIT)
+    return victim
+
+
 class Join:
     """A run whose join is under way, and the processes that take part in it."""
 
@@ -198,14 +214,10 @@ class Join:
 
     def begin(self) -> None:
         """Asks for new ranks: by `resize`, or by a death that a new rank replaces."""
-        if self.plan.how == "resize":
-            self.lab.resize(4)
-            return
-        victim = self.old[-1]
-        self.old = self.old[:-1]
-        os.kill(self.pids[victim], signal.SIGKILL)
-        self.killed.add(victim)
-        until(lambda: not self.lab.live or any(row["rank"] > victim and row["state"] for row in self.lab.status), LIMIT)
+        victim = ask_for_ranks(self.lab, self.plan.how)
+        if victim is not None:
+            self.old = self.old[:-1]
+            self.killed.add(victim)
 
     @property
     def new(self) -> list[int]:
@@ -294,6 +306,11 @@ def play(seed: int, reference: dict[str, Any], say: Say) -> dict[str, Any]:
         except Exception as error:
             say(traceback.format_exc())
             out |= {"outcome": "wrong", "why": f"{type(error).__name__}: {error}"}
+    if "below" in out:  # losses outside of the range
+        try:
+            out["twin"] = play_twin(plan, seed, reference)
+        except Exception as error:
+            out["twin"] = f"{type(error).__name__}: {error}"
     out["seconds"] = round(time.monotonic() - began, 1)
     say(json.dumps(out))
     return out
@@ -303,8 +320,7 @@ def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: 
     """Runs the round's run on a lab, and judges it."""
     e = make_experiment(plan.strategy, plan.partition, 1000 + seed, plan.how)
     run = lab.run(e, out=folder / "run")
-    if not until(lambda: not lab.live or min(row["step"] or 0 for row in lab.status[: e.ranks]) >= JOIN, LIMIT):
-        raise TimeoutError(f"the run did not reach step {JOIN}: {lab.notes[-3:]}")
+    wait_for_step(lab, e.ranks, JOIN)
     join = Join(lab, run, plan, seed)
     join.begin()
     asked = time.monotonic()
@@ -328,6 +344,13 @@ def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: 
     return {**found, **judge(run, join, error, list_windows_after(run, moment), reference)}
 
 
+def wait_for_step(lab: Lab, ranks: int, step: int) -> None:
+    """Waits until the first `ranks` ranks have reached a step, or the run is over. Raises TimeoutError."""
+    reached = lambda: min((row["step"] or 0 for row in lab.status[:ranks]), default=0) >= step  # noqa: E731
+    if not until(lambda: not lab.live or reached(), LIMIT):
+        raise TimeoutError(f"the run did not reach step {step}: {lab.notes[-3:]}")
+
+
 def read_clock(run: Run) -> float:
     """The record's time of the newest loss, in seconds."""
     losses = run.samples[run.samples["name"] == "loss"]
@@ -344,17 +367,17 @@ def judge(run: Run, join: Join, error: RankError | None, windows: list[tuple[int
     above, below = find_outliers(reference["windows"], windows)
     if error is not None and error.step >= STEPS:
         return {"outcome": "too late", "why": f"the run had made its last step: {error}"}
-    if above:
-        return {"outcome": "wrong", "why": f"{len(above)} of {len(windows)} windows: {above[0]}"}
+    if above or below:
+        return {"outcome": "wrong", "above": len(above), "below": len(below),
+                "why": f"{len(above) + len(below)} of {len(windows)} windows: {(above + below)[0]}"}  # fmt: skip
     if error is None and run.state == "done":
         if not windows:
             return {"outcome": "too late", "why": "the run had made its last step"}
-        return {"outcome": "went on", "why": "", "below": len(below)}
+        return {"outcome": "went on", "why": ""}
     survivors = [rank for rank in join.old if rank not in join.killed]
     text = f"{run.state}: {error or join.lab.notes[-2:]}"
     whole = type(join.plan.partition).__name__ == "Whole" and not join.plan.strategy.startswith(("ZeRO", "HSDP"))
-    cut = any("cut" in line for line in join.log)
-    if whole and survivors and not cut:
+    if whole and survivors:
         return {"outcome": "wrong", "why": f"the run ended, though ranks {survivors} held the full state: {text}"}
     return {"outcome": "ended" if is_documented(error, join.lab.notes) else "wrong", "why": text[:400]}
 
@@ -367,42 +390,54 @@ def is_documented(error: RankError | None, notes: list[str]) -> bool:
 # -- references
 
 
-def measure_reference(strategy: str, partition: Any, say: Say) -> dict[str, Any]:
+def measure_reference(strategy: str, partition: Any, how: str, say: Say) -> dict[str, Any]:
     """Undisturbed runs with the same join: the range of their windows, and seconds that a join takes."""
     windows: dict[str, list[float]] = {}
     joins = []
-    with Lab(ranks=4, name=f"joins-{os.getpid()}-reference") as lab, tempfile.TemporaryDirectory() as folder:
-        lab.wait(LIMIT)
-        for seed in range(REFERENCES):
-            run, took = run_undisturbed(lab, make_experiment(strategy, partition, seed), Path(folder, str(seed)))
-            widen(windows, run)
-            joins.append(took)
+    for run, took in run_undisturbed(strategy, partition, how, range(REFERENCES)):
+        widen(windows, run)
+        joins.append(took)
     found = {"join": round(sorted(joins)[len(joins) // 2], 2), "windows": windows}
-    say(f"reference of {name_setting(strategy, partition)}: a join takes {found['join']} s")
+    say(f"reference of {name_setting(strategy, partition)} ({how}): a join takes {found['join']} s")
     return found
 
 
-def run_undisturbed(lab: Lab, e: Experiment, folder: Path) -> tuple[Run, float]:
-    """A run that two ranks join; the seconds from the request until all four train."""
-    run = lab.run(e, out=folder)
-    if not until(lambda: not lab.live or (lab.status[0]["step"] or 0) >= JOIN, LIMIT):
-        raise TimeoutError(f"the run did not reach step {JOIN}: {lab.notes[-3:]}")
-    began = time.monotonic()
-    lab.resize(4).wait(LIMIT)
-    took = time.monotonic() - began
-    run.wait(LIMIT)
-    return run, took
-
-
-def check_controls(strategy: str, partition: Any, reference: dict[str, Any], seeds: range) -> list[str]:
-    """Alarms that the check gives for undisturbed runs with further seeds."""
-    alarms = []
-    with Lab(ranks=4, name=f"joins-{os.getpid()}-control") as lab, tempfile.TemporaryDirectory() as folder:
+def run_undisturbed(
+    strategy: str, partition: Any, how: str, seeds: Iterable[int]
+) -> Iterator[tuple[Run, float]]:
+    """Runs in which ranks join and nothing else happens; with each, seconds until all four train."""
+    with (Lab(ranks=4, name=f"joins-{os.getpid()}-calm", spare=int(how == "replace")) as lab,
+          tempfile.TemporaryDirectory() as folder):  # fmt: skip
         lab.wait(LIMIT)
         for seed in seeds:
-            run, _ = run_undisturbed(lab, make_experiment(strategy, partition, seed), Path(folder, str(seed)))
-            alarms += find_outliers(reference["windows"], list(list_windows(run)))[0][:1]
+            e = make_experiment(strategy, partition, seed, how)
+            run = lab.run(e, out=Path(folder, str(seed)))
+            wait_for_step(lab, e.ranks, JOIN)
+            victim = ask_for_ranks(lab, how)
+            began = time.monotonic()
+            until(lambda: not lab.live or (len(lab.members) == 4 and victim not in lab.members), LIMIT)  # noqa: B023
+            took = time.monotonic() - began
+            run.wait(LIMIT)
+            if run.state != "done" or not any(change.get("new") for change in run.details("members")):
+                raise RuntimeError(f"undisturbed run {seed} of {strategy} ({how}) had no join: {run.state}")
+            yield run, took
+
+
+def check_controls(strategy: str, partition: Any, how: str, reference: dict[str, Any],
+                   seeds: Iterable[int]) -> list[str]:  # fmt: skip
+    """Alarms that the check gives for undisturbed runs with further seeds: one for each run that has any."""
+    alarms = []
+    for run, _ in run_undisturbed(strategy, partition, how, seeds):
+        late = [window for window in list_windows(run) if window[0] >= JOIN]
+        above, below = find_outliers(reference["windows"], late)
+        alarms += (above + below)[:1]
     return alarms
+
+
+def play_twin(plan: Plan, seed: int, reference: dict[str, Any]) -> str:
+    """Whether the undisturbed run of a round's seed leaves the range of the reference, in words."""
+    alarms = check_controls(plan.strategy, plan.partition, plan.how, reference, [1000 + seed])
+    return alarms[0] if alarms else "within the range"
 
 
 def round_numbers(value: Any) -> Any:
@@ -419,6 +454,36 @@ def count_outcomes(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rounds": len(rounds), **Counter(one["outcome"] for one in rounds)}
 
 
+def list_seeds(rounds: int, part: int, parts: int) -> list[int]:
+    """The seeds of one part; each part has quiet rounds and busy ones."""
+    return [seed for seed in range(rounds) if seed // 2 % parts == part]
+
+
+def find_reference(kept: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
+    """The reference for a round's setting and way to join; None if the file lacks it."""
+    return kept["references"].get(plan.setting, {}).get(plan.how)
+
+
+def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The contents of several files as one. Raises ValueError if two hold the same seed."""
+    each = sorted((one for file in files for one in file["each"]), key=lambda one: one["seed"])
+    if len({one["seed"] for one in each}) < len(each):
+        raise ValueError("two of these files hold a round of the same seed")
+    merged = {**files[0], "references": {}, "controls": {}, "each": each, "summary": count_outcomes(each)}
+    for file in files:
+        for setting, ways in file["references"].items():
+            merged["references"][setting] = merged["references"].get(setting, {}) | ways
+        merged["controls"] |= file["controls"]
+    return merged
+
+
+def take_back(kept: dict[str, Any], seeds: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+    """Drops the rounds of these seeds, so that they are played again; their outcomes so far by seed."""
+    dropped = [one for one in kept["each"] if one["seed"] in set(seeds)]
+    kept["each"] = [one for one in kept["each"] if one not in dropped]
+    return {one["seed"]: [*one.pop("earlier", ()), one] for one in dropped}
+
+
 def read_commit() -> str:
     """The commit of the code that a round ran."""
     asked = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
@@ -429,8 +494,10 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--rounds", type=int, default=300, help="play the seeds below this")
     ask.add_argument("--minutes", type=float, default=1e6, help="begin no round after so many minutes")
-    ask.add_argument("--part", type=int, default=0, help="play only the seeds whose remainder by --parts is this")
+    ask.add_argument("--part", type=int, default=0, help="play only this part of the seeds")
     ask.add_argument("--parts", type=int, default=1)
+    ask.add_argument("--again", type=int, nargs="*", default=[], help="play the rounds of these seeds once more")
+    ask.add_argument("--merge", type=Path, nargs="*", help="write the contents of these files into one")
     ask.add_argument("--only", type=int, nargs="*", help="play these seeds, and write nothing")
     ask.add_argument("--controls", type=int, default=0, help="check so many undisturbed runs of each setting")
     ask.add_argument("--out", type=Path, default=Path("docs/data/joins.json"))
@@ -443,30 +510,45 @@ def main() -> None:
         if a.only is None:
             a.out.write_text(json.dumps({**kept, "summary": count_outcomes(kept["each"])}) + "\n")
 
-    def refer(seed: int) -> dict[str, Any]:
-        plan = plan_round(seed)
-        if plan.setting not in kept["references"]:
-            kept["references"][plan.setting] = round_numbers(measure_reference(plan.strategy, plan.partition, say))
+    def refer(plan: Plan) -> dict[str, Any]:
+        found = find_reference(kept, plan)
+        if found is None:
+            found = round_numbers(measure_reference(plan.strategy, plan.partition, plan.how, say))
+            kept["references"].setdefault(plan.setting, {})[plan.how] = found
             save()
-        return kept["references"][plan.setting]
+        return found
 
+    if a.merge:
+        kept = merge([json.loads(path.read_text()) for path in a.merge])
+        save()
+        return
     if a.controls:
-        for number, (strategy, partition) in enumerate(SETTINGS):
-            alarms = check_controls(strategy, partition, refer(number), range(100, 100 + a.controls))
-            kept["controls"][name_setting(strategy, partition)] = {"runs": a.controls, "alarms": alarms}
-            say(f"{name_setting(strategy, partition)}: {len(alarms)} alarms {alarms}")
-            save()
+        check_all_controls(kept, a.controls, a.part, a.parts, refer, say)
+        save()
         return
     if a.only is not None:
-        sys.exit(any(play(seed, refer(seed), say)["outcome"] == "wrong" for seed in a.only))
+        sys.exit(any(play(seed, refer(plan_round(seed)), say)["outcome"] == "wrong" for seed in a.only))
+    earlier = take_back(kept, a.again)
     played = {one["seed"] for one in kept["each"]}
-    for seed in sorted(set(range(a.part, a.rounds, a.parts)) - played):
-        if time.monotonic() > end:
+    for seed in [*earlier, *sorted(set(list_seeds(a.rounds, a.part, a.parts)) - played - set(earlier))]:
+        if time.monotonic() > end and seed not in earlier:
             break
-        kept["each"].append({**play(seed, refer(seed), say), "commit": read_commit()})
+        one = {**play(seed, refer(plan_round(seed)), say), "commit": read_commit()}
+        kept["each"].append(one | ({"earlier": earlier[seed]} if seed in earlier else {}))
         save()
     say(json.dumps(count_outcomes(kept["each"])))
     sys.exit(any(one["outcome"] == "wrong" for one in kept["each"]))
+
+
+def check_all_controls(kept: dict[str, Any], runs: int, part: int, parts: int,
+                       refer: Callable[[Plan], dict[str, Any]], say: Say) -> None:  # fmt: skip
+    """Checks undisturbed runs of each setting and each way to join, and notes the alarms."""
+    for number, (strategy, partition) in enumerate(SETTINGS):
+        for how in ("resize", "replace") if number % parts == part else ():
+            plan = Plan(strategy, partition, how, (), 0.0, 0.0, False)
+            alarms = check_controls(strategy, partition, how, refer(plan), range(100, 100 + runs))
+            kept["controls"][f"{plan.setting} ({how})"] = {"runs": runs, "alarms": alarms}
+            say(f"{plan.setting} ({how}): {len(alarms)} alarms {alarms}")
 
 
 if __name__ == "__main__":

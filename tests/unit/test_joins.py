@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import workbench
 from tests import joins
 from tests.bench import joins_page
 from tests.unit import synthetic
 from workbench.cluster.run.errors import none_holds
 from workbench.host.elastic.settling import say_why_not
+from workbench.lab import RankError
 
 
 def test_a_plan_depends_on_its_seed_alone_and_half_of_the_rounds_are_busy() -> None:
@@ -47,3 +50,52 @@ def test_the_pages_sentences_are_those_of_the_code() -> None:
     for sentence in (*joins.ENDINGS, *joins.REFUSALS):
         assert sentence in code and sentence in page
     assert joins.is_documented(None, [marks[0]["text"]]) and not joins.is_documented(None, ["killed"])
+
+
+class _Join:
+    """What the judge reads of a join in which rank 0 was killed."""
+
+    def __init__(self, setting: int, how: str = "resize") -> None:
+        strategy, partition = joins.SETTINGS[setting]
+        self.plan = joins.Plan(strategy, partition, how, ("old",), 0.0, 0.0, False)
+        self.old, self.killed, self.log, self.lab = (0, 1), {0}, ["cut 2 connections"], self
+        self.notes: list[str] = []
+
+
+class _Done:
+    state = "done"
+
+
+def test_losses_below_the_reference_are_as_wrong_as_losses_above_it() -> None:
+    reference = {"windows": {str(step): [0.2, 0.4] for step in range(120)}}
+    for mean, outcome in ((0.3, "went on"), (0.19, "wrong"), (0.41, "wrong"), (float("nan"), "wrong")):
+        judged = joins.judge(_Done(), _Join(0), None, [(60, 0.3), (61, mean)], reference)  # type: ignore[arg-type]
+        assert judged["outcome"] == outcome
+        outside = (judged.get("below", 0), judged.get("above", 0))
+        assert outside == (int(mean < 0.2), int(not mean <= 0.4))
+
+
+def test_a_run_must_not_end_while_a_survivor_holds_the_full_state_even_after_a_cut() -> None:
+    reference = {"windows": {"60": [0.2, 0.4]}}
+    error = RankError([{"rank": 0, "step": 60, "op": "", "type": "EngineDied",
+                        "text": "no rank that is left holds the trained state"}])  # fmt: skip
+    whole = joins.judge(_Done(), _Join(0), error, [], reference)  # type: ignore[arg-type]
+    assert whole["outcome"] == "wrong" and "ranks [1] held the full state" in whole["why"]
+    assert joins.judge(_Done(), _Join(3), error, [], reference)["outcome"] == "ended"  # type: ignore[arg-type]
+
+
+def test_parts_share_all_seeds_and_a_round_that_is_played_again_keeps_its_earlier_outcome() -> None:
+    parts = [joins.list_seeds(300, part, 3) for part in range(3)]
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(300))
+    assert all({0, 1} == {seed % 2 for seed in one} for one in parts)
+    kept = {"each": [{"seed": 1, "outcome": "wrong", "earlier": [{"seed": 1, "outcome": "ended"}]}, {"seed": 2}]}
+    assert joins.take_back(kept, [1]) == {1: [{"seed": 1, "outcome": "ended"}, {"seed": 1, "outcome": "wrong"}]}
+    assert kept["each"] == [{"seed": 2}]
+    files = [{"references": {"DDP": {way: {}}}, "controls": {way: 1}, "each": [{"seed": seed, "outcome": "wrong"}]}
+             for seed, way in ((5, "resize"), (4, "replace"))]  # fmt: skip
+    merged = joins.merge(files)
+    assert merged["references"] == {"DDP": {"resize": {}, "replace": {}}}
+    assert set(merged["controls"]) == {"resize", "replace"}
+    assert [one["seed"] for one in merged["each"]] == [4, 5] and merged["summary"] == {"rounds": 2, "wrong": 2}
+    with pytest.raises(ValueError, match="the same seed"):
+        joins.merge([files[0], files[0]])
