@@ -18,7 +18,7 @@ join without the fault. The round stays wrong; its record says whether the twin 
 
 The file keeps every round. A later call plays the seeds that the file lacks. With `--parts 3` a call plays every third
 seed, so that three calls can play side by side, each into a file of its own; `--merge FILE FILE` joins the files.
-`--again 3 5` drops the rounds of these seeds and plays them again; their earlier outcomes stay in the file.
+`--again 3 5` plays the rounds of these seeds once more; their earlier outcomes stay in the file.
 """
 
 from __future__ import annotations
@@ -467,6 +467,13 @@ def find_reference(kept: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
     return kept["references"].get(plan.setting, {}).get(plan.how)
 
 
+def sort_key(kept: dict[str, Any], seed: int) -> tuple[bool, str, int]:
+    """Orders rounds: first those whose reference is there, then those that share a reference."""
+    plan = plan_round(seed)
+    lacking = find_reference(kept, plan) is None
+    return lacking, plan.setting if lacking else "", seed
+
+
 def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     """The contents of several files as one. Raises ValueError if two hold the same seed."""
     each = sorted((one for file in files for one in file["each"]), key=lambda one: one["seed"])
@@ -480,17 +487,14 @@ def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def take_back(kept: dict[str, Any], seeds: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
-    """Drops the rounds of these seeds, so that they are played again; their outcomes so far by seed."""
-    dropped = [one for one in kept["each"] if one["seed"] in set(seeds)]
-    kept["each"] = [one for one in kept["each"] if one not in dropped]
-    return {one["seed"]: [*one.pop("earlier", ()), one] for one in dropped}
-
-
-def read_commit() -> str:
-    """The commit of the code that a round ran."""
-    asked = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
-    return asked.stdout.strip()
+def put_round(kept: dict[str, Any], one: dict[str, Any]) -> None:
+    """Keeps a round. If its seed was played before, the earlier outcomes stay in it."""
+    before = next((old for old in kept["each"] if old["seed"] == one["seed"]), None)
+    if before is not None:
+        kept["each"].remove(before)
+        earlier = [*before.pop("earlier", ()), before]
+        one = {**one, "earlier": earlier}
+    kept["each"].append(one)
 
 
 def main() -> None:
@@ -531,13 +535,12 @@ def main() -> None:
         return
     if a.only is not None:
         sys.exit(any(play(seed, refer(plan_round(seed)), say)["outcome"] == "wrong" for seed in a.only))
-    earlier = take_back(kept, a.again)
-    played = {one["seed"] for one in kept["each"]}
-    for seed in [*earlier, *sorted(set(list_seeds(a.rounds, a.part, a.parts)) - played - set(earlier))]:
-        if time.monotonic() > end and seed not in earlier:
+    played = {one["seed"] for one in kept["each"]} - set(a.again)
+    left = set(list_seeds(a.rounds, a.part, a.parts)) - played
+    for seed in sorted(left, key=lambda seed: sort_key(kept, seed)):
+        if time.monotonic() > end:
             break
-        one = {**play(seed, refer(plan_round(seed)), say), "commit": read_commit()}
-        kept["each"].append(one | ({"earlier": earlier[seed]} if seed in earlier else {}))
+        put_round(kept, {**play(seed, refer(plan_round(seed)), say), "commit": read_commit()})
         save()
     say(json.dumps(count_outcomes(kept["each"])))
     sys.exit(any(one["outcome"] == "wrong" for one in kept["each"]))

@@ -88,9 +88,11 @@ def test_parts_share_all_seeds_and_a_round_that_is_played_again_keeps_its_earlie
     parts = [joins.list_seeds(300, part, 3) for part in range(3)]
     assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(300))
     assert all({0, 1} == {seed % 2 for seed in one} for one in parts)
-    kept = {"each": [{"seed": 1, "outcome": "wrong", "earlier": [{"seed": 1, "outcome": "ended"}]}, {"seed": 2}]}
-    assert joins.take_back(kept, [1]) == {1: [{"seed": 1, "outcome": "ended"}, {"seed": 1, "outcome": "wrong"}]}
-    assert kept["each"] == [{"seed": 2}]
+    before = {"seed": 1, "outcome": "wrong", "earlier": [{"seed": 1, "outcome": "ended"}]}
+    kept: dict[str, Any] = {"each": [before, {"seed": 2}]}
+    joins.put_round(kept, {"seed": 1, "outcome": "went on"})
+    earlier = [{"seed": 1, "outcome": "ended"}, {"seed": 1, "outcome": "wrong"}]
+    assert kept["each"] == [{"seed": 2}, {"seed": 1, "outcome": "went on", "earlier": earlier}]
     files = [{"references": {"DDP": {way: {}}}, "controls": {way: 1}, "each": [{"seed": seed, "outcome": "wrong"}]}
              for seed, way in ((5, "resize"), (4, "replace"))]  # fmt: skip
     merged = joins.merge(files)
