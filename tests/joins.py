@@ -497,6 +497,12 @@ def put_round(kept: dict[str, Any], one: dict[str, Any]) -> None:
     kept["each"].append(one)
 
 
+def read_commit() -> str:
+    """The commit of the code that a round ran."""
+    asked = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+    return asked.stdout.strip()
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--rounds", type=int, default=300, help="play the seeds below this")

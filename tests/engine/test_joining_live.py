@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -73,3 +74,41 @@ def _made_steps(run: object, count: int) -> bool:
     marks, spans = run.marks, run.spans  # type: ignore[attr-defined]
     since = marks[marks.name == "members"].t.max()
     return bool((spans[(spans.lane == "step") & (spans.t0 > since)].groupby("rank").size() >= count).all())
+
+
+@pytest.mark.long
+def test_a_run_whose_old_ranks_all_die_before_they_invite_the_new_ones_ends_in_seconds(lab: Lab) -> None:
+    slow = Experiment(ranks=2, task=Digits(hidden=64), on_death="go on", steps=0, pace=6000.0)
+    run = lab.run(slow)
+    assert until(lambda: (lab.status[0]["step"] or 0) >= 1, LIMIT)
+    old = [row["pid"] for row in lab.status]
+    lab.resize(4)  # granted at the end of a step
+    live = lab._live
+    assert live is not None
+    assert until(lambda: {rank: live.status.get(rank, {}).get("state") for rank in (2, 3)}
+                 == {2: "waiting", 3: "waiting"}, LIMIT)  # fmt: skip
+    for pid in old:
+        os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(RankError, match="no rank that is left holds the trained state"):
+        run.wait(60)
+    assert time.monotonic() - killed < 15, "it waited for ranks that nobody invites"
+
+
+@pytest.mark.long
+def test_a_stop_while_the_survivors_vote_ends_the_run_as_stopped(lab: Lab) -> None:
+    run = lab.run(Experiment(ranks=3, task=Digits(hidden=64), on_death="go on", steps=0))
+    assert until(lambda: (lab.status[0]["step"] or 0) >= 20, LIMIT)
+    pids = {row["rank"]: row["pid"] for row in lab.status}
+    os.kill(pids[1], signal.SIGSTOP)  # so that the vote waits for its report
+    os.kill(pids[2], signal.SIGKILL)
+    try:
+        assert until(lambda: any("rank 2 is lost" in str(note) for note in lab.notes), LIMIT)
+        time.sleep(0.5)
+        assert lab.members == (0, 1, 2), "they vote"
+        lab.stop()
+        run.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the lab ends the engine of a rank that does not leave
+            os.kill(pids[1], signal.SIGCONT)
+    assert run.state == "stopped"

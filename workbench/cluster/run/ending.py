@@ -49,6 +49,7 @@ class Ending:
         self._since = self._moved = 0.0  # when the stop was requested, and when a rank last made a step
         self._release = self._until = float("inf")
         self._waiting: float | None = None  # since when only ranks that have not joined are in the run
+        self._phases: dict[int, str] = {}  # what each rank last reported as its state
         self._steps: dict[int, int] = {}
         self._lengths: dict[int, float] = {}  # each rank's longest recent step, in seconds
         self._lock = threading.Lock()
@@ -58,6 +59,7 @@ class Ending:
     def heard(self, rank: int, status: dict[str, Any]) -> None:
         """Takes in a rank's status."""
         self._lengths[rank] = float(status.get("step_s") or 0.0)
+        self._phases[rank] = str(status["state"])
         self.at(rank, int(status["step"]))
         if status["over"]:
             self.gone(rank, status["state"] if status["state"] in FINAL else "failed")
@@ -174,11 +176,16 @@ class Ending:
         return ""
 
     def _only_coming(self, now: float) -> bool:
-        """Has the run come to its last step without the ranks that wait to join?"""
-        if self.inside <= self.coming and "done" in self.left.values():
-            self._waiting = self._waiting if self._waiting is not None else now
-            return now - self._waiting > LEAVE  # the word that they have joined may still be on its way
-        return False
+        """Are the ranks that remain ones that no rank will invite any more?
+
+        Either the run has come to its last step without them, or every rank that trained has died and they still wait.
+        """
+        uninvited = {self._phases.get(rank) for rank in self.inside} == {"waiting"}
+        if not (self.inside <= self.coming and (uninvited or "done" in self.left.values())):
+            self._waiting = None
+            return False
+        self._waiting = self._waiting if self._waiting is not None else now
+        return now - self._waiting > LEAVE  # the word that they were invited may still be on its way
 
     def _boundary(self) -> float:
         """Returns until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
@@ -194,9 +201,10 @@ class Ending:
     def outcome(self) -> tuple[str, list[Error]]:
         """Returns (done, stopped, preempted or failed; the errors).
 
-        After a stop, a peer's closed connection is no failure.
+        After a stop, a peer's closed connection is no failure. A rank's death is none, either, if the ranks that
+        remain were to go on without it: the stop came before they had agreed.
         """
-        errors = [e for e in self.errors.values() if not (self.asked and consequence(e))]
+        errors = [e for e in self.errors.values() if not (self.asked and (consequence(e) or self._was_outlived(e)))]
         if errors and not self.asked:
             errors += [_released(rank, step) for rank, step in self._released()]
         if self.unwatched is not None:
@@ -208,6 +216,11 @@ class Ending:
         if states == {"done"}:
             return "done", []
         return ("failed" if states == {"failed"} and not self.asked else "stopped"), []
+
+    def _was_outlived(self, error: Error) -> bool:
+        """Whether a rank died, and another rank that trained was there to go on without it until the stop."""
+        stopped = {rank for rank in self.ranks - self.coming if self.left.get(rank) == "stopped"}
+        return error["type"] == "EngineDied" and self.outlives() and bool(stopped)
 
     def _released(self) -> list[tuple[int, int]]:
         """Returns (rank, step) of ranks that left on request before they noticed the failed rank."""

@@ -225,7 +225,7 @@ class Session:
                 self.mark("warning", {"text": str(end)})
             self.say("done", str(end))
         except Aborted:
-            self.say("stopped" if self.stopping else "failed", f"left in the middle of step {self.rank.step}")
+            self.say("stopped" if self.stopping or self._asked.is_set() else "failed", f"left in the middle of step {self.rank.step}")
         except BaseException as error:
             self._fail(error)
         finally:

@@ -1,0 +1,83 @@
+"""How a run ends if ranks die while others join, or if a stop comes before the others have agreed how to go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.test_ending import Clock, first, status
+from workbench.cluster.run.ending import LEAVE, REUNION, Ending
+
+
+def ending(ranks: int, outlives: bool = True) -> Ending:
+    made = Ending(range(ranks), Clock())
+    made.outlives = lambda: outlives
+    for rank in range(ranks):
+        made.heard(rank, status(5))
+    return made
+
+
+def killed(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "step": 5, "op": "", "type": "EngineDied", "text": "its engine ended with signal SIGKILL"}
+
+
+def kill(it: Ending, *ranks: int) -> None:
+    for rank in ranks:
+        it.failed(rank, killed(rank))
+
+
+def test_new_ranks_that_nobody_can_invite_are_freed_after_seconds() -> None:
+    it = ending(2)
+    it.admit([2, 3])
+    for rank in (2, 3):
+        it.heard(rank, status(0, state="waiting"))
+    assert it.due() == ""
+    kill(it, 0, 1)
+    assert first(it.clock, it, "abort", REUNION / 2) == pytest.approx(LEAVE, abs=0.11)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("said", ["starting", "running"])
+def test_new_ranks_that_were_invited_get_the_time_to_agree(said: str) -> None:
+    it = ending(2)
+    it.admit([2, 3])
+    it.heard(2, status(0, state="waiting"))
+    it.heard(3, status(0, state=said))
+    kill(it, 0, 1)
+    assert first(it.clock, it, "abort", 2 * REUNION) == pytest.approx(REUNION, abs=0.11)  # type: ignore[arg-type]
+
+
+def test_the_wait_for_an_invitation_begins_anew_once_an_old_rank_is_there() -> None:
+    it, clock = ending(2), Clock()
+    it.clock = clock
+    it.admit([2])
+    it.heard(2, status(0, state="waiting"))
+    kill(it, 0, 1)
+    assert it.due() == ""
+    it.joined([0, 2])
+    it.outlived([0, 1], 5)
+    clock.now += 2 * LEAVE
+    assert it.due() == "", "rank 2 trains now"
+
+
+@pytest.mark.parametrize(("outlives", "state"), [(True, "stopped"), (False, "failed")])
+def test_a_stop_before_the_others_have_agreed_ends_a_run_that_would_have_gone_on_as_stopped(
+    outlives: bool, state: str
+) -> None:
+    it = ending(3, outlives)
+    kill(it, 2)
+    it.stop()
+    for rank in (0, 1):
+        it.gone(rank, "stopped")
+    assert it.due() == "over"
+    assert it.outcome() == (state, [] if outlives else [it.errors[2]])
+
+
+def test_a_stop_after_all_trained_ranks_died_does_not_hide_that() -> None:
+    it = ending(2)
+    it.admit([2])
+    kill(it, 0, 1)
+    it.stop()
+    it.gone(2, "stopped")
+    state, errors = it.outcome()
+    assert state == "failed" and {error["rank"] for error in errors} == {0, 1}
