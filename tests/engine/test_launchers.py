@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import pytest
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
 from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run.changes import PendingChange
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run
+from workbench.tasks import Digits
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -81,10 +84,10 @@ def site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 
 @contextmanager
-def started(site: Path, name: str, *more: str) -> Iterator[None]:
+def started(site: Path, name: str, engines: int = 2) -> Iterator[None]:
     """Runs the engines of a profile while the block runs, then stops their launcher."""
     with (site / "ipcluster.log").open("w") as log:
-        command = ["ipcluster", "start", f"--profile={name}", "-n", "2", *more]
+        command = ["ipcluster", "start", f"--profile={name}", "-n", str(engines)]
         cluster = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=site)
     file = site / "ipython" / f"profile_{name}" / "security" / "ipcontroller-client.json"
     try:
@@ -100,11 +103,11 @@ def started(site: Path, name: str, *more: str) -> Iterator[None]:
             cluster.wait(60)
 
 
-def found(profile: str) -> Lab:
+def found(profile: str, engines: int = 2) -> Lab:
     """Returns the lab of a profile once its engines have started."""
     end = time.monotonic() + BOUND
     while True:
-        lab = Lab(ranks=2, name=profile, profile=profile)
+        lab = Lab(ranks=engines, name=profile, profile=profile)
         try:
             return lab.wait(BOUND)
         except ClusterError:
@@ -134,3 +137,25 @@ def test_engines_that_ssh_starts_train(site: Path) -> None:
     config.write_text(text.replace('remote_python = "python"', f"remote_python = {sys.executable!r}"))
     with started(site, "ssh"), found("ssh") as lab:
         assert lab.run(Experiment(ranks=2, steps=5)).wait(BOUND).state == "done"
+
+
+@pytest.mark.long
+def test_an_old_rank_that_dies_while_launched_ranks_join_leaves_the_others_with_their_state(site: Path) -> None:
+    with started(site, "slurm", 4), found("slurm", 4) as lab:
+        run = lab.run(Experiment(ranks=2, steps=0, task=Digits(hidden=64), on_death="go on", pace=20.0))
+        reached(lab, 60)
+        asked, live = lab.resize(4), lab._live
+        assert live is not None
+        os.kill(live.cluster.engines[1].process[1], signal.SIGKILL)
+        assert until(lambda: _settled(lab, asked, 1), BOUND), lab.notes
+        assert lab.live and 0 in lab.members, lab.notes
+        reached(lab, (lab.status[0]["step"] or 0) + 10)
+        lab.stop()
+        assert run.wait(BOUND).state == "stopped"
+        losses = run.samples[run.samples.name == "loss"].sort_values("t").value
+        assert losses.tail(6).mean() < losses.iloc[0] / 3, "the survivors train from trained values"
+
+
+def _settled(lab: Lab, asked: PendingChange, victim: int) -> bool:
+    """Whether a request for ranks is answered and the victim is no member."""
+    return not lab.live or ((asked.applied_at or asked.refused) is not None and victim not in lab.members)
