@@ -536,9 +536,7 @@ def main() -> None:
         save()
         return
     if a.controls:
-        check_all_controls(kept, a.controls, a.part, a.parts, refer, say)
-        save()
-        return
+        return check_all_controls(kept, a.controls, save, say)
     if a.only is not None:
         sys.exit(any(play(seed, refer(plan_round(seed)), say)["outcome"] == "wrong" for seed in a.only))
     played = {one["seed"] for one in kept["each"]} - set(a.again)
@@ -552,15 +550,15 @@ def main() -> None:
     sys.exit(any(one["outcome"] == "wrong" for one in kept["each"]))
 
 
-def check_all_controls(kept: dict[str, Any], runs: int, part: int, parts: int,
-                       refer: Callable[[Plan], dict[str, Any]], say: Say) -> None:  # fmt: skip
-    """Checks undisturbed runs of each setting and each way to join, and notes the alarms."""
-    for number, (strategy, partition) in enumerate(SETTINGS):
-        for how in ("resize", "replace") if number % parts == part else ():
-            plan = Plan(strategy, partition, how, (), 0.0, 0.0, False)
-            alarms = check_controls(strategy, partition, how, refer(plan), range(100, 100 + runs))
-            kept["controls"][f"{plan.setting} ({how})"] = {"runs": runs, "alarms": alarms}
-            say(f"{plan.setting} ({how}): {len(alarms)} alarms {alarms}")
+def check_all_controls(kept: dict[str, Any], runs: int, save: Callable[[], None], say: Say) -> None:
+    """Checks undisturbed runs of each setting and each way to join that has a reference, and notes the alarms."""
+    for strategy, partition in SETTINGS:
+        setting = name_setting(strategy, partition)
+        for how, reference in kept["references"].get(setting, {}).items():
+            alarms = check_controls(strategy, partition, how, reference, range(100, 100 + runs))
+            kept["controls"][f"{setting} ({how})"] = {"runs": runs, "alarms": alarms}
+            say(f"{setting} ({how}): {len(alarms)} alarms {alarms}")
+            save()
 
 
 if __name__ == "__main__":
