@@ -539,9 +539,9 @@ def main() -> None:
         return check_all_controls(kept, a.controls, save, say)
     if a.only is not None:
         sys.exit(any(play(seed, refer(plan_round(seed)), say)["outcome"] == "wrong" for seed in a.only))
-    played = {one["seed"] for one in kept["each"]} - set(a.again)
+    played = {one["seed"] for one in kept["each"]} | set(a.again)
     left = set(list_seeds(a.rounds, a.part, a.parts)) - played
-    for seed in sorted(left, key=lambda seed: sort_key(kept, seed)):
+    for seed in [*a.again, *sorted(left, key=lambda seed: sort_key(kept, seed))]:
         if time.monotonic() > end:
             break
         put_round(kept, {**play(seed, refer(plan_round(seed)), say), "commit": read_commit()})

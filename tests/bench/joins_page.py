@@ -8,13 +8,24 @@ from typing import Any
 from tests.joins import ENDINGS, KINDS, LIMIT, REFERENCES, REFUSALS, STEPS, WINDOW
 
 ASKED = 300  # faults
-ABOUT = f"""Each round trains one run of {STEPS} steps. New ranks join it, and a fault falls at a random moment of it.
-`make joins` plays the rounds. Each seed is one round. Odd rounds run next to two processes that spin. In three of ten
-rounds a new rank replaces a killed one (`on_death="replace"`). In the others `lab.resize` asks for new ranks. A round
-passes if the run ends as planned and no mean of {WINDOW} losses after the fault lies above the range of {REFERENCES}
-undisturbed runs with other seeds. It also passes if the run ends with a documented error and no survivor held the full
-state. A round is wrong if anything else happens, or if the run takes over {LIMIT:g} s. A round whose fault came after
-the last step does not count. Each round names the commit that it ran.
+OUTCOMES = {"went on": "the survivors trained on", "ended": "it ended with a documented error", "wrong": "wrong again",
+            "too late": "the fault came after the last step"}  # fmt: skip
+ABOUT = f"""`make joins` plays the rounds, one for each seed. A round trains one run of {STEPS} steps. New ranks
+join it, and a fault falls at a random moment of the join. In three of ten rounds a new rank replaces a killed one
+(`on_death="replace"`). In the others `lab.resize` asks for two more ranks. Odd rounds run next to two processes that
+spin. Each round names the commit that it ran.
+
+A round passes in one of two ways. Either the run ends as planned, and each mean of {WINDOW} losses after the fault lies
+within the range of {REFERENCES} undisturbed runs with other seeds. Or the run ends with a documented error, and no
+survivor held the full state. A round is wrong if anything else happens, or if the run takes over {LIMIT:g} s. A round
+whose fault came after the last step does not count.
+
+The undisturbed runs have the same join. For `lab.resize`, two ranks train and two more join. For `on_death="replace"`,
+four ranks train, one is killed, and a new one replaces it. So the number of examples in a step is the same as in the
+round until the fault.
+
+The range of {REFERENCES} runs is narrow, and a run may leave it without a fault. So a round that leaves it plays its
+twin: the same seed and the same join without the fault. The round counts as wrong even if its twin leaves the range.
 """
 
 
@@ -28,23 +39,26 @@ def describe(joins: dict[str, Any]) -> str:
     if not rounds:
         return f"{ABOUT}\n{list_sentences()}\nNot measured yet.\n"
     late = [one for one in rounds if one["outcome"] == "too late"]
-    rounds = [one for one in rounds if one["outcome"] != "too late"]
+    old = [one for one in rounds if one.get("judge") == "former"]
+    rounds = [one for one in rounds if one not in late and one not in old]
     every = Counter(one["outcome"] for one in rounds)
-    below = sum(one.get("below", 0) > 0 for one in rounds)
+    outside = [one for one in rounds if "twin" in one]
+    twins = sum(one["twin"].startswith("mean") for one in outside)
     empty = sum(any(line.startswith("cut 0") for line in one.get("faults", [])) for one in rounds)
     missing = f" **{ASKED - len(rounds)} of {ASKED} rounds are still to be played.**" if len(rounds) < ASKED else ""
     text = (f"{len(rounds)} rounds: in {every['went on']} the survivors trained on, {every['ended']} ended with a "
-            f"documented error, {every['wrong']} were wrong.{missing} {len(late)} faults came too late. "
-            f"In {empty} rounds the two ranks had no connection to cut. "
-            f"In {below} rounds some means lay below the range, and none above. These count as trained on; with both "
-            f"ends of the range as limits they would be wrong. The limit was changed after the first such rounds. "
-            f'With `on_death="replace"` four ranks train from the start; the undisturbed runs begin with two.\n'
+            f"documented error, {every['wrong']} were wrong.{missing}\n\n"
+            f"- {len(outside)} of the wrong rounds left the range of losses. {twins} of their twins left it, too.\n"
+            f"- {len(late)} faults came after the last step.\n"
+            f"- In {empty} rounds the two ranks had no connection to cut.\n"
+            f"- {len(old)} rounds that replaced a rank trained on, but were compared with runs that begin with two "
+            f"ranks. They do not count and are to be played again.\n"
             )  # fmt: skip
     settings = {one["setting"]: one["setting"] for one in rounds}
     tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
               tabulate(rounds, settings, lambda one: one["setting"], "setting")]  # fmt: skip
     controls = describe_controls(joins.get("controls", {}))
-    after = [*controls, "", *joins.get("notes", []), "", *list_wrong(rounds), ""]
+    after = [*controls, "", *joins.get("notes", []), "", *list_wrong(rounds), "", *list_again(rounds), ""]
     return "\n".join([ABOUT, list_sentences(), text, *tables, *after])
 
 
@@ -70,17 +84,35 @@ def describe_controls(controls: dict[str, Any]) -> list[str]:
         return []
     runs, alarms = sum(one["runs"] for one in controls.values()), sum(len(one["alarms"]) for one in controls.values())
     return ["", f"Control: {runs} undisturbed runs with further seeds went through the same check of losses; {alarms} "
-                f"gave an alarm."]  # fmt: skip
+                f"gave an alarm. They cover {len(controls)} pairs of a setting and a way to join."]  # fmt: skip
 
 
 def list_wrong(rounds: list[dict[str, Any]]) -> list[str]:
-    """Returns a line for each wrong round; "mended" names the repair, "again" the outcome of a replay."""
+    """Returns a line for each wrong round; "mended" names the repair, "cause" the cause if it is no fault."""
     lines = []
     for one in rounds:
         if one["outcome"] == "wrong":
-            faults = ", ".join(one.get("faults") or [one["how"]])
-            since = f"Mended since: {one['mended']}" if "mended" in one else "Not mended yet."
-            why = one["why"].splitlines()[0][:200]
-            again = f" Played again at {one['again'][1]}: {one['again'][0]}." if "again" in one else ""
-            lines.append(f"- seed {one['seed']} at {one['commit']}, {one['setting']}, {faults}: {why}. {since}{again}")
-    return lines
+            twin = f" Its twin: {one['twin']}." if "twin" in one else ""
+            cause = f" {one['cause']}" if "cause" in one else ""
+            since = f" Mended since: {one['mended']}" if "mended" in one else "" if twin else " Not mended yet."
+            lines.append(f"- {describe_round(one)}.{twin}{cause}{since}")
+    return ["Wrong rounds:", "", *lines] if lines else []
+
+
+def list_again(rounds: list[dict[str, Any]]) -> list[str]:
+    """A line for each round that was wrong at first and was played again."""
+    lines = []
+    for one in rounds:
+        for before in one.get("earlier", ()):
+            if before["outcome"] == "wrong":
+                mended = f" Mended since: {before['mended']}" if "mended" in before else ""
+                then = f"Played again at {one['commit']}: {OUTCOMES[one['outcome']]}."
+                lines.append(f"- {describe_round(before)}.{mended} {then}")
+    again = sum("earlier" in one for one in rounds)
+    return [f"{again} rounds were played again. These were wrong at first:", "", *lines] if again else []
+
+
+def describe_round(one: dict[str, Any]) -> str:
+    """The round's seed, commit, setting and faults, and why it had its outcome."""
+    what = ", ".join([one["setting"], one["how"], *(one.get("faults") or ())])
+    return f"seed {one['seed']} at {one['commit']}, {what}: {one['why'].splitlines()[0][:200]}"
