@@ -330,6 +330,7 @@ def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: 
         if number:
             time.sleep(plan.gap)
         join.inject(kind)
+    fault = time.time() - run.epoch
     found: dict[str, Any] = {"faults": join.log, "after": round(time.monotonic() - asked, 2)}
     join.let_go_on()
     error = None
@@ -341,6 +342,8 @@ def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: 
         return {**found, "outcome": "wrong", "why": f"did not end: {where}"}
     except RankError as raised:
         error = raised
+    if made_last_step(run, join, fault):
+        return {**found, "outcome": "too late", "why": "the survivors had made the last step"}
     return {**found, **judge(run, join, error, list_windows_after(run, moment), reference)}
 
 
@@ -349,6 +352,14 @@ def wait_for_step(lab: Lab, ranks: int, step: int) -> None:
     reached = lambda: min((row["step"] or 0 for row in lab.status[:ranks]), default=0) >= step  # noqa: E731
     if not until(lambda: not lab.live or reached(), LIMIT):
         raise TimeoutError(f"the run did not reach step {step}: {lab.notes[-3:]}")
+
+
+def made_last_step(run: Run, join: Join, fault: float) -> bool:
+    """Whether all old ranks that live had made the last step when the fault came. fault: its time in the record."""
+    rows = run.samples[(run.samples["name"] == "loss") & (run.samples["t"] < fault)]
+    last = rows.groupby("rank")["step"].max()
+    living = [rank for rank in join.old if rank not in join.killed] or join.old
+    return all(last.get(rank, 0) >= STEPS - 1 for rank in living)
 
 
 def read_clock(run: Run) -> float:

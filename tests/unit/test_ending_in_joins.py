@@ -81,3 +81,18 @@ def test_a_stop_after_all_trained_ranks_died_does_not_hide_that() -> None:
     it.gone(2, "stopped")
     state, errors = it.outcome()
     assert state == "failed" and {error["rank"] for error in errors} == {0, 1}
+
+
+@pytest.mark.parametrize("heard_first", ["end", "death"])
+def test_a_rank_that_dies_after_its_last_step_fails_no_run(heard_first: str) -> None:
+    it = ending(2)
+    if heard_first == "end":
+        it.gone(0, "done")
+        kill(it, 0)
+    else:  # the record of its end is read from its disk later
+        kill(it, 0)
+        it.gone(0, "done")
+    it.clock.now += 2 * REUNION  # type: ignore[attr-defined]
+    assert it.due() == "" and it.dead == {0}
+    it.gone(1, "done")
+    assert (it.due(), it.outcome()) == ("over", ("done", []))

@@ -71,7 +71,15 @@ class Ending:
 
     def gone(self, rank: int, state: str) -> None:
         """Records that a rank has left the run. Its first report counts."""
-        self.left.setdefault(rank, state)
+        with self._lock:
+            if self.left.setdefault(rank, state) == "done" and self._ended_after(rank, self.errors.get(rank)):
+                self.lost[rank] = self.errors.pop(rank)
+                if not self.errors:
+                    self._release = float("inf")
+
+    def _ended_after(self, rank: int, error: Error | None) -> bool:
+        """Whether a rank's engine ended after the rank had made its last step: that is no failure of the run."""
+        return self.left.get(rank) == "done" and error is not None and error["type"] == "EngineDied"
 
     def failed(self, rank: int, error: Error) -> None:
         """Records a rank's error. Its first report counts."""
@@ -82,6 +90,8 @@ class Ending:
             if rank in self.coming:
                 self.lost.setdefault(rank)
                 self.ranks.discard(rank)
+            if self._ended_after(rank, error):
+                self.lost.setdefault(rank)
             if rank in self.lost:
                 self.lost[rank] = self.lost[rank] or {"t": now, **error}
                 return

@@ -225,7 +225,8 @@ class Session:
                 self.mark("warning", {"text": str(end)})
             self.say("done", str(end))
         except Aborted:
-            self.say("stopped" if self.stopping or self._asked.is_set() else "failed", f"left in the middle of step {self.rank.step}")
+            asked = self.stopping or self._asked.is_set()
+            self.say("stopped" if asked else "failed", f"left in the middle of step {self.rank.step}")
         except BaseException as error:
             self._fail(error)
         finally:
