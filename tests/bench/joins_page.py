@@ -58,7 +58,7 @@ def describe(joins: dict[str, Any]) -> str:
     tables = [tabulate(rounds, KINDS, name_kind, "fault"), "",
               tabulate(rounds, settings, lambda one: one["setting"], "setting")]  # fmt: skip
     controls = describe_controls(joins.get("controls", {}))
-    after = [*controls, "", *joins.get("notes", []), "", *list_wrong(rounds), "", *list_again(rounds), ""]
+    after = [*controls, "", *joins.get("notes", []), "", *list_wrong(rounds), "", *list_again(joins["each"]), ""]
     return "\n".join([ABOUT, list_sentences(), text, *tables, *after])
 
 
@@ -93,7 +93,8 @@ def list_wrong(rounds: list[dict[str, Any]]) -> list[str]:
     for one in rounds:
         if one["outcome"] == "wrong":
             twin = f" Its twin: {one['twin']}." if "twin" in one else ""
-            cause = f" {one['cause']}" if "cause" in one else ""
+            unknown = " The cause is not known." if one.get("twin") == "within the range" else ""
+            cause = f" {one['cause']}" if "cause" in one else unknown
             since = f" Mended since: {one['mended']}" if "mended" in one else "" if twin else " Not mended yet."
             lines.append(f"- {describe_round(one)}.{twin}{cause}{since}")
     return ["Wrong rounds:", "", *lines] if lines else []
