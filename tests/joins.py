@@ -74,8 +74,8 @@ KINDS = {
 }
 ENDINGS = {  # sentences with which a run may end in a join
     "no rank that is left holds the trained state": "All ranks that had trained died.",
-    "and the run cannot go on without it": "A part of the model is lost and there is no checkpoint, or too few ranks are "
-    "left for the settings.",
+    "and the run cannot go on without it": "A part of the model is lost and there is no checkpoint, or too few ranks "
+    "are left for the settings.",
 }
 REFUSALS = {  # sentences that answer a request for ranks; the run goes on
     "a rank or a connection was lost in the join; ask again": "The old ranks train on without the new ranks.",
