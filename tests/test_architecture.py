@@ -407,6 +407,13 @@ def test_few_types_in_host_are_any() -> None:
     assert count_any("workbench.host") <= 368
 
 
+def test_few_references_to_a_rank_in_host_are_any() -> None:
+    every = [arg for name, path in MODULES.items() if within(name, "workbench.host")
+             for arg in ast.walk(parse(path)) if isinstance(arg, ast.arg) and arg.annotation is not None]  # fmt: skip
+    found = [arg.arg for arg in every if ast.unparse(arg.annotation or arg) == "Any"]
+    assert sum(name in ("self", "run", "host", "rank", "session", "before") for name in found) <= 3
+
+
 def test_a_class_name_means_one_thing() -> None:
     counts = Counter(name for _, name in BASES if not name.startswith("_"))
     assert len([name for name, n in counts.items() if n > 2]) <= 12
