@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,23 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
     if rank:
         step()
     else:
-        host, seen, loss_of = training.host, {}, training.host.loss_of
+        parts, seen, rollback = training.host.parts, {}, training.rollback
+        assert rollback is not None
+        loss_of, updates = parts.learner.loss, rollback.updates
         tracker = MemTracker()
 
         def note(when: str, value: Any) -> Any:
             seen[when] = tracker.get_tracker_snapshot()[torch.device("cpu")]
             return value
 
-        batch = host.batches()
-        host.batches = lambda: batch
-        host.loss_of = lambda model, x: note("forward", loss_of(model, x))
-        host.clip = lambda: note("backward", 0.0)
+        def begin_update() -> None:
+            note("backward", None)
+            updates()
+
+        batch = training.batches.next()
+        training.batches.next = lambda: batch  # type: ignore[method-assign]
+        parts.learner = replace(parts.learner, loss=lambda model, x: note("forward", loss_of(model, x)))
+        rollback.updates = begin_update  # type: ignore[method-assign]
         external = [training.model, training.optimizer, *(batch if isinstance(batch, tuple) else [batch])]
         tracker.track_external(*external, *rooms(training.layout))  # gradients, as soon as they exist
         with tracker:

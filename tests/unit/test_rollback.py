@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -143,31 +144,33 @@ LAST = [name for name, cls in sorted(shipped(Strategy).items()) if updates_last(
 def test_strategies_that_claim_to_update_last_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No parameter changes before the update of all parameters, and no exchange follows it."""
     from workbench.engine.compute.host import Host
+    from workbench.engine.compute.timing import Timing
 
     strategy = shipped(Strategy)[name]()
     e = Experiment(task=Digits(), strategy=strategy, ranks=2, steps=6, eval_every=0, on_death="go on").checked()
     assert not in_parts(e)
     broken: list[str] = []
-    perform, closes = Host._perform, Host.close_step
+    perform, closes, updated = Host.perform, Timing.close_step, threading.local()
 
     def watched(self: Any, op: Any) -> Any:
-        versions = [p._version for p in self.model.parameters()]
+        model = self.parts.model
+        versions = [p._version for p in model.parameters()]
         value = perform(self, op)
         if op.verb == "update":
-            self.updated = True
+            updated.here = True
         elif op.verb not in ("do", "drive", "stand"):
-            if versions != [p._version for p in self.model.parameters()]:
+            if versions != [p._version for p in model.parameters()]:
                 broken.append(f"{op.verb} writes parameters")
-            if getattr(self, "updated", False) and op.verb in ("start", "wait", "send", "recv", "all_reduce"):
+            if getattr(updated, "here", False) and op.verb in ("start", "wait", "send", "recv", "all_reduce"):
                 broken.append(f"{op.verb} after the update")
         return value
 
     def closed(self: Any, alarm: Any) -> None:
-        self.updated = False
+        updated.here = False
         closes(self, alarm)
 
-    monkeypatch.setattr(Host, "_perform", watched)
-    monkeypatch.setattr(Host, "close_step", closed)
+    monkeypatch.setattr(Host, "perform", watched)
+    monkeypatch.setattr(Timing, "close_step", closed)
     sessions = live(e)
     assert all(s.join(100) for s in sessions) and [s.phase for s in sessions] == ["done"] * 2
     assert not broken

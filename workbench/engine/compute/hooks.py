@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.tensor import TensorPerformer
+from workbench.engine.compute.timing import Timing
 from workbench.host.passes.checkpointing import received_twice
+from workbench.rank import Bucket
 
 _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
 
 
 class GradientHooks:
-    """Hooks on the gradients of one host's model, active while a backward is exchanged.
+    """Hooks on the gradients of one rank's model, active while a backward is exchanged.
 
     A hook runs among megabytes of arithmetic that push it out of the caches, so it does little. Small gradients are
     only counted, and copied together once their bucket is full.
+
+    hand_out: gives a full bucket to the strategy
     """
 
-    def __init__(self, host: Any) -> None:
-        self.host = host
-        self.arrived: list[str] = []  # names in the order in which gradients appeared, while it is learned
+    def __init__(self, parts: ComputeParts, timing: Timing, tensor: TensorPerformer,
+                 hand_out: Callable[[Bucket], None]) -> None:  # fmt: skip
+        self._rank, self._layout, self._pace, self._usage = parts.rank, parts.layout, parts.pace, parts.usage
+        self._timing, self._tensor, self._hand_out = timing, tensor, hand_out
+        self._order: list[str] | None = []  # the order in which gradients appear, until `take_order` was called
+        self._arrived: list[str] = []  # names in the order in which gradients appeared, while it is learned
         self._learn = False
         self._round = 0  # the number of this backward, 0 between backwards
         self._left: list[int] = []  # gradients that each bucket still waits for
@@ -32,18 +41,21 @@ class GradientHooks:
         self._removers: list[Any] = []
         self._frozen: list[Any] = []  # places whose parameters are frozen and have no hook
 
-    def open(self, learn: bool) -> None:
-        """Begins a backward with exchange. learn: note the order in which gradients appear"""
+    def open(self, there: Iterable[nn.Parameter] = ()) -> None:
+        """Begins a backward with exchange. there: parameters with gradients that exist already"""
+        learn = self._order is not None
         if learn != self._learn:
             self.detach()
             self._learn = learn
         self.attach()
         if self._frozen:
             self._attach_trained()
-        self.host.layout.make_room()
-        self.arrived, self._next, self._had = [], 0, 0
-        self._left = [len(b.parts) for b in self.host.layout.buckets]
+        self._layout.make_room()
+        self._arrived, self._next, self._had = [], 0, 0
+        self._left = [len(b.parts) for b in self._layout.buckets]
         self._round = next(_ROUNDS)
+        if there:
+            self._count_present({id(param) for param in there})
 
     @property
     def listening(self) -> bool:
@@ -54,10 +66,31 @@ class GradientHooks:
         """Ends the exchange: gradients stay where autograd puts them."""
         self._round = 0
 
+    def learn_order(self) -> None:
+        """Keeps the order of the backward that has ended, if its order is to be learned."""
+        if self._order is not None:  # a rank that used no parameter keeps its layout's order
+            self._order = self._arrived or [place.name for place in self._layout.order]
+
+    def relearn_order(self) -> None:
+        """Learns the order of gradients again, because this rank holds other parameters."""
+        self._order = []
+
+    @property
+    def knows_order(self) -> bool:
+        """Whether the first exchanged backward has ended, and nobody has taken its order."""
+        return bool(self._order)
+
+    def take_order(self) -> list[str]:
+        """Returns the order in which gradients appeared in the first exchanged backward. Can be called once."""
+        assert self._order
+        names, self._order = self._order, None
+        known = set(names)
+        return names + [place.name for place in self._layout.order if place.name not in known]
+
     def attach(self) -> None:
         """Puts hooks on the gradients, if there are none; they note which parameters a backward uses."""
         if not self._removers:
-            self._frozen = list(self.host.layout.order)
+            self._frozen = list(self._layout.order)
             self._attach_trained()
 
     def _attach_trained(self) -> None:
@@ -74,7 +107,8 @@ class GradientHooks:
         self._removers, self._frozen = [], []
 
     def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
-        keep, learn = self.host.layout.keep, self._learn
+        keep: Callable[..., None] = self._layout.keep
+        learn = self._learn
 
         def take(param: nn.Parameter) -> None:
             now, place.filled = self._round, False
@@ -84,7 +118,7 @@ class GradientHooks:
                 raise received_twice(place.name)
             place.round = now
             if learn:
-                self.arrived.append(place.name)
+                self._arrived.append(place.name)
             if not place.small:
                 keep(place, param.grad)
             left, bucket = self._left, place.bucket
@@ -95,24 +129,24 @@ class GradientHooks:
         return take
 
     def _emit(self, computing: bool = True) -> None:
-        layout = self.host.layout
-        if self.host.pace.active and computing and self.host.together is None:  # a joint pass is paced at its meetings
+        layout = self._layout
+        if self._pace.active and computing and self._tensor.group is None:  # a joint pass is paced at its meetings
             came = sum(p.numel for p in layout.order if p.round == self._round) - self._had
-            self.host.paced(came / max(1, layout.numel - self._had))
+            self._timing.reach(came / max(1, layout.numel - self._had))
         while self._next < len(self._left) and not self._left[self._next]:
             self._next += 1
-            self.host.hand_out(layout.full(self._next - 1))
+            self._hand_out(layout.full(self._next - 1))
 
-    def have(self, params: set[int]) -> None:
+    def _count_present(self, params: set[int]) -> None:
         """Counts gradients that exist already, by the parameters' ids, and hands out buckets that are full."""
-        for place in self.host.layout.order:
+        for place in self._layout.order:
             if id(place.param) in params and place.param.grad is not None and not place.filled:
                 place.round = self._round
                 self._had += place.numel
                 if self._learn:
-                    self.arrived.append(place.name)
+                    self._arrived.append(place.name)
                 if not place.small:
-                    self.host.layout.keep(place, place.param.grad)
+                    self._layout.keep(place, place.param.grad)
                 self._left[place.bucket] -= 1
         self._emit(computing=False)
 
@@ -121,11 +155,11 @@ class GradientHooks:
 
         A parameter that no backward used counts as zero. Its rank raises a hand before a bucket of it goes out.
         """
-        layout = self.host.layout
+        layout = self._layout
         left = [place for place in layout.order if place.round != self._round]
         layout.unused = {place.name for place in left if place.param.grad is None or place.filled}
         if layout.unused:
-            self.host.usage.raise_hand(self.host.rank.step)
+            self._usage.raise_hand(self._rank.step)
         for place in left:
             place.round, place.filled = self._round, False
             grad = torch.zeros_like(place.param) if place.param.grad is None else place.param.grad

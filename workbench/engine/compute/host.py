@@ -10,114 +10,111 @@ coroutine in the same way, from inside the model.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from workbench.engine.compute.at import At
-from workbench.engine.compute.compute import INSIDE
+from workbench.engine.compute.arithmetic import ArithmeticPerformer
 from workbench.engine.compute.hooks import GradientHooks
-from workbench.engine.compute.stops import Stops
-from workbench.engine.compute.waving import Waving
-from workbench.engine.p2p.mailbox import Mailbox
+from workbench.engine.compute.model import ModelPerformer
+from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.piecewise import PiecewisePerformer
+from workbench.engine.compute.pipeline import PipelinePerformer
+from workbench.engine.compute.stops import INSIDE, Stops
+from workbench.engine.compute.tensor import TensorPerformer
+from workbench.engine.compute.timing import Timing
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.lanes import Lanes
-from workbench.engine.wire.shaping import Pace
-from workbench.engine.wire.watch import Watch
 from workbench.host.core.drive import Ended, Later, drive
 from workbench.host.memory.offload import LANES
-from workbench.host.observe.curvature import Curvature
-from workbench.host.passes.flow import Flow
-from workbench.host.placement.layout import Layout
 from workbench.host.placement.spread import Spread
-from workbench.host.sharding.usage import Usage
-from workbench.partitions import Whole
-from workbench.rank import Bucket, Forward, Group, Handle, Op, Rank, StrategyError, message_name
+from workbench.rank import Bucket, Forward, Group, Handle, Op, StrategyError, message_name
 
-Span = Callable[..., None]
 _NOT_YET = {
     "forward_buckets": "begins a forward that stops before each bucket only in `step`, not inside of another pass: "
                        "await `rank.forward()` whole, or simulate",
 }  # fmt: skip
 
 
-class Host(Waving):
-    """One rank's model, optimizer, layout and lane; performs every verb."""
+class Host:
+    """Drives the coroutines of one rank, and performs every verb.
 
-    def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
-                 lane: Lane, mailbox: Mailbox, pace: Pace, watch: Watch) -> None:
-        self.rank, self.model, self.loss_of, self.optimizer = rank, model, loss, optimizer
-        self.layout, self.lane, self.mailbox, self.pace, self.watch = layout, lane, mailbox, pace, watch
-        self.lanes = Lanes(lane, lambda name: lane)
-        self.alone = threading.Lock()  # held while a coroutine of this rank or the optimizer runs
-        self.clock, self.record = watch.clock, watch.record
-        self.module = model
-        self.batches = self.before_update = lambda: None
-        self.rows_of: Callable[[Any], dict[str, Tensor]] = lambda batch: {}  # which rows of tables a batch reads
-        self.client: Callable[[int, int], None] = lambda index, count: None  # selects whose batches come next
-        self.clip = lambda: 0.0
-        self.steppable = lambda bucket: None
-        self.still_well: Callable[[], None] = lambda: None  # raises the error of this rank's background
-        self.follow: Callable[[], None] = lambda: None  # raises if a peer has been gone for a while
-        self.met = False  # whether all ranks met in this step
-        self.at = At()
-        self.losses: list[Tensor] = []
-        self._open, self._batches = {}, {}
-        self.coming: Callable[[int], Any] = lambda after: None  # the batch to come after so many
-        self.flow = Flow(lambda: self.layout, lambda after: self.coming(after), self._buffers, self._forget)
-        self.partition = Whole
-        self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
-        self._hooks, self._stops = GradientHooks(self), Stops(self, self._perform)
-        self.use(Usage())
-        self.curvature = Curvature(model, loss, layout)
-        self._begun = False  # whether backward has emitted a first bucket
-        self._coro: Coroutine[Op, Any, Any] | None = None
-        self._stash: Op | None = None
+    parts:      what the performers share: model, layout, optimizer, lane, and so on
+    timing:     keeps the pace, and writes the spans of passes
+    tensor:     meets the ranks that hold the other slices of each matrix
+    pipeline:   computes a stage of a replica
+    whole:      computes forwards, backwards and updates of the model that this rank holds
+    piecewise:  computes the model piece by piece, and sub-models
+    arithmetic: computes curvature, and what a strategy computes itself
+    lanes:      run children
+    met:        whether all ranks met in this step
+    """
+
+    def __init__(self, parts: ComputeParts, open_lane: Callable[[str], Lane], before_update: Callable[[], None],
+                 check_background: Callable[[], None], check_peers: Callable[[], None]) -> None:  # fmt: skip
+        """open_lane: makes one more lane
+        before_update:    called before each update of the model
+        check_background: raises the error of this rank's background
+        check_peers:      raises if a peer has been gone for a while
+        """
+        self.parts, self.rank, self.lane, self.at, self.alone = parts, parts.rank, parts.lane, parts.at, parts.alone
+        self.mailbox, self.pace, self.watch, self.usage = parts.mailbox, parts.pace, parts.watch, parts.usage
+        self.check_background, self._check_peers = check_background, check_peers
+        self._clock, self._record, self._reading = parts.watch.clock, parts.watch.record, parts.reading
+        self.timing = Timing(parts.rank, parts.lane, parts.pace, parts.watch, parts.at)
+        self.tensor = TensorPerformer(parts, self.timing, self.perform, self._perform_in_pass)
+        self.hooks = GradientHooks(parts, self.timing, self.tensor, self.hand_out)
+        self.pipeline = PipelinePerformer(parts, self.timing, self.tensor, self.hooks, self.perform)
+        self.whole = ModelPerformer(parts, self.timing, self.tensor, self.pipeline, self.hooks, self._agree,
+                                    self._perform_in_pass, before_update)  # fmt: skip
+        self.piecewise = PiecewisePerformer(parts, self.timing, self.tensor, self.pipeline, self.whole)
+        self.arithmetic = ArithmeticPerformer(parts, self.timing, self.pipeline, self.whole.curvature)
+        self.lanes = Lanes(parts.lane, open_lane)
+        self.met = False
+        self._stops = Stops(parts, self.timing, self.perform)
+        self._coro: Coroutine[Op, Any, Any] | None = None  # the step that a backward hands buckets to
+        self._stash: Op | None = None  # its op that has to wait for the end of backward
         self._ended: Ended | None = None
-        self._did: dict[str, Callable[..., Any]] = {
-            "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
-            "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
-            "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
-            "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
-            "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
-            "units": lambda: self.narrowing.units, "narrow": self._narrow,
-            "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
-            "client": lambda index, count: self.client(index, count),
-            "look_up": self._look_up, "row_grads": self._row_grads, "update_rows": self.update_rows,
-            "collect": self.curvature.collect, "factors": self._factors, "curve": self._curve,
-            "value": self._value, "work": self._work, "recv": self._recv, "slots": self._slots,
-            "drive": self.drive, "stand": self._stand,
+        self._did = self._list_verbs()
+
+    def _list_verbs(self) -> dict[str, Callable[..., Any]]:
+        whole, pipeline, piecewise, arithmetic = self.whole, self.pipeline, self.piecewise, self.arithmetic
+        narrowing, batches = self.parts.narrowing, self.parts.batches
+        return {
+            "forward": whole.forward, "backward": whole.backward, "update": whole.update, "params": whole.params,
+            "grads": whole.grads, "slots": whole.slots, "hold": whole.hold, "batch": whole.batch,
+            "look_up": whole.look_up, "row_grads": whole.row_grads, "update_rows": whole.update_rows,
+            "sample": whole.sample, "client": lambda index, count: batches.client(index, count),
+            "start": self._start, "wait": self._wait, "send": self._send, "recv": self._recv, "again": self._again,
+            "stage_forward": pipeline.stage_forward, "stage_backward": pipeline.stage_backward,
+            "stage_inputs": pipeline.stage_inputs, "stage_weights": pipeline.stage_weights,
+            "coded": self.timing.run_codec,
+            "pieces": piecewise.pieces, "rise": piecewise.rise, "fall": piecewise.fall, "narrow": piecewise.narrow,
+            "units": lambda: narrowing.units,
+            "collect": whole.curvature.collect, "factors": arithmetic.factors, "curve": arithmetic.curve,
+            "value": arithmetic.value, "work": arithmetic.work,
+            "drive": self.drive, "stand": self._stand, "clock": self._clock.now,
             "do": lambda asked: asked(),  # may wait for peers: this rank holds no lock
-        }
+        }  # fmt: skip
 
-    def use(self, usage: Usage) -> None:
-        """Replaces the object that notes which parameters steps use."""
-        self.usage = usage
-        usage.lie(self.model, self.layout)
+    def begin_step(self, met: bool) -> None:
+        """Begins a step. met: whether all ranks meet in it in any case"""
+        self.met = met
+        self.lanes.begin_step()
+        self.at("step")
 
-    def agree(self) -> None:
+    def end_step(self) -> None:
+        """Notes that the step is over, so that an update before the next one asks for no ticket."""
+        self.met = False
+
+    def _agree(self) -> None:
         """Makes the ranks agree on the parameters that the last backward used."""
-        drive(self.usage.agree(self), self._perform)
+        drive(self.usage.agree(self.parts), self.perform)
 
     def opened(self) -> list[Tensor]:
         """Returns the losses and activations whose backward is still to come."""
-        risen = self.waves.opened() if self.waves else ()
-        return [*self._open.values(), *risen, *(self.piece.opened.values() if self.piece is not None else ())]
-
-    def _buffers(self) -> list[Tensor]:
-        return self.piece.buffers() if self.piece is not None else []
-
-    def _forget(self, micros: list[int]) -> None:
-        if self.piece is not None:
-            self.piece.forget(micros)
-
-    def _listen(self, there: Sequence[Any] = ()) -> None:
-        """Exchanges the next backward; the gradients of the parameters `there` exist already."""
-        self._hooks.open(learn=self._order is not None)
-        if there:
-            self._hooks.have({id(param) for param in there})
+        return [*self.whole.open.values(), *self.piecewise.opened(), *self.pipeline.opened()]
 
     def drive(self, coro: Coroutine[Op, Any, Any]) -> Any:
         """Runs a step to its end, and returns its result. See [Note: The trampoline]."""
@@ -130,7 +127,7 @@ class Host(Waving):
                     return self._forward_out(coro, *op.args)
                 case "next_params":
                     raise StopAsyncIteration
-            return self._perform(op)
+            return self.perform(op)
 
         return drive(coro, perform, self.alone)
 
@@ -140,10 +137,7 @@ class Host(Waving):
         return self.at.op
 
     def perform(self, op: Op) -> Any:
-        """Performs an op of the host itself."""
-        return self._perform(op)
-
-    def _perform(self, op: Op) -> Any:
+        """Performs an op."""
         around = self.at.now
         value = self._do(op)
         self.at(*around[:2])
@@ -151,7 +145,7 @@ class Host(Waving):
 
     def _do(self, op: Op) -> Any:
         if op.verb in ("offload", "fetch"):
-            return self._moved(op)
+            return self.whole.move(op)
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
@@ -164,26 +158,26 @@ class Host(Waving):
         self._coro, self._stash, self._ended = coro, None, None
         grad, micro = op.args
         try:
-            self._backward(grad, micro, exchanged=True)
-            self._hooks.flush()
+            self.whole.backward(grad, micro, exchanged=True)
+            self.hooks.flush()
             self.usage.step = self.rank.step
             self.at("step")
         finally:
-            self._hooks.shut()
-        self._learn_order()
+            self.hooks.shut()
+        self.hooks.learn_order()
         if self._ended is not None:
             raise self._ended
         stash, self._stash = self._stash, None
         if stash is None:
             raise StopAsyncIteration
-        return self._backward_out(coro, stash) if stash.verb == "backward_buckets" else self._perform(stash)
+        return self._backward_out(coro, stash) if stash.verb == "backward_buckets" else self.perform(stash)
 
     def _forward_out(self, coro: Coroutine[Op, Any, Any], forward: Forward) -> Any:
         """Runs a forward that stops before each bucket. The strategy goes on once all are handed out."""
-        if self.piece is not None or self.together is not None or self.reading.sharded:
+        if self.pipeline.piece is not None or self.tensor.group is not None or self._reading.sharded:
             raise StrategyError("a forward stops before each bucket of a whole model: await `rank.forward()` here")
         with self._stops.watching(coro):
-            forward.loss = self._forward(forward.x, forward.micro)
+            forward.loss = self.whole.forward(forward.x, forward.micro)
         self._stops.rest()
         raise self._stops.ended or StopAsyncIteration
 
@@ -196,8 +190,8 @@ class Host(Waving):
         if self._stash is not None or self._ended is not None:
             return
         with self.lane.chip.inside():
-            if self.reading.sharded:
-                drive(self.reading.filled(bucket.index), self._while_reading, self.alone)
+            if self._reading.sharded:
+                drive(self._reading.filled(bucket.index), self._perform_in_pass, self.alone)
             self._hand_out(bucket)
 
     def _hand_out(self, bucket: Bucket) -> None:
@@ -214,38 +208,19 @@ class Host(Waving):
         if op.verb not in INSIDE:
             self._stash = op
             raise Later
-        return self._perform(op)
+        return self.perform(op)
+
+    def _perform_in_pass(self, op: Op) -> Any:
+        """Performs an op in the middle of a pass, such as those of `unshard` and `reshard`."""
+        if op.verb not in INSIDE:
+            raise StrategyError(f"{op.verb} cannot be asked for while a model is computed: ask it in `step`")
+        return self.perform(op)
 
     def lie(self, spread: Spread | None, seed: int) -> None:
         """Takes over this rank's part of the model; the order of its gradients must be learned again."""
-        super().lie(spread, seed)
-        self.usage.lie(self.model, self.layout, whole=spread is None)
-        self._order = []
-
-    def _learn_order(self) -> None:
-        if self._order is not None:  # a rank that used no parameter keeps its layout's order
-            self._order = self._hooks.arrived or [place.name for place in self.layout.order]
-
-    @property
-    def exchanging(self) -> bool:
-        """Whether a backward with exchange is under way."""
-        return self._hooks.listening
-
-    @property
-    def knows_order(self) -> bool:
-        """Whether the first exchanged backward has ended, and `learned_order` has not been called."""
-        return bool(self._order)
-
-    def learned_order(self) -> list[str]:
-        """Returns the order in which gradients appeared in the first exchanged backward. Can be called once."""
-        assert self._order
-        names, self._order = self._order, None
-        missing = [p.name for p in self.layout.order if p.name not in set(names)]
-        return names + missing
-
-    def forget_hooks(self) -> None:
-        """Takes the hooks off the gradients, until a strategy asks for buckets again."""
-        self._hooks.detach()
+        self.pipeline.lie(spread, seed)
+        self.usage.lie(self.parts.model, self.parts.layout, whole=spread is None)
+        self.hooks.relearn_order()
 
     def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0, share: float = 1.0,
                group: Group | None = None) -> Handle:
@@ -255,20 +230,20 @@ class Host(Waving):
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.rank.size
         self.met = self.met or (everyone and lane not in LANES)
         handle = self.lanes.start(child, name, lane, priority, share)
-        if self._hooks.listening and lane not in LANES:
+        if self.hooks.listening and lane not in LANES:
             self.usage.last = handle
         return handle
 
     def _wait(self, handle: Handle) -> Any:
         self.at(f"wait for {handle.name}", waits=True)
-        began, asked = self.clock.now(), self.watch.now()
+        began, asked = self._clock.now(), self.watch.now()
         value = self.lanes.wait(handle)
-        waited, ended = self.clock.now() - began, self.watch.now()
+        waited, ended = self._clock.now() - began, self.watch.now()
         self.pace.put_off(waited)
         self.watch.write(self.rank.step, "wait", handle.name, asked, asked, ended, 0)
-        self.stood(asked, ended, waited)
+        self.timing.note_wait(asked, ended, waited)
         if handle is self.usage.last and self.usage.step is not None:
-            self.agree()
+            self._agree()
         return value
 
     def _collective(self, op: Op) -> Any:
@@ -278,38 +253,35 @@ class Host(Waving):
         return self._wait(self._start(child(), self.lane.name, str(op.args[-1] or op.verb), group=op.group))
 
     def _send(self, tensor: Tensor, to: int, kind: str = "") -> None:
-        self.ledger.buffers.post(tensor)
-        self.mailbox.send(tensor, to, kind, lane="measuring" if self.reading.phase == "evaluation" else "comm")
+        self.parts.ledger.buffers.post(tensor)
+        self.mailbox.send(tensor, to, kind, lane="measuring" if self._reading.phase == "evaluation" else "comm")
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         name = message_name("recv", kind, **{"from": source})
         self.at(name, waits=True)
-        began = self.clock.now()
+        began = self._clock.now()
 
         def over() -> bool:
-            self.still_well()
-            if self.piece is not None:  # a peer that has sent no message has no connection that could close
-                self.follow()
+            self.check_background()
+            if self.pipeline.piece is not None:  # a peer that has sent no message has no connection that could close
+                self._check_peers()
             return False
 
         got = self.mailbox.recv(into, source, kind, over)
-        now = self.clock.now()
-        if self.reading.phase != "evaluation":
-            self.record.span(self.rank.step, "wait", name, began, began, now, 0)
+        now = self._clock.now()
+        if self._reading.phase != "evaluation":
+            self._record.span(self.rank.step, "wait", name, began, began, now, 0)
         if into is None and got is not None:
-            got = got[0].to(self._device), got[1]
+            got = got[0].to(self.parts.layout.order[0].param.device), got[1]
         if source is None and got is not None:
-            self.record.sample(self.rank.step, message_name("recv", kind), now, got[1])
+            self._record.sample(self.rank.step, message_name("recv", kind), now, got[1])
         return got
-
-    def _sample(self, name: str, value: float) -> None:
-        self.record.sample(self.rank.step, name, self.clock.now(), float(value))
 
     def _stand(self, seconds: float) -> float:
         """Stands still for `seconds`, or less if the run is hurried. Returns the seconds that it did."""
-        began = self.clock.now()
+        began = self._clock.now()
         self.pace.naps.until(began + seconds)
-        return self.clock.now() - began
+        return self._clock.now() - began
 
     def _again(self, *_: Any, group: Group | None = None) -> int:
         raise StrategyError("`again` belongs in a background coroutine, not in `step`")

@@ -8,23 +8,27 @@ from typing import Any
 
 import torch
 
-from workbench.engine.compute.compute import INSIDE
+from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.timing import Timing
 from workbench.host.core.drive import Ended, Later, drive
 from workbench.host.placement import absent
 from workbench.rank import Bucket, Op, StrategyError
 
+# ops that are possible inside torch, during a forward or a backward
+INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
+          "sample", "params", "clock", "send", "recv", "hold", "offload", "fetch"}  # fmt: skip
 _WHILE = {*INSIDE, "update"} - {"hold", "offload", "fetch"}  # ops that are possible between two buckets of a forward
 
 
 class Stops:
-    """The stops of one host's forward. Within `watching` parameters are `absent` until their bucket was handed out.
+    """The stops of one rank's forward. Within `watching` parameters are `absent` until their bucket was handed out.
 
     Buckets come in the order in which the model reads them. At the end of the forward come the buckets that it does not
     read, the last bucket first.
     """
 
-    def __init__(self, host: Any, perform: Callable[[Op], Any]) -> None:
-        self.host, self._do = host, perform
+    def __init__(self, parts: ComputeParts, timing: Timing, perform: Callable[[Op], Any]) -> None:
+        self._parts, self._timing, self._do = parts, timing, perform
         self._coro: Any = None
         self._left: list[int] = []  # buckets that were not handed out yet
         self._bucket: dict[int, int] = {}  # by a parameter's id
@@ -34,7 +38,7 @@ class Stops:
     @contextmanager
     def watching(self, coro: Any) -> Iterator[None]:
         """Resumes `coro` with each bucket before the forward inside the block reads it."""
-        layout = self.host.layout
+        layout = self._parts.layout
         self._coro, self.ended, self._before = coro, None, 0
         self._left = [bucket.index for bucket in reversed(layout.buckets)]
         self._bucket = {id(place.param): place.bucket for place in layout.order}
@@ -57,23 +61,24 @@ class Stops:
             self._stop(index)
 
     def _stop(self, index: int) -> None:
-        host = self.host
+        parts, timing = self._parts, self._timing
+        layout = parts.layout
         self._left.remove(index)
-        for place in host.layout.groups[index]:
+        for place in layout.groups[index]:
             absent.come(place.param)
         if self.ended is not None:
             return
-        if host.pace.active and host.computing:
-            host.paced(self._before / host.layout.numel)
-        self._before += host.layout.lies(index).data.numel()
-        around = host.at.now
-        with host.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
-            self._resume(host.layout.lies(index))
-        host.at(*around[:2])
+        if parts.pace.active and timing.computing:
+            timing.reach(self._before / layout.numel)
+        self._before += layout.lies(index).data.numel()
+        around = parts.at.now
+        with parts.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
+            self._resume(layout.lies(index))
+        parts.at(*around[:2])
 
     def _resume(self, bucket: Bucket) -> None:
         try:
-            self.ended = Ended(drive(self._coro, self._perform, self.host.alone, bucket))
+            self.ended = Ended(drive(self._coro, self._perform, self._parts.alone, bucket))
         except Later:
             return
 

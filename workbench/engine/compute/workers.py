@@ -58,7 +58,7 @@ class Twin:
             self.params[name].data = param.data
         for twin, buffer in zip(self.model.buffers(), own.buffers(), strict=True):
             twin.data = buffer.data
-        self.pace.seconds, self.pace.faults = host.pace.seconds, host.pace.faults
+        self.pace.ask(host.pace.seconds, host.pace.faults)
 
     def _perform(self, op: Op) -> Any:
         if op.verb not in self._did or op.group is not None:
@@ -67,14 +67,14 @@ class Twin:
 
     def _look_up(self) -> dict[str, Tensor]:
         self._looked = self._batches()
-        return self.run.host.rows_of(self._looked)
+        return self.run.host.whole.rows_of(self._looked)
 
     def _forward(self, x: Any, micro: int) -> Tensor:
         looked, self._looked = self._looked, None
         batch = x if x is not None else self._batches() if looked is None else looked
         with _Phase(self, "forward"):
             loss = self._loss = self.run.learner.loss(self.model, batch)
-        self.run.host.losses.append(loss.detach())
+        self.run.host.timing.losses.append(loss.detach())
         return loss.detach()
 
     def _backward(self, grad: float | None, micro: int) -> None:
@@ -98,7 +98,7 @@ class Twin:
         run, began = self.run, self.run.clock.now()
 
         def over() -> bool:
-            run.host.still_well()
+            run.host.check_background()
             return False
 
         got = run.host.mailbox.recv(into, source, kind, over)

@@ -50,8 +50,8 @@ class Background:
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
-            "units": lambda: run.host.narrowing.units, "work": lambda of, flops, name: of(),
-            "update_rows": run.host.update_rows,
+            "units": lambda: run.host.parts.narrowing.units, "work": lambda of, flops, name: of(),
+            "update_rows": run.host.whole.update_rows,
             "send": self._send, "recv": self._recv, "wait": self.lane.wait,
             "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
         }  # fmt: skip

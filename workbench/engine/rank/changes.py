@@ -39,8 +39,7 @@ class Turnable(Parts):
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
         """Sets the Link, the pace and the faults. A new fault may halt its rank for a while, or end it."""
         self.port.fabric = wanted.fabric
-        self.host.pace.seconds = wanted.pace * 1e-3
-        self.host.pace.faults = wanted.fabric.faults
+        self.host.pace.ask(wanted.pace * 1e-3, wanted.fabric.faults)
         old, new = was.fabric.faults if was else (), wanted.fabric.faults
         self.pending_pause += pauses(old, new, self.rank.id)
         self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
@@ -68,7 +67,8 @@ class Turnable(Parts):
         at_rate(self.optimizer, self.rank.lr)
 
     def use_optimizer(self, optimizer: Any) -> None:
-        self.optimizer = self.host.optimizer = optimizer
+        self.optimizer = optimizer
+        self.host.parts.use_optimizer(optimizer)
 
     def sample(self, name: str, value: float) -> None:
         self.record.sample(self.rank.step, name, self.clock.now(), value)
@@ -100,7 +100,7 @@ class Turnable(Parts):
 
     def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
         """Lays out the parameters `names` here. held=False: they are to be sharded, and have no values yet."""
-        self.host.forget_hooks()
+        self.host.hooks.detach()
         self.layout.take(self.model, names, held)
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         self.host.lie(spread, seed)
@@ -114,7 +114,7 @@ class Turnable(Parts):
         """Applies new knobs of the partition; the model's layout stays."""
         e, split = self.experiment, self.spread.split if self.spread else None
         units = units_of(self.model, self.learner, e.partition)
-        self.host.tune(self._planned(self.spread), units, recomputed(e, self.learner, split))
+        self.host.pipeline.tune(self._planned(self.spread), units, recomputed(e, self.learner, split))
 
     def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
         """Returns the plans by piece of the model for ranks that hold slices; () if they are unknown."""
@@ -162,35 +162,35 @@ class Turnable(Parts):
         self.lane.step = self.rank.step
         self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
         yield
-        self.host.forget_hooks()
+        self.host.hooks.detach()
         self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
 
     def enter_opaque(self) -> None:
         """Wraps the model in torch's own DDP, or a copy in fully_shard. On an emulated Link both use our lane."""
         if self.peers.data is None:
             return
-        self.host.forget_hooks()
+        self.host.hooks.detach()
         lane = self.lane if self.port.active else None
         if self.experiment.strategy.shards:
             from workbench.engine.baselines.fully_sharded import FullySharded  # takes a second to import
 
-            self.host.fully = FullySharded(self, self.peers.data, lane)
-            self.host.module = self.host.fully.module
+            fully = FullySharded(self, self.peers.data, lane)
+            self.host.parts.wrap(fully.module, fully)
         else:
             options = best(getattr(self.experiment.strategy, "find_unused_parameters", False))
             options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
             with trainable(self.layout):
-                self.host.module = wrap(self.model, self.peers.data, options, lane)
+                self.host.parts.wrap(wrap(self.model, self.peers.data, options, lane))
 
     async def leave_opaque(self) -> None:
-        if self.host.fully is not None:
-            await self.host.fully.give_back()
+        if self.host.parts.fully is not None:
+            await self.host.parts.fully.give_back()
         self.unwrap()
 
     def unwrap(self) -> None:
         """Makes forward call the model itself again."""
-        unwrap(self.host.module)
-        fully, self.host.module, self.host.fully = self.host.fully, self.model, None
+        unwrap(self.host.parts.module)
+        fully = self.host.parts.unwrap()
         if fully is not None:
             fully.end()
             del fully
@@ -221,7 +221,7 @@ class Turnable(Parts):
 
     def adopt(self, names: list[str]) -> None:
         """Lays parameters out in this order once, as torch's DDP does."""
-        self.host.forget_hooks()
+        self.host.hooks.detach()
         self.shared.relay(lambda: self.layout.reorder(names))
         self.mark_buckets()
 

@@ -53,7 +53,7 @@ async def _asked(op: Op) -> Any:
 
 def _spread_out(run: Parts) -> Evaluated:
     """The same if a replica spans several ranks: the ranks of the first replica evaluate together."""
-    wire, rank, piece = run.control, run.rank, run.host.piece
+    wire, rank, piece = run.control, run.rank, run.host.pipeline.piece
     assert wire is not None
     found: dict[str, float] = {}
 
@@ -63,8 +63,8 @@ def _spread_out(run: Parts) -> Evaluated:
 
     with torch.no_grad(), run.reading.passing("evaluation"), _mean_of_replicas(run) as drift:
         if rank.replicas.index == 0:
-            if run.host.together is not None:
-                run.host.refresh(run.host.together)
+            if run.host.tensor.group is not None:
+                run.host.tensor.refresh()
             with instead(run.model, forward) if piece is not None else nullcontext():
                 found = numbers(run.learner.evaluate, run.model)
         wire.wait(wire.broadcast(torch.tensor([found.get("loss", math.nan)], dtype=torch.float64), 0))

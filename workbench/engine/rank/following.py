@@ -95,18 +95,17 @@ class Following(Training):
             name = hook_name(self.led.wrapper.comm_hook)
             self.mark("warning", {"text": f"the script's communication hook {name} exchanges the gradients: the bytes "
                                   f"on the record are those of its buckets, and it may send fewer"})  # fmt: skip
-        self.host.go_back, self.host.shown = self.go_back, self.led.shown
         self.finite.again = False
 
     def enter_opaque(self) -> None:
         if self.peers.data is not None:
-            self.host.forget_hooks()
+            self.host.hooks.detach()
             lane = self.lane if self.port.active else None
             seen = None if self.chip.runs_ahead else self._exchanged
             hook = self.led.wrapper.comm_hook if self.led.wrapper else None
             made = wrap(self.model, self.peers.data, self._options(), lane, seen, self._ask, hook)
             made.broadcast_buffers = self.led.wrapper is None  # the script's wrapper broadcasts them
-            self.host.module = made
+            self.host.parts.wrap(made)
 
     def _options(self) -> dict[str, Any]:
         """Returns the arguments of torch's own wrapper: the script's, except a bucket size that a person has set."""
@@ -151,7 +150,11 @@ class Following(Training):
         if (asked := self._asked) is not None and not self.chip.runs_ahead:
             now = self.clock.now()
             self.record.span(self.rank.step, "wait", "all_reduce", asked, asked, now, 0)
-            self.host.stood(asked, now, now - asked)
+            self.host.timing.note_wait(asked, now, now - asked)
+
+    def show_loss(self, loss: Tensor) -> Tensor:
+        """Returns a loss as the loop reports it."""
+        return self.led.shown(loss)
 
     def _exchanged(self, name: str, began: float, nbytes: int) -> None:
         """Records that one of torch's own buckets has been summed, when its last byte has arrived."""
@@ -173,7 +176,7 @@ class Following(Training):
         if self.led.in_block:
             await self.leave_opaque()
             await mean_taken(self)
-            self.host.forget_hooks()
+            self.host.hooks.detach()
             self.host.at("behind the loop's block")
             await Op("do", self.led.settle)
         await super().finish()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from workbench.engine.compute import shared
 from workbench.engine.compute.away import Away
 from workbench.engine.compute.host import Host
+from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.control.canonical import broadcast_model, check_model
 from workbench.engine.control.meeting import Meeting
 from workbench.engine.control.peers import Peers
@@ -40,15 +42,12 @@ from workbench.host.memory.offload import LANES
 from workbench.host.observe.finite import Finite
 from workbench.host.observe.measuring import Measuring
 from workbench.host.passes.narrowing import Narrowing
-from workbench.host.passes.waves import Waves
 from workbench.host.placement.layout import Layout
-from workbench.host.placement.slots import require_steppable
 from workbench.host.placement.spread import Spread
 from workbench.host.reconfigure import refusing
 from workbench.host.reconfigure.steering import Overheard, Steering
 from workbench.host.sharding.reading import Reading
 from workbench.host.sharding.usage import Usage
-from workbench.host.transfer.tables import read
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
 from workbench.settings import Json, KnobError
@@ -94,13 +93,13 @@ class Parts(Life):
         self.spread: Spread | None = None
         self._take_over(before) if before else self._make_model()
         self.able(self.experiment)
+        self.rollback = Rollback(self)
         self._make_host(before.finite.first if before else None)
         self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None
         self.saving = Saving(self, session.keeper(self), None if before or session.joins else session.saved())
         self.measuring, self.back = Measuring(), Back(self, Kept(session.run_dir))
-        self.rollback = self.host.rollback = Rollback(self)
         self.paused, self.credit = False, 0
         self.pocket: list[dict[str, Any]] | None = None
         self.evaluated = 0.0
@@ -164,11 +163,12 @@ class Parts(Life):
 
     @property
     def crowd(self) -> tuple[int, int] | None:
-        return self.host.together.at if self.host.together is not None else None
+        group = self.host.tensor.group
+        return group.at if group is not None else None
 
     def join_crowd(self, at: tuple[int, int] | None) -> None:
-        if at is not None and self.host.together is not None:
-            self.host.together.at = at
+        if at is not None and (group := self.host.tensor.group) is not None:
+            group.at = at
 
     def restart_data(self, used: int) -> None:
         self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))
@@ -185,30 +185,37 @@ class Parts(Life):
         seen = watch(self.chip, self.clock, self.record, self._look)
         self.watch = seen
         self.away = Away(self)
-        counts = Counted(self, lambda: self.host.opened(), lambda: self.batches.nbytes, lambda: self.host.fully,
-                         lambda: self.host.narrowing.trained)  # fmt: skip
+        narrowing = Narrowing(self.model, self.learner, self._made_for, lambda: self.experiment)
+        counts = Counted(self, lambda: self.host.opened(), lambda: self.batches.nbytes, lambda: self.host.parts.fully,
+                         lambda: narrowing.trained)  # fmt: skip
         self.ledger = Ledger(self, counts, self.away.kept, self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring
-        self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
-                         Pace(rank.id, self.naps), seen)
-        self.host.use(Usage(self.peers.hands()))
-        self.host.strategy = lambda: self.experiment.strategy
-        self.host.lanes.open = self.open_lane
-        self.host.still_well = lambda: self.meeting.check()
-        self.host.follow = self.peers.follow
-        self.host.batches, self.host.coming = self.batches.next, self.batches.coming
-        self.host.client, self.host.waves = self.batches.client, Waves(self.model, self.learner)
-        self.host.narrowing = Narrowing(self.model, self.learner, self._made_for, lambda: self.experiment)
-        self.host.rows_of = lambda batch: read(self.learner, batch, self.layout)
-        self.flow = self.host.flow
-        self.host.partition = lambda: self.experiment.partition
-        self.host.flow.steps = lambda: self.experiment.steps
-        self.host.clip = lambda: self.experiment.clip
-        self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
-        self.host.ledger, self.host.away = self.ledger, self.away
-        self.reading = self.host.reading = Reading(self, self.host.read, listens=True)
-        self.finite = self.host.finite = Finite(self, self.alarmed, first)
+        self.reading = Reading(self, lambda *asked: self.host.whole.read(*asked), listens=True)
+        self.finite = Finite(self, self.alarmed, first)
+        rollback = self.rollback
+        assert rollback is not None
+        parts = ComputeParts(
+            rank=rank, experiment=lambda: self.experiment, learner=self.learner, model=self.model, layout=self.layout,
+            optimizer=self.optimizer, batches=self.batches, lane=self.lane, mailbox=self.mailbox,
+            pace=Pace(rank.id, self.naps), watch=seen, ledger=self.ledger, reading=self.reading, narrowing=narrowing,
+            finite=self.finite, rollback=rollback, away=self.away, usage=Usage(peers.hands()), go_back=self.go_back,
+            show_loss=self.show_loss,
+        )  # fmt: skip
+        self.host = Host(parts, self.open_lane, self.before_update, lambda: self.meeting.check(), peers.follow)
+        self.flow = self.host.pipeline.flow
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Called before each update of the model."""
+
+    def go_back(self, loss: Tensor, share: float | None) -> None:
+        """Runs backward of a loss, scaled by `share`."""
+        loss.backward() if share is None or share == 1.0 else loss.backward(torch.full_like(loss, share))
+
+    def show_loss(self, loss: Tensor) -> Tensor:
+        """Returns a loss as it is recorded."""
+        return loss.detach()
 
     def _allocator(self) -> dict[str, int]:
         """Returns what the chip's allocator reports; {} if it reports nothing."""

@@ -50,7 +50,6 @@ class Training(Turnable):
 
     def __init__(self, session: Session, before: Training | None = None) -> None:
         super().__init__(session, before)
-        self.host.before_update = self.before_update
         self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
         self.workers = Workers(self)
         self.asked: list[dict[str, Any]] = []  # received and not obeyed yet
@@ -102,16 +101,15 @@ class Training(Turnable):
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
-        host.met, host.lanes.aside = strategy.opaque or self._hears_each_step, False
         self.lane.step = self.rank.step
         self.session.profiler.begin(self.rank.step)
-        host.at("step")
+        host.begin_step(strategy.opaque or self._hears_each_step)
         since, began = self.clock.now(), self._begun()
         made = await self.drive_step(strategy)
         if not made:
             return 0
         host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
-        await Op("do", partial(host.close_step, self.finite.told))
+        await Op("do", partial(host.timing.close_step, self.finite.told))
         self.lengths.append(self.clock.now() - since)  # includes the host's waits for its chip
         self.session.profiler.end(made)
         self.cost.due(self.rank.step)
@@ -143,10 +141,10 @@ class Training(Turnable):
 
     @property
     def reorders(self) -> bool:
-        return self.host.knows_order
+        return self.host.hooks.knows_order
 
     async def learned(self) -> list[str]:
-        return await self.agreed(self.host.learned_order())
+        return await self.agreed(self.host.hooks.take_order())
 
     async def agreed(self, names: list[str]) -> list[str]:
         found: list[str] = await Op("do", partial(self.said_by_first, names))
@@ -157,7 +155,7 @@ class Training(Turnable):
 
     def moved(self, made: int) -> None:
         self.before_update()  # if the step made no update
-        self.host.met = False  # an update before the next step asks for no ticket
+        self.host.end_step()
         if self.credit:
             self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
@@ -167,7 +165,7 @@ class Training(Turnable):
 
     async def finish(self) -> None:
         await self.leave_opaque()
-        await Op("do", partial(self.host.catch_up, self.finite.told))
+        await Op("do", partial(self.host.timing.catch_up, self.finite.told))
         await Op("do", self.saving.end)
         self.host.at("wait for all ranks to end", waits=True)
         await Op("do", self.peers.await_ends)
@@ -182,12 +180,13 @@ class Training(Turnable):
     async def evaluate(self, together: bool) -> None:
         began, self.lane.step = self.now, self.rank.step
         self.host.at("evaluate")
-        if self.host.fully is not None:
+        fully = self.host.parts.fully
+        if fully is not None:
             with self.reading.passing("evaluation"):
-                await self.host.fully.fetch()
+                await fully.fetch()
         await super().evaluate(together)
-        if self.host.fully is not None:
-            self.host.fully.let_go()
+        if fully is not None:
+            fully.let_go()
         self.evaluated = max(self.evaluated, self.now - began)
         self._stale = together  # requests made during evaluation are obeyed before the next step
 
@@ -239,7 +238,7 @@ class Training(Turnable):
             await self._heed(await Op("do", partial(self._hear, 0.0)))
         self._stale = False
         if self.paused and not self.session.stopping:
-            await Op("do", partial(self.host.catch_up, self.finite.told))
+            await Op("do", partial(self.host.timing.catch_up, self.finite.told))
             self.say("paused")
             self._since = None
             while self.paused and not self.session.stopping:
@@ -284,7 +283,7 @@ class Training(Turnable):
                 case "preempt" if not self.session.stopping:
                     await leave(self, what["members"], what.get("id", ""))
                 case "roll back":
-                    await Op("do", partial(self.host.catch_up, self.finite.told))
+                    await Op("do", partial(self.host.timing.catch_up, self.finite.told))
                     if not await self.back.go(int(what.get("step", 0))):
                         self.paused, self.credit = True, 0
                     self.ledger.stir()
@@ -313,7 +312,7 @@ class Training(Turnable):
         self.leaving.set()  # for threads that still wait
         self.saving.end(patience=5.0)
         self.meeting.leave()
-        self.host.forget_hooks()
+        self.host.hooks.detach()
         self.unwrap()
         self.host.lanes.close()
         self.tickets.close()

@@ -154,7 +154,7 @@ class Led(Dealing):
         for p in self.run.model.parameters() if self._local and share != 1.0 else ():
             if p.grad is not None:
                 p.grad.mul_(share)
-        self._summed = self.run.host.exchanging or self.run.experiment.strategy.opaque
+        self._summed = self.run.host.hooks.listening or self.run.experiment.strategy.opaque
         loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
 
     def sums(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -264,7 +264,7 @@ class Led(Dealing):
         if not self._open:
             self._open = True
             self._meet("forward")
-        around: Any = self.run.host.module
+        around: Any = self.run.host.parts.module
         if around is not model:
             around.require_backward_grad_sync = exchanges
         return around
@@ -282,7 +282,7 @@ class Led(Dealing):
         self._local.append(told)
         self._inside = True
         try:
-            with self.run.host.within("backward"):
+            with self.run.host.timing.within("backward"):
                 really(one, None, **how)
         finally:
             self._inside = False

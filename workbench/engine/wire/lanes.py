@@ -24,6 +24,10 @@ class Lanes:
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._lanes.values()))
 
+    def begin_step(self) -> None:
+        """Notes that no child of this step has used another lane yet."""
+        self.aside = False
+
     @property
     def busy(self) -> str:
         """A collective that is under way now, or ""."""

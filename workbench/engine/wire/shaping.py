@@ -214,6 +214,10 @@ class Pace:
     def active(self) -> bool:
         return bool(self.seconds or self.faults)
 
+    def ask(self, seconds: float, faults: tuple[Fault, ...]) -> None:
+        """Sets the seconds of a step's compute (0: as fast as it goes) and the faults."""
+        self.seconds, self.faults = seconds, faults
+
     def begin(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
         """Begins a phase.
 

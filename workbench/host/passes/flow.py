@@ -28,7 +28,7 @@ class Flow:
     from forward to backward, and unique in flight.
 
     batches:  the number of batches completed since the pipeline was empty
-    steps:    the run's number of steps; 0: no end is known. No batch after the last one goes forward
+    steps:    returns the run's number of steps; 0: no end is known. No batch after the last one goes forward
     inputs:   by number, a micro-batch's examples; empty with sizes only
     coming:   returns the batch after so many batches
     buffers:  the buffers that this stage's forwards change
@@ -38,12 +38,13 @@ class Flow:
     crossing: Crossing
 
     def __init__(self, layout: Callable[[], Layout], coming: Callable[[int], Any],
-                 buffers: Callable[[], Iterable[Tensor]], forget: Callable[[list[int]], None]) -> None:  # fmt: skip
+                 buffers: Callable[[], Iterable[Tensor]], forget: Callable[[list[int]], None],
+                 steps: Callable[[], int]) -> None:  # fmt: skip
+        self.steps = steps
         self.coming, self.buffers, self._forget = coming, buffers, forget
         self.versions = Versions(layout)
         self.partition: Partition = Whole()
         self.batches = self.left = 0  # left: batches that the run still makes
-        self.steps: Callable[[], int] = lambda: 0
         self.inputs: dict[int, Any] = {}
         self._open: deque[tuple[Any, list[Any]]] = deque()  # the current and later batches, with their micro-batches
         self._before: dict[int, list[Tensor]] = {}  # buffers before the forwards of later batches

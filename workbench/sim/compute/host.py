@@ -43,8 +43,8 @@ class Host(Waving, Away, Drawing):
         self.member = world.members[index]
         self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
         self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
-        self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
-        self.flow.steps = lambda: self.experiment.steps
+        self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget,
+                                     lambda: self.experiment.steps)  # fmt: skip
         self.lanes: dict[str, Lane] = {}
         self.met = False  # whether this rank has started a child in this step
         self.sent = 0  # bytes so far

@@ -1,0 +1,61 @@
+"""Performs what a rank computes outside the passes of its model: curvature, and a strategy's own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.pipeline import PipelinePerformer
+from workbench.engine.compute.timing import Timing
+from workbench.host.observe.curvature import Curvature
+from workbench.rank import Factors
+
+
+class ArithmeticPerformer:
+    """Computes estimates of curvature, and what a strategy computes itself. Each becomes a span."""
+
+    def __init__(self, parts: ComputeParts, timing: Timing, pipeline: PipelinePerformer, curvature: Curvature) -> None:
+        self._rank, self._at, self._pace, self._watch = parts.rank, parts.at, parts.pace, parts.watch
+        self._timing, self._pipeline, self._curvature = timing, pipeline, curvature
+
+    def factors(self) -> list[Factors]:
+        """Returns second moments of the layers' inputs and gradients."""
+        self._at("factors")
+        began = self._watch.now()
+        found = self._curvature.factors()
+        self._watch.span(self._rank.step, "factors", began)
+        return found
+
+    def curve(self, vector: list[Tensor]) -> list[Tensor]:
+        """Returns a curvature product. With a pace, it lasts as long as a forward and a backward."""
+        self._at("curve")
+        began = self._watch.now()
+        self._pace.begin("forward", self._rank.step, self._pipeline.share)
+        self._timing.reach(1.0)
+        self._pace.begin("backward", self._rank.step, self._pipeline.share)
+        product = self._curvature.product(vector, self._rank.step)
+        self._timing.reach(1.0)
+        self._watch.span(self._rank.step, "curve", began)
+        return product
+
+    def value(self) -> Tensor:
+        """Returns the batch's loss, computed again. With a pace, it lasts as long as a forward."""
+        self._at("value")
+        began = self._watch.now()
+        self._pace.begin("forward", self._rank.step, self._pipeline.share)
+        value = self._curvature.value(self._rank.step)
+        self._timing.reach(1.0)
+        self._watch.span(self._rank.step, "value", began)
+        return value
+
+    def work(self, of: Callable[[], Any], flops: float, name: str) -> Any:
+        """Runs a strategy's own arithmetic, in its step."""
+        self._at(name)
+        began = self._watch.now()
+        value = of()
+        self._watch.span(self._rank.step, name, began)
+        self._watch.record.sample(self._rank.step, f"flops {name}", self._watch.clock.now(), float(flops))
+        return value

@@ -1,0 +1,117 @@
+"""Performs passes of ranks that hold slices of each matrix and meet in the middle of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.timing import Timing
+from workbench.host.core.drive import drive
+from workbench.host.passes.across import met
+from workbench.host.passes.checkpointing import Checkpointed
+from workbench.host.passes.coded import Combining
+from workbench.host.passes.meetings import Planned, Plans
+from workbench.host.passes.pipelining import same_batch
+from workbench.host.passes.together import Together, refreshed
+from workbench.host.placement.splitting import Split
+from workbench.rank import Op
+
+
+class TensorPerformer:
+    """Computes together with the ranks that hold the other slices, and recomputes units in backward.
+
+    perform:           performs an op
+    perform_in_pass:   performs an op that is possible inside torch, and refuses any other
+    group:             what this rank's slices do in a pass; None while it holds whole matrices
+    """
+
+    def __init__(self, parts: ComputeParts, timing: Timing, perform: Callable[[Op], Any],
+                 perform_in_pass: Callable[[Op], Any]) -> None:  # fmt: skip
+        self._parts, self._timing = parts, timing
+        self._perform, self._perform_in_pass = perform, perform_in_pass
+        self._rank, self._at, self._chip = parts.rank, parts.at, parts.lane.chip
+        self.group: Together | None = None
+        self._plans: tuple[Plans, ...] = ()  # by piece of the model on this rank: when ranks meet
+        self._recomputed: tuple[float, ...] = ()  # by piece: the share of its forward that backward computes again
+        self._checkpointed: Checkpointed | None = None
+        self._plan: list[Planned] = []  # of the present pass
+        self._met = 0  # meetings so far in the present pass
+        self._stale = True  # whether common parameters may have changed since the last refresh
+        self._told = -1  # the step of the last refresh
+        self._fresh = False  # whether the next batch is the first, which ranks must compare
+
+    def deal(self, split: Split | None, index: int, seed: int) -> None:
+        """Gives this rank slices of each matrix, or whole matrices if `split` is None."""
+        self._keep_all()
+        if self.group is not None:
+            self.group.undo()
+        self.group = None
+        if split is not None:
+            coded = self._timing.run_codec
+            self.group = Together(self._parts.model, split, index, self._ask, seed=seed, coded=coded)
+        self._plan, self._fresh, self._stale = [], True, True
+
+    def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
+        """Applies the partition's present knobs.
+
+        plans: by piece of the model, as far as they are known
+        units: units that backward computes again; again: by piece, their share of its forward
+        """
+        partition = self._parts.experiment().partition
+        self._plans, self._recomputed = plans, again
+        self._keep_all()
+        if units:
+            self._checkpointed = Checkpointed(units, partition.recompute[0])
+        if self.group is not None:
+            self.group.coding = partition.inside(self._rank.memory)
+
+    def _keep_all(self) -> None:
+        """Stops recomputing units."""
+        if self._checkpointed is not None:
+            self._checkpointed.undo()
+        self._checkpointed = None
+
+    def again(self, phase: str, chunk: int = 0) -> float:
+        """Returns the share of a piece's forward that a pass through it computes again."""
+        return self._recomputed[chunk] if phase == "backward" and chunk < len(self._recomputed) else 0.0
+
+    def mark_stale(self) -> None:
+        """Notes that parameters may change, so that the next batch begins with a refresh."""
+        self._stale = True
+
+    def meet_before(self, batch: Any) -> None:
+        """Makes common parameters equal on a replica's ranks, and checks that they read the same batch."""
+        if self._fresh and self._rank.mesh.inside:
+            like = same_batch(self._rank.inside, batch, next(self._parts.model.parameters()).device)
+            drive(like, self._perform, self._parts.alone)
+        self._fresh = False
+        if self.group is not None and (self._stale or self._told != self._rank.step):
+            self.refresh()
+            self._stale, self._told = False, self._rank.step
+
+    def refresh(self) -> None:
+        """Copies the present values of parameters that another rank of the group updates."""
+        assert self.group is not None
+        self._stale = True
+        drive(refreshed(self._rank.group("tensor"), self.group.common), self._perform, self._parts.alone)
+
+    def begin_pass(self, phase: str, chunk: int = 0) -> None:
+        """Begins a pass through one of this rank's pieces of the model."""
+        self._met = 0
+        self._plan = self._plans[chunk].of(phase) if chunk < len(self._plans) else []
+
+    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
+        """Meets the other ranks of the group. Runs inside torch; for a GPU's backward, on autograd's thread."""
+        number, self._met = self._met, self._met + 1
+        with self._chip.inside(), torch.inference_mode(False), torch.no_grad():
+            around = self._at.now
+            if number < len(self._plan) and self._parts.reading.phase != "evaluation":
+                self._timing.reach(self._plan[number].share)
+            meet = met(self._rank.group("tensor"), meeting, x)
+            made: Tensor = drive(meet, self._perform_in_pass, self._parts.alone)
+            self._at(*around[:2])
+        return made
