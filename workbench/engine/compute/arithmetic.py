@@ -1,4 +1,4 @@
-"""Performs what a rank computes outside the passes of its model: curvature, and a strategy's own arithmetic."""
+"""Performs the compute outside the passes of a model: curvature, and a strategy's own arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.rank import Factors
 
 
 class ArithmeticPerformer:
-    """Computes estimates of curvature, and what a strategy computes itself. Each becomes a span."""
+    """Computes estimates of curvature, and runs a strategy's own arithmetic. Each becomes a span."""
 
     def __init__(self, parts: ComputeParts, timing: Timing, pipeline: PipelinePerformer, curvature: Curvature) -> None:
         self._rank, self._at, self._pace, self._watch = parts.rank, parts.at, parts.pace, parts.watch

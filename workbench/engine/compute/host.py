@@ -40,13 +40,13 @@ _NOT_YET = {
 class Host:
     """Drives the coroutines of one rank, and performs every verb.
 
-    parts:      what the performers share: model, layout, optimizer, lane, and so on
+    parts:      the objects that all performers share, such as model, layout, optimizer and lane
     timing:     keeps the pace, and writes the spans of passes
     tensor:     meets the ranks that hold the other slices of each matrix
     pipeline:   computes a stage of a replica
     whole:      computes forwards, backwards and updates of the model that this rank holds
     piecewise:  computes the model piece by piece, and sub-models
-    arithmetic: computes curvature, and what a strategy computes itself
+    arithmetic: computes curvature, and runs a strategy's own arithmetic
     lanes:      run children
     met:        whether all ranks met in this step
     """

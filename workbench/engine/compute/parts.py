@@ -1,4 +1,4 @@
-"""What the performers of one rank share: the model, what trains it, and what watches it."""
+"""The parts of one rank that its performers share: model, layout, optimizer, lane, guards and accounts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ComputeParts:
     go_back:    runs the backward of a loss, scaled by a number
     show_loss:  returns a loss as it is recorded
     alone:      held while a coroutine of this rank or the optimizer runs
-    module:     what a forward calls: the model, or torch's own wrapper around it
+    module:     the model, or torch's own wrapper around it; forwards call it
     fully:      torch's fully_shard, while it trains the model
     """
 
