@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class ComputeParts:
     go_back: Callable[[Tensor, Any], None]
     show_loss: Callable[[Tensor], Tensor]
     at: At = field(default_factory=At)
-    alone: threading.Lock = field(default_factory=threading.Lock)
+    alone: AbstractContextManager[Any] = field(default_factory=threading.Lock)
     module: Any = None
     fully: Any = None
 
