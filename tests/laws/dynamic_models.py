@@ -240,6 +240,16 @@ def scaled_by_hook(model: Any) -> None:
     model.a.register_hook(lambda grad: 3 * grad)
 
 
+def clipped_by_hooks(model: Any) -> None:
+    """Clips one gradient before it is added, and the other after that."""
+
+    def clip(p: Any) -> None:
+        p.grad = p.grad.clamp(-0.01, 0.01)
+
+    model.a.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model.b.register_post_accumulate_grad_hook(clip)
+
+
 def kinds() -> dict[str, Any]:
     return {"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH, dtype=torch.float64),
             "c": torch.zeros(WIDTH, dtype=torch.bfloat16)}  # fmt: skip
@@ -316,4 +326,5 @@ CASES: dict[str, Dynamic] = {
     "loss that reads a value": Dynamic(layers, reads_value, adamw),
     "gradient set to None by hand": Dynamic(two, forget_by_hand, momentum, accumulate=2),
     "hook on a gradient": Dynamic(two, of_all, momentum, prepare=scaled_by_hook),
+    "hooks that clip gradients": Dynamic(two, of_all, momentum, prepare=clipped_by_hooks),
 }  # fmt: skip

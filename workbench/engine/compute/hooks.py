@@ -12,6 +12,7 @@ from torch import nn
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.engine.compute.timing import Timing
+from workbench.host.core.gradient_hooks import require_gradient
 from workbench.host.passes.checkpointing import received_twice
 from workbench.rank import Bucket
 
@@ -116,6 +117,7 @@ class GradientHooks:
                 return
             if place.round == now:
                 raise received_twice(place.name)
+            require_gradient(place.name, param)
             place.round = now
             if learn:
                 self._arrived.append(place.name)

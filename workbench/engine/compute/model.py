@@ -16,6 +16,7 @@ from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.engine.compute.timing import Timing
 from workbench.host.core.drive import drive
+from workbench.host.core.gradient_hooks import own_loss
 from workbench.host.observe.curvature import Curvature
 from workbench.host.placement.canonical import clipped, optimizer_tensors
 from workbench.host.placement.slots import require_steppable, step_shard
@@ -90,15 +91,11 @@ class ModelPerformer:
         self._layout.unused = set()
         self._usage.begin(self._rank.step)
         self._usage.require_trained(parts.strategy())
-        if parts.fully is not None and (found := self._usage.found()):
-            raise StrategyError(
-                f"parameter {found[0]}: was unfrozen, and TorchFSDP has shared out what it "
-                f"trains; unfreeze it before the run, or take ZeRO3"
-            )
         if parts.module is not parts.model:  # torch exchanges this backward's gradients
             self._usage.step = self._rank.step
         if self._pipeline.piece is not None:
-            self._timing.losses.append(self._pipeline.run_batch(grad, micro, exchanged))
+            with own_loss((place.param for place in self._layout.order), None):  # in parts, as micro-batches are
+                self._timing.losses.append(self._pipeline.run_batch(grad, micro, exchanged))
             return
         self._narrowing.require_awaited(exchanged)
         if exchanged:
@@ -115,7 +112,8 @@ class ModelPerformer:
         self._timing.begin_pass("backward", "backward", share, self._tensor.again("backward"))
         with self._ledger.backward(self._hooks.listening), reading.passing("backward"):
             with explaining() if parts.module is not parts.model else nullcontext():
-                parts.go_back(loss, grad)
+                with own_loss((place.param for place in self._layout.order), grad):
+                    parts.go_back(loss, grad)
         if parts.fully is not None:
             parts.fully.passed()
         if reading.sharded:

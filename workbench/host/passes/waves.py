@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from workbench.host.core.gradient_hooks import own_loss
 from workbench.host.passes.piece import Handed, entering
 from workbench.host.placement.cutting import instead, parts_of, through, weight
 from workbench.rank import StrategyError
@@ -116,7 +117,8 @@ class Waves:
         edge, entry = risen.graphs.pop()
         seed = torch.full_like(risen.loss, grad) if piece == of - 1 else risen.grad
         if edge is not None and seed is not None:
-            torch.autograd.backward((edge,), (seed,))
+            with own_loss([p for part in self._piece(piece, of) for p in part.parameters()], grad):
+                torch.autograd.backward((edge,), (seed,))
         risen.grad = None if entry is None else entry.grad
         if not piece:
             del self._risen[micro]

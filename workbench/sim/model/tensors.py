@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import dealt
+from workbench.host.core.gradient_hooks import own_loss, require_gradient
 from workbench.host.memory.batches import Batches
 from workbench.host.memory.offload import Offloaded
 from workbench.host.observe.curvature import Curvature
@@ -203,7 +204,8 @@ class Tensors(TensorsAnew, Portion):
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         self.curvature.backward(grad)
-        self._gathered(partial(_run, loss, grad), exchanged)
+        with own_loss((place.param for place in self.layout.order), grad):
+            self._gathered(partial(_run, loss, grad), exchanged)
 
     def _gathered(
         self, run: Callable[[], None], exchanged: bool, first: bool = False, there: Collection[str] = ()
@@ -251,7 +253,8 @@ class Tensors(TensorsAnew, Portion):
         """Runs backward and returns the names of the parameters that it used, in the order of their gradients."""
         names: list[str] = []
 
-        def hear(_: Tensor, place: Place) -> None:
+        def hear(p: Tensor, place: Place) -> None:
+            require_gradient(place.name, p)
             names.append(place.name)
             place.filled = False
 

@@ -1,0 +1,83 @@
+"""Hooks of a model on its gradients: they run before the host's, and see the gradient of a rank's own loss.
+
+A strategy scales a rank's loss so that the sum over ranks is the mean gradient. A hook that clips would then clip a
+gradient that is smaller than the rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from workbench.host.placement import absent
+from workbench.rank import StrategyError
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+@contextmanager
+def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[None]:
+    """Inside, hooks of the model on these parameters' gradients see them as if the loss had not been scaled by `share`.
+
+    share: the factor of the loss in the backward that runs inside; None: 1
+    """
+    changed: list[tuple[dict[int, Hook], int, Hook]] = []
+    scale = 1.0 if share is None else float(share)
+    with absent.unasked():
+        for p in params:
+            held_by: list[tuple[dict[int, Hook] | None, Callable[..., Tensor | None]]] = [
+                (p._backward_hooks, _change), (p._post_accumulate_grad_hooks, _receive),
+            ]  # fmt: skip
+            for held, wrapped in held_by:
+                if not held:
+                    continue
+                for number, hook in _move_hosts_behind(held):
+                    changed.append((held, number, hook))
+                    if scale != 1.0:
+                        held[number] = partial(wrapped, hook=hook, scale=scale)
+    try:
+        yield
+    finally:
+        for held, number, hook in changed:
+            if number in held:
+                held[number] = hook
+
+
+def require_gradient(name: str, p: Tensor) -> None:
+    """Raises StrategyError if a hook of the model has set the gradient to None, as an optimizer in a hook does."""
+    if p.grad is None:
+        raise StrategyError(
+            f"parameter {name}: a hook of the model has set its gradient to None before ranks could exchange it; let "
+            f"the hook keep the gradient, and leave the update to the task's optimizer"
+        )
+
+
+def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
+    """Moves the host's hooks behind those of the model, and returns those of the model."""
+    hosts = [number for number, hook in held.items() if _is_hosts(hook)]
+    if len(hosts) == len(held):
+        return []
+    for number in hosts:
+        held[number] = held.pop(number)
+    return list(held.items())[: len(held) - len(hosts)]
+
+
+def _is_hosts(hook: object) -> bool:
+    module: str = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.startswith("workbench.")
+
+
+def _change(grad: Tensor, hook: Hook, scale: float) -> Tensor | None:
+    made = hook(grad / scale)
+    return None if made is None else made * scale
+
+
+def _receive(p: Tensor, hook: Hook, scale: float) -> None:
+    if p.grad is not None:
+        p.grad.div_(scale)
+    hook(p)
+    if p.grad is not None:
+        p.grad.mul_(scale)
