@@ -19,15 +19,6 @@ from workbench.strategies import DDP, Strategy, TorchDDP
 
 EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
 RANKS = 2
-# Torch's own `fully_shard` has more rules. Ranks must compute the same units, and a copy of the model has no hooks on
-# gradients. It refuses scalars, mixed element types and sparse gradients. The lab refuses to unfreeze a parameter under
-# it (tests/unit/test_usage.py).
-BY_TORCH = {
-    "TorchFSDP": {
-        "unfrozen", "layers dropped", "experts", "complex", "several element types",
-        "parameter without elements", "parameters of no dimension", "sparse embedding", "hook on a gradient",
-    },
-}
 
 
 def suits(case: Dynamic, name: str) -> bool:
@@ -35,8 +26,7 @@ def suits(case: Dynamic, name: str) -> bool:
     return case.accumulate == 1 or name == "DDP"
 
 
-PAIRS = [(case, name) for case, name in product(CASES, EXACT)
-         if suits(CASES[case], name) and case not in BY_TORCH.get(name, ())]  # fmt: skip
+PAIRS = [(case, name) for case, name in product(CASES, EXACT) if suits(CASES[case], name)]
 # The simulator does not have torch's own exchange.
 SIMULATED = [(case, name) for case, name in PAIRS if not EXACT[name].opaque]
 

@@ -176,26 +176,45 @@ def test_reading_the_runs_own_model_raises_an_error() -> None:
         run(experiment(2, 4, task=toy(model=kept, loss=loss), strategy=TorchFSDP()))
 
 
-class Scalar(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale
-
-
-def scaled() -> nn.Module:
-    model = Scalar()
-    model.a, model.b, model.c = (getattr(net(), name) for name in "abc")
-    return model
-
-
-def test_it_refuses_parameters_and_optimizers_that_torch_cannot_shard() -> None:
-    session = run(experiment(2, 6, task=toy(model=scaled)), Change(3, "strategy", "TorchFSDP"))[0]
-    assert "scale is a scalar" in session.record.noted("refused")[0][3]
+def test_it_refuses_an_optimizer_whose_state_is_not_element_by_element() -> None:
     with pytest.raises(KnobError, match="TorchFSDP: it shares out the optimizer's state element by element"):
         experiment(2, 4, strategy=TorchFSDP()).set("optimizer", "LARS")
+
+
+class Mixed(nn.Module):
+    """A linear layer whose bias is float64."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, nn.Parameter(layer.bias.detach().double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias.float())
+
+
+class Kinds(nn.Module):
+    """Layers of which torch shards some parameters only: a scalar, one without elements, and a wider type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = net().children()
+        self.scale, self.nothing = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))
+        self.b = Mixed(self.b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * self.scale + self.nothing.sum()
+
+
+def test_parameters_that_torch_cannot_shard_stay_whole_through_switches_and_clipping() -> None:
+    e = experiment(3, 12, task=toy(adamw, model=Kinds), optimizer=AdamW(), clip=0.5)
+    switches = [Change(3, "strategy", "TorchFSDP"), Change(8, "strategy", "DDP")]
+    theirs, ours = run(e, *switches), run(e)
+    assert len(theirs[0].record.noted("change")) == 2
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+    assert seen(theirs[0], "grad_norm") == pytest.approx(seen(ours[0], "grad_norm"), rel=1e-5)
+    found, expected = remembered(theirs[0]), remembered(ours[0])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_recomputed_units_give_the_same_result() -> None:
@@ -223,23 +242,132 @@ def test_ranks_that_use_different_parameters_learn_as_under_ddp() -> None:
         torch.testing.assert_close(weights(s), weights(ours[0]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("which", [1, 3])
-def test_experts_as_units_that_some_ranks_skip_are_refused(which: int) -> None:
-    """Torch gathers unit by unit: ranks with different experts would end the process or wait for ever."""
+class Outside(nn.Module):
+    """Reads a layer's weight outside of the layer's forward."""
 
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.out = nn.Linear(8, 40), nn.Linear(40, 4)
-            self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(which))
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = net().children()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(self.first(x))
-            return self.out(self.experts[int(x[0, 0].abs() * 10) % which](y) if x[0, 0] > 0 else y)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(torch.tanh(self.a(x)) @ self.b.weight.t()))
 
-    e = experiment(2, 12, task=toy(model=partial(net, Skipping)), strategy=TorchFSDP(), bucket_mb=0.01)
-    said = r"TorchFSDP: rank 0 (gathers|sums) .* where rank 1 (gathers|sums) .*; take ZeRO2, or a bucket_mb above 0\.0"
-    with pytest.raises(AssertionError, match=said):
+
+def test_a_parameter_read_outside_of_its_unit_is_refused_with_what_to_do() -> None:
+    e = experiment(2, 6, task=toy(model=Outside), strategy=TorchFSDP())
+    with pytest.raises(AssertionError, match="TorchFSDP: the model reads a parameter of a module outside"):
         run(e)
-    for s in run(e.set("bucket_mb", 0.02)):  # with this size neither they nor their list are units
-        assert torch.isfinite(weights(s)).all()
+    theirs, ours = run(e.set("bucket_mb", 0.5)), run(e.set("strategy", DDP()))
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+
+
+class Branch(nn.Module):
+    """Its children's parameters come before its own in torch's order, and after them in the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(40)), nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x) * self.scale)
+
+
+class Skipping(nn.Module):
+    """Ranks use different ones of `which` branches, each a unit of its own, or none."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 40), nn.Linear(40, 4)
+        self.blocks = nn.ModuleList(Branch() for _ in range(which))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, which = torch.tanh(self.first(x)), len(self.blocks)
+        for i in range(int(x[0, 1].abs() * 10) % 3):
+            y = self.blocks[(int(x[0, 0].abs() * 10) + 2 * i) % which](y)
+        return self.out(y)
+
+
+@pytest.mark.parametrize(("which", "ranks", "rest"), [
+    (1, 2, {}), (4, 3, {}), (3, 2, {"clip": 0.5}), (3, 2, {"fabric.link.bandwidth": 100}),
+])  # fmt: skip
+def test_ranks_may_skip_units_that_other_ranks_use(which: int, ranks: int, rest: dict[str, Any]) -> None:
+    e = experiment(ranks, 12, task=toy(model=partial(net, partial(Skipping, which))), bucket_mb=0.01)
+    for path, value in rest.items():
+        e = e.set(path, value)
+    theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
+    for s in theirs:
+        torch.testing.assert_close(weights(s), weights(ours[0]), rtol=1e-5, atol=1e-6)
+
+
+def hooked(seen: list[str]) -> nn.Module:
+    """A model whose gradients are changed by hooks of its own: one from the start, one from its first forward."""
+    model = net()
+    model.a.weight.register_hook(lambda grad: 3 * grad)
+
+    def clamp(p: Any) -> None:
+        p.grad.clamp_(-0.01, 0.01)
+
+    model.b.weight.register_post_accumulate_grad_hook(clamp)
+
+    def first(module: nn.Module, inputs: Any) -> None:
+        if not hasattr(module, "done"):
+            module.done = True
+            module.c.weight.register_hook(lambda grad: seen.append("c") or 2 * grad)
+
+    model.register_forward_pre_hook(first)
+    return model
+
+
+def test_hooks_on_gradients_act_as_under_ddp_and_after_a_switch() -> None:
+    ends = []
+    for strategy in (TorchFSDP(), DDP()):
+        seen: list[str] = []
+        e = experiment(2, 8, task=toy(model=partial(hooked, seen)), strategy=strategy)
+        other = "DDP" if isinstance(strategy, TorchFSDP) else "TorchDDP"
+        ends.append((weights(run(e, Change(4, "strategy", other))[0]), len(seen)))
+    assert ends[0][1] == ends[1][1] == 16
+    torch.testing.assert_close(ends[0][0], ends[1][0], rtol=1e-5, atol=1e-6)
+
+
+class Freezes(Net):
+    """Freezes a layer in its 4th forward of a step, and never thaws it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        if self.forwards == 4:
+            self.b.requires_grad_(False)
+        return super().forward(x)
+
+
+def test_what_was_frozen_under_it_stays_frozen_after_a_switch() -> None:
+    e = experiment(2, 10, task=toy(model=partial(net, Freezes)))
+    switched, stayed = run(e.set("strategy", TorchFSDP()), Change(6, "strategy", "DDP")), run(e)
+    torch.testing.assert_close(weights(switched[0]), weights(stayed[0]), rtol=1e-5, atol=1e-6)
+    again = run(e.set("strategy", TorchFSDP()), Change(6, "fabric.link.bandwidth", 200))
+    torch.testing.assert_close(weights(again[0]), weights(stayed[0]), rtol=1e-5, atol=1e-6)
+
+
+class Trained(Net):
+    """Its layer b is frozen on the way here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + self.training
+        if self.calls == 3:
+            self.b.requires_grad_(True)
+        return super().forward(x)
+
+
+def test_an_unfrozen_parameter_keeps_its_optimizer_state() -> None:
+    e = experiment(2, 10, task=toy(adamw, model=partial(net, Trained)))
+    theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+    steps = {name: x for name, x in remembered(theirs[0]).items() if name.startswith("step/")}
+    assert steps and steps == {name: x for name, x in remembered(ours[0]).items() if name in steps}

@@ -31,13 +31,12 @@ ON_STEP = {
     "all ranks": lambda batch: batch.index >= 2,
     "one rank": lambda batch: batch.rank == 1 and batch.index >= 2,
 }
-# fully_shard cannot add a parameter later and refuses it by name (tests/unit/test_usage.py)
-UNFREEZE = [(name, when) for name, cls in SHIPPED.items() if name != "TorchFSDP" for when in ON_STEP
+UNFREEZE = [(name, when) for name, cls in SHIPPED.items() for when in ON_STEP
             if when == "all ranks" or fitting(cls, RANKS).trains(1, RANKS)]  # fmt: skip
 UNFREEZE_SIMULATED = [(name, when) for name, when in UNFREEZE if not SHIPPED[name].opaque]
 # Strategies whose ranks keep approaching one value; TEASQFed's server moves by a share with each mixing.
 APPROACH = ("DABMD", "EASGD", "ShadowEASGD", "ShadowSync", "TEASQFed")
-FREEZE = [(name,) for name in SHIPPED if name != "TorchFSDP"]
+FREEZE = [(name,) for name in SHIPPED]
 
 
 def many(rank: int, ranks: int, seed: int) -> list[Batch]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.laws.dynamic_models import CASES, Dynamic, freeze_b, pull, reference, two
-from tests.ranks import ended, experiment, live, run
+from tests.ranks import experiment, run
 from workbench.compressors import TopK
 from workbench.engine.control.hands import Hands
 from workbench.host.sharding.usage import only
 from workbench.settings import Change
-from workbench.strategies import DDP, LocalSGD, TorchFSDP, ZeRO1
+from workbench.strategies import DDP, LocalSGD, ZeRO1
 
 
 def test_other_ranks_see_a_raised_hand_only_in_its_step(tmp_path: Path) -> None:
@@ -69,10 +69,3 @@ def test_a_parameter_unused_under_ddp_is_trained_by_the_next_strategy() -> None:
     moved = sessions[0].model.b.detach()
     assert not torch.equal(moved, dict(case.model().named_parameters())["b"])
     assert torch.equal(moved, sessions[1].model.b)
-
-
-@pytest.mark.ranks
-def test_torch_fsdp_refuses_to_unfreeze_a_parameter_and_names_it() -> None:
-    sessions = live(experiment(2, 6, task=CASES["unfrozen"].task(), strategy=TorchFSDP()))
-    ended(sessions)
-    assert any(s.error and "parameter b: was unfrozen" in s.error["text"] for s in sessions)

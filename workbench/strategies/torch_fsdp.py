@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.rank import FLOATS, Part, Rank
+from workbench.rank import Rank
 from workbench.strategies._base import Strategy
 
 
@@ -20,9 +20,11 @@ class TorchFSDP(Strategy):
     the copy.
 
     A parameter that no rank used in a step is not stepped, as under DDP; fully_shard alone would step it with zeros.
-    Ranks may use different parameters of a unit, but each rank has to compute all units. torch gathers and sums unit by
-    unit. So a rank that skips one (an expert of its own) issues other collectives than the other ranks. If a model's
-    control flow depends on values, ranks compare the units that they have reached, and raise an error if these differ.
+    torch gathers and sums unit by unit. A rank that skips a unit (an expert of another rank) would issue other
+    collectives than the other ranks. If a model's control flow may depend on examples, ranks therefore announce each
+    gather and sum, and all ranks take part in each. fully_shard takes no scalars, no parameters without elements, and
+    one element type in a unit. Each rank keeps the other parameters whole, and ranks average their gradients. A model
+    must not read a unit's parameter outside of this unit's forward, because it is in shards then.
 
     On gloo ranks wait for its collectives, and its reduce-scatter moves an all-reduce's bytes. A step then moves 4
     (p-1)/p of the model's bytes, and ZeRO3's 3 (p-1)/p; units that stay whole from forward to backward reduce this. The
@@ -36,17 +38,10 @@ class TorchFSDP(Strategy):
     """
 
     known_as: ClassVar[tuple[str, ...]] = ("FSDP", "FSDP2", "FullyShardedDataParallel")
-    dtypes: ClassVar[tuple[str, ...]] = FLOATS
     exact: ClassVar[bool] = True
     opaque: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"
     shards: ClassVar[frozenset[str]] = frozenset({"optimizer state", "gradients", "parameters"})
-
-    def refuses_model(self, parts: list[Part]) -> str | None:
-        scalar = next((part.name for part in parts if not part.shape), None)
-        if scalar is None:
-            return None
-        return f"TorchFSDP: {scalar} is a scalar, which has no rows to share out; give it the shape (1,), or use ZeRO3"
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()

@@ -5,9 +5,9 @@ own model then has no values of trained parameters, and reading one raises Strat
 values together before an evaluation, a switch and the end. Both models share buffers and frozen parameters. The copy
 has an optimizer of its own, over torch's DTensors. The run's optimizer has no state during this time.
 
-[Note: Gradients of unused parameters] torch sums a gradient of zeros for a parameter that this rank did not use,
-because every rank has to send the same bytes. So the rank listens to the gradients itself. All ranks then agree on the
-parameters that no rank used (`host/sharding/usage.py`), and these lose their gradient before the update, as under DDP.
+[Note: Parameters that stay whole] fully_shard does not take scalars, parameters without elements, or several element
+types in one unit. It ignores these parameters, and each rank keeps them whole. After a backward the ranks take the mean
+of their gradients.
 
 [Note: A mesh without a name service] fully_shard takes a DeviceMesh, which wants torch's default process group, one per
 process; where ranks are threads there are several. So the mesh is made without a backend, and its group is entered
@@ -17,9 +17,10 @@ into torch's table of groups under a name of its own until `end`. That is the on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +32,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
-from workbench.engine.baselines.units import SameUnit, units
+from workbench.engine.baselines.listening import Listening, copy_attributes, give_gradient
+from workbench.engine.baselines.units import Rounds, cannot_shard, packed, units
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
 from workbench.host.placement import absent
 from workbench.host.placement.layout import Place
-from workbench.rank import Op, StrategyError
+from workbench.rank import Op, StrategyError, as_real
 from workbench.tasks import at_rate, rate, same_groups
 
 if TYPE_CHECKING:
@@ -56,27 +58,24 @@ class FullySharded:
         model: nn.Module = run.model
         layout = run.layout
         names = {place.name for place in layout.order}
-        trained = {id(p): nn.Parameter(p.data) for n, p in model.named_parameters() if n in names}
+        trained = {id(p): nn.Parameter(p.data, p.requires_grad) for n, p in model.named_parameters() if n in names}
         others = {id(x): x for x in (*model.buffers(), *model.parameters()) if id(x) not in trained}
         self.module = copy.deepcopy(model, {**trained, **others})
-        self._frozen = {p for p in self.module.parameters() if not p.requires_grad}
         self._name: Any = f"fully_shard {id(self)}"
         self._mesh = _mesh(wire, self._name)
-        self.same = SameUnit(run, self.module)
-        self._used: set[str] = set()  # names of the parameters that this rank has used since the last update
-        self._listened: set[str] = set()  # names of those whose gradients this rank listens to
-        prefixes = {id(module): name for name, module in self.module.named_modules()}
-        for unit in [*units(self.module, run.experiment.bucket_mb), self.module]:
-            number, prefix = self.same.number(unit), prefixes[id(unit)]
-            own = {n for n, p in unit.named_parameters(prefix) if n in names and not isinstance(p, DTensor)}
-            sharded: Any = fully_shard(unit, mesh=self._mesh, ignored_params=self._frozen)
-            sharded.set_custom_all_gather(_Gather(self, number))
-            sharded.set_custom_reduce_scatter(_Reduce(self, number, own))
-            unit.register_forward_pre_hook(partial(self._listen, prefix, own))  # runs after torch made the unit whole
-        if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
-            said(True)  # a parameter that this rank's examples do not use has a gradient on other ranks
-        self._shards = {n: p for n, p in same_groups(self.module, model).named_parameters() if n in names}
-        self.optimizer = run.make_optimizer(run.experiment, [self._shards[n] for n in self._names(model)])
+        self._heard = Listening(dict(model.named_parameters()))
+        self._units: list[list[str]] = []  # by unit, the names of its parameters in torch's order
+        self._whole: list[str] = []  # names; see [Note: Parameters that stay whole]
+        found = [*units(self.module, run.experiment.bucket_mb), self.module]
+        labels = {id(module): name or "the rest of the model" for name, module in self.module.named_modules()}
+        self._rounds = Rounds(run, [labels[id(unit)] for unit in found], self._serve)
+        self._shard(found, names)
+        copied = dict(same_groups(self.module, model).named_parameters())
+        self._shards = {n: p for n, p in copied.items() if n in names}
+        self._frozen = {p for n, p in copied.items() if n not in names}  # the run's own
+        here = {id(p) for group in self._own.param_groups for p in group["params"]}
+        trains = [copied[n] for n, p in model.named_parameters() if id(p) in here]
+        self.optimizer = run.make_optimizer(run.experiment, trains)
         if rate(self.optimizer) != run.rank.lr:
             at_rate(self.optimizer, run.rank.lr)
         for place in layout.order:
@@ -87,15 +86,38 @@ class FullySharded:
         run.use_optimizer(self.optimizer)
         self.let_go()
 
-    def _names(self, model: nn.Module) -> list[str]:
-        return [n for n, _ in model.named_parameters() if n in self._shards]
+    def _shard(self, found: list[nn.Module], trained: set[str]) -> None:
+        """Calls `fully_shard` for each unit, the inner ones first."""
+        names = {p: n for n, p in self.module.named_parameters()}
+        ignored = {p for p, n in names.items() if n not in trained}
+        for number, unit in enumerate(found):
+            own = [p for p in packed(unit) if p not in ignored]
+            whole = cannot_shard(own)
+            ignored |= whole
+            for p in whole:
+                with torch.no_grad():
+                    p.set_(p.clone())  # type: ignore[call-overload]  # the run's own buckets let go of theirs
+                self._whole.append(names[p])
+                self._heard.made[names[p]] = p
+            self._units.append([names[p] for p in own if p not in whole])
+            sharded: Any = fully_shard(unit, mesh=self._mesh, ignored_params=ignored)
+            sharded.set_custom_all_gather(_Gather(self, number))
+            sharded.set_custom_reduce_scatter(_Reduce(self, number))
+            if self._rounds.needed:  # a rank that only takes part cannot know by what torch divides
+                sharded.set_force_sum_reduction_for_comms(True)
+                sharded.set_gradient_divide_factor(1.0)
+            unit.register_forward_pre_hook(partial(self._before_forward, number))  # after torch gathered it
+        if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
+            said(True)  # a parameter that this rank's examples do not use has a gradient on other ranks
+        self._whole.sort()
 
     # -- between the run's own and the copy --
 
     def _hand_in(self, place: Place) -> None:
         """Moves this rank's rows of a parameter's optimizer state to the copy's optimizer."""
         here, shard = self._own.state.pop(place.param, {}), self._shards[place.name]
-        given = {slot: self._cut(x) if _whole(x, place) else x for slot, x in here.items()}
+        sharded = isinstance(shard, DTensor)
+        given = {slot: self._cut(x) if sharded and _whole(x, place) else x for slot, x in here.items()}
         if given:
             self.optimizer.state[shard] = given
 
@@ -107,8 +129,12 @@ class FullySharded:
         return made
 
     def let_go(self) -> None:
-        """Frees the values of the trained parameters in the run's own model."""
+        """Frees the values of the trained parameters in the run's own model.
+
+        Plain attributes that an evaluation has changed go to the copy.
+        """
         layout = self._run.layout
+        copy_attributes(self._run.model, self.module)
         for bucket in layout.params():
             layout.hold(type(bucket)(bucket.index, bucket.data[:0], (), bucket.offset))
             for place in layout.groups[bucket.index]:
@@ -116,7 +142,7 @@ class FullySharded:
         self._run.ledger.hold(self._kept)
 
     async def fetch(self) -> None:
-        """Copies the trained values into the run's own model. All ranks call it together."""
+        """Copies trained values and plain attributes into the run's own model. All ranks call it together."""
         layout, ledger = self._run.layout, self._run.ledger
         for bucket in layout.params():
             places = layout.groups[bucket.index]
@@ -125,12 +151,15 @@ class FullySharded:
             layout.hold(bucket.like(torch.cat([x.reshape(-1) for x in values])))
             for place in places:
                 absent.come(place.param)
+        copy_attributes(self.module, self._run.model)
         ledger.hold(self._kept + layout.held)
 
     async def give_back(self) -> None:
-        """Copies trained values and optimizer state back to the run. All ranks call it together."""
+        """Copies trained values, optimizer state and hooks back to the run. All ranks call it together."""
         run = self._run
         await self.fetch()
+        self._heard.give_back()
+        self._own.state.update({p: self.optimizer.state[p] for p in self._frozen if p in self.optimizer.state})
         for index, places in enumerate(run.layout.groups):
             states = [self.optimizer.state.get(self._shards[place.name], {}) for place in places]
             for slot in sorted({name for state in states for name in state}):
@@ -153,51 +182,72 @@ class FullySharded:
         _unregister_process_group(self._name)
 
     async def _gathered(self, places: list[Place], own: list[Tensor], name: str) -> list[Tensor]:
-        """Gathers whole tensors from each rank's rows. With p ranks, it sends (p-1)/p of their bytes."""
-        if not own:
-            return []
-        size = self._run.rank.size
-        n = [-(-len(place.param) // size) * (place.numel // max(1, len(place.param))) for place in places]
-        row = torch.cat([pad(x.detach().reshape(-1), (0, most - x.numel())) for x, most in zip(own, n, strict=True)])
+        """Gathers whole tensors from each rank's rows, or clones those that are whole on each rank.
+
+        With p ranks, it sends (p-1)/p of their bytes.
+        """
+        whole = [x.detach().clone() for x in own]
+        cut = [i for i, place in enumerate(places) if place.name not in self._whole]
+        if not cut:
+            return whole
+        n = [padded(places[i].param.shape, self._run.rank.size) for i in cut]
+        row = torch.cat([pad(whole[i].view(-1), (0, most - own[i].numel())) for i, most in zip(cut, n, strict=True)])
         rows = await self._run.rank.all_gather(row, name)
-        parts = rows.split(n, dim=1)
-        return [part.reshape(-1)[: place.numel].view(place.param.shape).contiguous()
-                for part, place in zip(parts, places, strict=True)]  # fmt: skip
+        for i, part in zip(cut, rows.split(n, dim=1), strict=True):
+            shape = places[i].param.shape
+            whole[i] = part.reshape(-1)[: shape.numel()].view(shape).contiguous()
+        return whole
 
     # -- in a step --
 
-    def _listen(self, prefix: str, own: set[str], unit: nn.Module, inputs: Any) -> None:
-        """Puts hooks on the whole parameters of `unit`, which torch makes once.
+    def _before_forward(self, number: int, unit: nn.Module, inputs: Any) -> None:
+        """Notes the whole parameters of a unit, which torch makes once.
 
-        See [Note: Gradients of unused parameters].
+        A step's first forward also forgets which parameters the rank had used for the last update.
         """
-        if own <= self._listened:
-            return
-        for name, p in unit.named_parameters(prefix):
-            if name in own - self._listened and p.requires_grad and not isinstance(p, DTensor):
-                note = self._used.add  # and not this object, which torch would keep alive
-                p.register_post_accumulate_grad_hook(lambda _, note=note, name=name: note(name))
-                self._listened.add(name)
+        if unit is self.module:  # before this rank takes part in sums of the step
+            self._heard.used -= {name for name in self._heard.used if self._shards[name].grad is None}
+        for name in self._units[number]:
+            if name not in self._heard.made:
+                self._heard.made[name] = self.module.get_parameter(name)
 
     def begin(self) -> None:
-        """Before a backward: forgets which parameters were used for gradients that are gone."""
-        self._used -= {name for name in self._used if self._shards[name].grad is None}
+        """Before a backward."""
+        self._heard.begin()
 
     def passed(self) -> None:
-        """A backward is over: nothing is whole any more."""
-        self._run.layout.unused = self._shards.keys() - self._used
+        """Ends a backward: all ranks have summed all gradients, and nothing is whole any more."""
+        self._rounds.end()
+        self._run.layout.unused = self._shards.keys() - self._heard.used
+        self._average_whole()
+        self._heard.follow()
         self._run.ledger.hold(self._peak)
         self._run.ledger.hold(self._kept)
 
     def drop_unused(self) -> None:
         """Before an update: a parameter that no rank used has no gradient, so the optimizer leaves it alone."""
         for name in self._run.layout.unused:
-            self._shards[name].grad = None
+            give_gradient(self._shards[name], None)
+
+    def _average_whole(self) -> None:
+        """Replaces the gradients of parameters that stay whole with their mean over ranks."""
+        if not self._whole:
+            return
+        if not self._heard.used.issuperset(self._whole):
+            self._run.host.usage.raise_hand(self._run.rank.step)
+        for name in self._whole:
+            p = self._shards[name]
+            grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            self._run.host.drive(_asked(self._run.rank.all_reduce(grad.view(-1), "mean", f"whole {name}")))
+            give_gradient(p, grad)
 
     def shorten(self, longest: float) -> float:
         """Returns the norm of the summed gradients, and scales them to `longest` if the norm is above it."""
         grads = [_local(p.grad) for p in self._shards.values() if p.grad is not None]
-        squares = torch.stack([g.double().square().sum() for g in grads]).sum().view(1)
+        once = self._run.rank.id == 0  # counts what all ranks keep whole
+        mine = [as_real(_local(p.grad)) for p in self._shards.values()
+                if p.grad is not None and (once or isinstance(p, DTensor))]  # fmt: skip
+        squares = sum((g.double().square().sum() for g in mine), torch.zeros(1, dtype=torch.float64))
         self._run.host.drive(_asked(self._run.rank.all_reduce(squares, "sum", "norm")))
         norm = float(squares.sqrt())
         if (factor := longest / (norm + 1e-6)) < 1.0:
@@ -218,8 +268,8 @@ class FullySharded:
 
     def whole(self) -> list[Tensor]:
         """Returns the copy's trained parameters that are whole now."""
-        frozen = self._frozen
-        return [p for p in self.module.parameters() if not isinstance(p, DTensor) and p not in frozen]
+        beside = self._frozen.union(self._shards[name] for name in self._whole)
+        return [p for p in self.module.parameters() if not isinstance(p, DTensor) and p not in beside]
 
     # -- what crosses --
 
@@ -228,19 +278,23 @@ class FullySharded:
         if self._run.ledger.due:
             beside = sum(p.untyped_storage().nbytes() for p in self.whole())
             self._peak = max(self._peak, self._kept + beside + out.nbytes)
+        out, x = as_real(out).view(-1), as_real(x).view(-1)
         if self._lane is None:
             return self._wire.wait(self._wire.all_gather(out, x))
         out.copy_(self._over_the_link(Op("all_gather", x, "params"), "params").view(-1))
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: Any, names: set[str]) -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: Any, unit: int) -> None:
         """Gradients of one unit become this rank's shard of their sum, or mean; `x` is (p n,).
 
-        names: the unit's parameters; a rank that did not use one of them says so before it sends
+        A rank that did not use one of the unit's parameters says so before it sends.
         """
-        if not names <= self._used:
+        if not self._heard.used.issuperset(self._units[unit]):
             self._run.host.usage.raise_hand(self._run.rank.step)
         if self._run.ledger.due:
             self.most = max(self.most, self.gradients() + x.nbytes + out.nbytes + self.alive())
+        out, x = as_real(out).view(-1), as_real(x).view(-1)
+        if self._rounds.needed:
+            x.div_(self._run.rank.size)
         if self._lane is None:
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
@@ -248,6 +302,32 @@ class FullySharded:
         out.copy_(self._over_the_link(Op("reduce_scatter", x, "gradients"), "gradients"))
         if op == dist.ReduceOp.AVG:
             out.div_(self._run.rank.size)
+
+    def take(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
+        """Performs a gather or sum that torch asks for, and takes part in those of ranks that are at another unit."""
+        self._rounds.take(unit, is_sum, numel, perform)
+
+    def _serve(self, unit: int, is_sum: bool, numel: int) -> None:
+        """Takes part in a gather or sum of a unit that other ranks compute now. numel: elements of this rank's input"""
+        size, names = self._run.rank.size, self._units[unit]
+        shards = [_local(self._shards[name]) for name in names]
+        n = [padded(self._shards[name].shape, size) for name in names]
+        if not is_sum:
+            x = torch.cat([pad(x.reshape(-1), (0, most - x.numel())) for x, most in zip(shards, n, strict=True)])
+            return self.all_gather(x.new_empty(size * x.numel()), x)
+        out = shards[0].new_empty(sum(n))
+        self.reduce_scatter(out, out.new_zeros(size * sum(n)), dist.ReduceOp.SUM, unit)
+        for name, part in zip(names, out.split(n), strict=True):
+            self._accumulate(self._shards[name], part)
+
+    def _accumulate(self, shard: Any, part: Tensor) -> None:
+        """Adds this rank's part of a sum to a shard's gradient. part: flat, with torch's padding"""
+        mine = part[: _local(shard).numel()].view(_local(shard).shape)
+        if shard.grad is None:
+            give_gradient(shard, DTensor.from_local(mine.clone(), self._mesh, [Shard(0)], run_check=False,
+                                                    shape=shard.shape, stride=shard.stride()))  # fmt: skip
+        else:
+            _local(shard.grad).add_(mine)
 
     def _over_the_link(self, op: Op, name: str) -> Tensor:
         assert self._lane is not None
@@ -269,21 +349,17 @@ class _Gather(_Room):
     """The all-gather of one unit, for `set_custom_all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._of.same(self._unit, "gathers")
-        self._of.all_gather(output_tensor, input_tensor)
+        gather = partial(self._of.all_gather, output_tensor, input_tensor)
+        self._of.take(self._unit, False, input_tensor.numel(), gather)
 
 
 class _Reduce(_Room):
-    """What `set_custom_reduce_scatter` takes. names: the unit's parameters."""
-
-    def __init__(self, of: FullySharded, unit: int, names: set[str]) -> None:
-        super().__init__(of, unit)
-        self._names = names
+    """What `set_custom_reduce_scatter` takes."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:  # fmt: skip
-        self._of.same(self._unit, "sums")
-        self._of.reduce_scatter(output_tensor, input_tensor, op, self._names)
+        add = partial(self._of.reduce_scatter, output_tensor, input_tensor, op, self._unit)
+        self._of.take(self._unit, True, input_tensor.numel(), add)
 
 
 def _mesh(wire: Wire, name: Any) -> DeviceMesh:
@@ -292,6 +368,11 @@ def _mesh(wire: Wire, name: Any) -> DeviceMesh:
     mesh._dim_group_names, mesh._thread_id = [name], wire.rank
     _register_process_group(name, wire.lend())
     return mesh
+
+
+def padded(shape: Sequence[int], size: int) -> int:
+    """Returns the elements of one rank's rows of a parameter, with the padding of the last rank."""
+    return -(-shape[0] // size) * prod(shape[1:])
 
 
 def _refuse(params: list[Any], others: list[Any]) -> None:
@@ -307,7 +388,7 @@ def _whole(x: Any, place: Place) -> bool:
 
 def _local(x: Any) -> Tensor:
     with torch.no_grad():
-        mine: Tensor = x.to_local()
+        mine: Tensor = x.to_local() if isinstance(x, DTensor) else x.detach()
     return mine
 
 

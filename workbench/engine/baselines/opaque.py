@@ -16,6 +16,7 @@ from workbench.engine.wire.lane import Lane
 from workbench.host.placement.layout import Layout
 from workbench.rank import Op, StrategyError
 
+IN_SHARDS = "got mixed torch.Tensor and DTensor"  # in torch's own error
 CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
 
 Seen = Callable[[str, float, int], None]  # gets (name, when it began, bytes) of an exchanged bucket
@@ -66,10 +67,20 @@ def trainable(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """A context for torch's DDP: raises StrategyError if a step uses other parameters than the first step."""
+    """A context for torch's own strategies: raises StrategyError for what their models must not do.
+
+    Under DDP a step must not use other parameters than the first one. Under fully_shard a unit's parameter must not be
+    read outside of the unit's forward.
+    """
     try:
         yield
     except RuntimeError as error:
+        if IN_SHARDS in str(error):
+            raise StrategyError(
+                f"TorchFSDP: the model reads a parameter of a module outside of this module's forward, where torch's "
+                f"fully_shard has it in shards; take ZeRO3, or a larger bucket_mb, with which the module is no unit of "
+                f"its own. torch says: {error}"
+            ) from error
         if not any(text in str(error) for text in CHANGED):
             raise
         raise StrategyError(

@@ -1,19 +1,23 @@
-"""The units of torch's `fully_shard`, and a check that all ranks use the same one at a time."""
+"""The units of torch's `fully_shard`, and how ranks that use different ones take part in all collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from workbench.engine.control.canonical import all_equal
+from workbench.engine.control.canonical import all_equal, gathered
 from workbench.rank import StrategyError
 
 if TYPE_CHECKING:
     from workbench.engine.rank.changes import Turnable
 
 HALF = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
+OVER = -1  # announced by a rank whose backward is over
 
 
 def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
@@ -43,41 +47,78 @@ def _mb(params: Iterable[nn.Parameter]) -> float:
     return sum(p.numel() * p.element_size() for p in params) / 1e6
 
 
-class SameUnit:
-    """Checks, before torch gathers or sums a unit, that all ranks are at the same unit.
+def packed(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters of a unit in the order in which torch packs them: those of children first.
 
-    If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. Their
-    collectives then differ in length, and gloo ends the process or waits for ever. If every rank can foresee the
-    parameters that the model reads, there is no check, so that the baseline is as fast as torch.
+    Call it before `fully_shard` of the unit, and after `fully_shard` of the units inside.
+    """
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Parameter]:
+        seen.add(id(module))
+        for child in module.children():
+            if id(child) not in seen and not isinstance(child, FSDPModule):
+                yield from walk(child)
+        for p in module.parameters(recurse=False):
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield p
+
+    return walk(unit)
+
+
+def cannot_shard(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Returns the parameters of one unit that `fully_shard` cannot take.
+
+    These have no dimension, no elements, or another element type than most of the unit's bytes.
+    """
+    own = list(params)
+    nbytes: Counter[torch.dtype] = Counter()
+    for p in own:
+        nbytes[p.dtype] += p.numel() * p.element_size()
+    most = max(nbytes, key=lambda dtype: nbytes[dtype], default=None)
+    return {p for p in own if not p.dim() or not p.numel() or p.dtype != most}
+
+
+class Rounds:
+    """Lets all ranks take part in each gather and sum of a unit, if ranks may use different units.
+
+    If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. torch's
+    collectives would then differ, and gloo ends the process or waits for ever. So each rank announces its next gather
+    or sum. All ranks take part in every announced one, in the same order. A rank whose backward is over takes part
+    until the backward of every rank is over. If every rank can foresee the parameters that the model reads, there are
+    no rounds, so that the baseline is as fast as torch.
+
+    names: of the units, for errors
+    serve: gets (unit, whether it is a sum, elements of this rank's input), and takes part without a pass of its own
     """
 
-    def __init__(self, run: Turnable, model: nn.Module) -> None:
-        self._control, self._rank = run.control, run.rank
-        self._looks = any(all_equal(run.control, int(run.foreseen(cheaply=True) is None)))
-        self._names = {id(module): name or "the rest of the model" for name, module in model.named_modules()}
-        self._units: list[str] = []
-        self._nbytes: list[float] = []  # in MB
+    def __init__(self, run: Turnable, names: list[str], serve: Callable[[int, bool, int], None]) -> None:
+        self._control, self._names, self._serve = run.control, names, serve
+        self.needed = any(all_equal(run.control, int(run.foreseen(cheaply=True) is None)))
 
-    def number(self, unit: nn.Module) -> int:
-        """Adds a unit. Returns its number, which is the same on all ranks."""
-        self._units.append(self._names[id(unit)])
-        self._nbytes.append(_mb(unit.parameters()))
-        return len(self._units) - 1
+    def take(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
+        """Performs this rank's gather or sum by calling `perform`, and takes part in those of other ranks."""
+        if not self.needed:
+            return perform()
+        mine = 2 * unit + is_sum
+        for code, n in self._announced(mine, numel).items():
+            perform() if code == mine else self._serve(code // 2, code % 2 == 1, n)
 
-    def __call__(self, unit: int, what: str) -> None:
-        """Raises StrategyError if another rank gathers or sums something else. All ranks call it together."""
-        if not self._looks:
-            return
-        every = all_equal(self._control, 2 * unit + (what == "sums"))
-        other = next((rank for rank, said in enumerate(every) if said != every[0]), None)
-        if other is None:
-            return
-        at = {rank: divmod(every[rank], 2) for rank in (0, other)}
-        first, second = (f"rank {self._rank.number(r)} {'sums' if sums else 'gathers'} {self._units[k]}"
-                         for r, (k, sums) in at.items())  # fmt: skip
-        largest = max(self._nbytes[k] for k in range(len(self._units) - 1))  # the last is the rest of the model
-        raise StrategyError(
-            f"TorchFSDP: {first} where {second}: a model whose examples choose what it computes skips units of its "
-            f"own on some ranks, and torch's fully_shard has every rank compute all of them; take ZeRO2, or a "
-            f"bucket_mb above {largest / HALF:.2g}, with which they are no units of their own"
-        )
+    def end(self) -> None:
+        """After this rank's backward: takes part in gathers and sums until the backward of every rank is over."""
+        while self.needed and (asked := self._announced(OVER, 0)):
+            for code, n in asked.items():
+                self._serve(code // 2, code % 2 == 1, n)
+
+    def _announced(self, code: int, numel: int) -> dict[int, int]:
+        """Returns what ranks ask for in this round, in one order: the input's elements, by unit and kind."""
+        asked: dict[int, int] = {}
+        for other, n in sorted(gathered(self._control, [code, numel])):
+            if asked.setdefault(other, n) != n:
+                raise StrategyError(
+                    f"TorchFSDP: ranks have gradients of different parameters of {self._names[other // 2]}, which this "
+                    f"version of torch does not sum; take ZeRO3, or torch 2.13"
+                )
+        asked.pop(OVER, None)
+        return asked

@@ -1,0 +1,94 @@
+"""Hooks of a model on its gradients: what they see, when they run, and what they must not do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import Net, experiment, net, run, toy
+from workbench import simulate
+from workbench.host.core.gradient_hooks import own_loss
+from workbench.rank import StrategyError
+from workbench.strategies import DDP, Strategy, TorchFSDP, ZeRO3
+
+
+def test_hooks_see_the_gradient_of_the_loss_before_it_was_scaled() -> None:
+    p, seen = nn.Parameter(torch.ones(2)), []
+
+    def clip(grad: Tensor) -> Tensor:
+        seen.append(grad.tolist())
+        return grad.clamp(max=1.0)
+
+    p.register_hook(clip)
+    with own_loss([p], 0.25):
+        (3 * p).sum().backward(torch.tensor(0.25))
+    assert seen == [[3.0, 3.0]]
+    assert p.grad is not None and p.grad.tolist() == [0.25, 0.25]
+
+
+def test_a_hook_can_be_removed_inside_and_the_others_are_as_before_afterwards() -> None:
+    p = nn.Parameter(torch.ones(2))
+    first, second = p.register_hook(lambda grad: 2 * grad), p.register_hook(lambda grad: 3 * grad)
+    with own_loss([p], 0.5):
+        first.remove()
+    p.sum().backward()
+    assert p.grad is not None and p.grad.tolist() == [3.0, 3.0]
+    second.remove()
+    assert not p._backward_hooks
+
+
+class Late(Net):
+    """Its 3rd forward in training registers a hook that clips what has been added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += self.training
+        if self.forwards == 3:
+            self.forwards += 1
+            self.b.weight.register_post_accumulate_grad_hook(clip)
+        return super().forward(x)
+
+
+def clip(p: Any) -> None:
+    p.grad.clamp_(-0.001, 0.001)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), ZeRO3(), TorchFSDP()], ids=lambda s: type(s).__name__)
+def test_a_hook_registered_during_training_runs_before_the_exchange(strategy: Strategy) -> None:
+    """SGD without momentum moves a weight that it clips by at most the rate times 0.001 in a step."""
+    plain = partial(torch.optim.SGD, lr=0.5)
+    for steps, bound in ((2, None), (6, 4 * 0.5 * 0.001)):
+        task = toy(plain, model=partial(net, Late))
+        before, after = (run(experiment(2, n, task=task, strategy=strategy))[0].model for n in (2, steps))
+        moved = (after.b.weight - before.b.weight).detach().abs().max()
+        assert float(moved) == 0 if bound is None else 0 < float(moved) <= bound * 1.001
+
+
+def take_away(p: Any) -> None:
+    p.grad = None
+
+
+def stepped_in_a_hook() -> nn.Module:
+    model = net()
+    model.b.weight.register_post_accumulate_grad_hook(take_away)
+    return model
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), TorchFSDP()], ids=lambda s: type(s).__name__)
+def test_a_hook_that_takes_a_gradient_away_is_refused_by_name(strategy: Strategy) -> None:
+    said = "parameter b.weight: a hook of the model has set its gradient to None"
+    e = experiment(2, 4, task=toy(model=stepped_in_a_hook), strategy=strategy, pace=2.0)
+    with pytest.raises(AssertionError, match=said):
+        run(e)
+    if not strategy.opaque:
+        with pytest.raises(StrategyError, match=said):
+            simulate(e, real=True)
