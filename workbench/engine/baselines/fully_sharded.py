@@ -206,7 +206,7 @@ class FullySharded:
         A step's first forward also forgets which parameters the rank had used for the last update.
         """
         if unit is self.module:  # before this rank takes part in sums of the step
-            self._heard.used -= {name for name in self._heard.used if self._shards[name].grad is None}
+            self._heard.used.intersection_update([n for n, p in self._shards.items() if p.grad is not None])
         for name in self._units[number]:
             if name not in self._heard.made:
                 self._heard.made[name] = self.module.get_parameter(name)
