@@ -82,7 +82,7 @@ def test_an_answer_shows_no_reason_if_it_is_not_empty() -> None:
 def test_advice_distinguishes_too_few_steps_from_steps_without_costs() -> None:
     few, enough = (run_under("DDP", synthetic.timeline(steps=n, link=False)).advice() for n in (4, 40))
     assert few == [] and "Too few steps" in repr(few) and "6 are needed" in few._repr_html_()
-    assert repr(enough).startswith("Nothing costs") or enough
+    assert enough == [] and repr(enough).startswith("No single cause exceeds 5 %")
 
 
 def test_a_hostile_name_of_a_strategy_becomes_no_html() -> None:

@@ -89,7 +89,7 @@ def test_planned_changes_see_each_other() -> None:
 
 
 def test_the_old_name_turn_works_without_a_warning() -> None:
-    assert Experiment().set("lr", 0.5) == Experiment().set("lr", 0.5)
+    assert Experiment().turn("lr", 0.5) == Experiment().set("lr", 0.5) != Experiment()
     lab = object.__new__(Lab)
     lab.changes = [PendingChange(Change(0, "lr", 0.5, BEFORE), 0)]
     assert lab.turns is lab.changes and Lab.turn is Lab.set

@@ -28,10 +28,10 @@ class Causes(Paced):
     name: ClassVar[str] = "causes"
     title: ClassVar[str] = "What costs a step most"
     about: ClassVar[str] = (
-        "A ranked list of what a step takes longer for than the compute that all ranks share: input, forward, "
-        "backward, optimizer, network, codec, frozen, outside or, of a pipeline, bubble, with milliseconds per step, "
-        "its share of a step, and the ranks that are to blame. Of the last 40 steps since the last change; what costs "
-        "less than a twentieth of a step is left out, but for a rank that is itself behind by as much."
+        "A ranked list of the causes that make a step longer than its compute: input, forward, backward, optimizer, "
+        "network, codec, frozen, outside, or a pipeline's bubble. Each has milliseconds per step, its share of a step "
+        "and the ranks that cause it. The list covers the last 40 steps since the last change. It omits causes under "
+        "5 % of a step, except for a rank that is itself behind by as much."
     )
     order: ClassVar[int] = 18
     quiet: ClassVar[bool] = True

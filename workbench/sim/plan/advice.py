@@ -106,8 +106,7 @@ class Advised(list[Advice]):
 
     def __repr__(self) -> str:
         if not self:
-            nothing = "Nothing costs a step a twentieth of its time beyond the compute that all ranks share."
-            return self.unjudged or nothing
+            return self.unjudged or "No single cause exceeds 5 % of the step."
         rows = [
             f"{number}. {row.cause}, {row.cells[2]} per step ({row.cells[3]} of it). {row.text}"
             + (f"\n   Next: {row.next}." if row.next else "")
