@@ -11,6 +11,8 @@ from collections.abc import Generator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from workbench.rank.errors import StrategyError as StrategyError  # older scripts and pickles name it here
+
 if TYPE_CHECKING:
     from workbench.rank.mesh import Group
 

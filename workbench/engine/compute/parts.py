@@ -28,7 +28,7 @@ from workbench.host.sharding.usage import Usage
 from workbench.rank import Rank
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ComputeParts:
     """The parts of one rank that more than one performer uses.
 

@@ -96,6 +96,7 @@ class PipelinePerformer:
         return loss
 
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
+        """Runs a piece's forward, together with the ranks that hold the other slices of its matrices."""
         assert self.piece is not None
         self._begin("forward", micro, chunk)
         part, number = self.flow.part(micro), self.flow.number(micro)
@@ -108,10 +109,12 @@ class PipelinePerformer:
         return made
 
     def stage_backward(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
+        """Runs a piece's backward. Returns the gradient of its input."""
         assert self.piece is not None
         return self._backward_of("backward", partial(self.piece.backward, grad), micro, chunk)
 
     def stage_inputs(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
+        """Runs the half of a backward that gives the input its gradient, and returns that."""
         assert self.piece is not None
         self._begin("backward", micro, chunk, 0.5)
         came = self.piece.inputs(grad, self.flow.number(micro), chunk)
@@ -119,6 +122,7 @@ class PipelinePerformer:
         return came
 
     def stage_weights(self, micro: int, chunk: int) -> None:
+        """Runs the half of a backward that gives parameters their gradients."""
         assert self.piece is not None
         self._backward_of(WEIGHTS, self.piece.weights, micro, chunk, 0.5)
 

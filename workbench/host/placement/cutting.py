@@ -66,7 +66,8 @@ _CUTS = "workbench cuts"  # the model's attribute that caches its cuts
 
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """Cuts `model` into the stages of `e`'s partition. Raises KnobError if that is impossible."""
-    made: dict[tuple[int, int, tuple[int, ...]], Stages] = model.__dict__.setdefault(_CUTS, {})  # ranks may share it
+    made: dict[tuple[int, int, tuple[int, ...]], Stages]
+    made = model.__dict__.setdefault(_CUTS, {})  # without values, all simulated ranks share the model
     key = e.partition.depth, e.partition.pieces, e.partition.cuts
     if key not in made:
         made[key] = _cut(e, model, learner)

@@ -69,7 +69,7 @@ def spread_of(e: Experiment, model: nn.Module, learner: Learner) -> Spread | Non
 
 
 def _split(way: Partition, model: nn.Module, learner: Learner) -> Split:
-    made: dict[tuple[int, bool], Split] = model.__dict__.setdefault(_SPLITS, {})  # ranks may share it
+    made: dict[tuple[int, bool], Split] = model.__dict__.setdefault(_SPLITS, {})  # simulated ranks share it
     key = way.slices, way.sequences
     if key not in made:
         made[key] = split(way.slices, model, learner, way.sequences)

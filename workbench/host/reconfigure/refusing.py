@@ -98,7 +98,7 @@ def able(run: TryingView, wanted: Experiment) -> None:
         _ask_slots(run, wanted)
 
 
-_TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDictionary()  # refusals, or ""
+_TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDictionary()  # reasons, or ""
 
 
 def _require_tried(run: TryingView, wanted: Experiment) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from workbench.experiment import Experiment
 from workbench.host.core.views import RankView
 from workbench.settings import Change
-
-if TYPE_CHECKING:
-    pass
 
 
 class TryingView(RankView, Protocol):

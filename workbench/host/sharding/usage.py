@@ -95,7 +95,7 @@ class Usage:
         """After the last exchange of a backward: `layout.unused` names the parameters that no rank used.
 
         Gradients of unfrozen parameters become the sum over ranks, as if they had been in a bucket.
-        host: has this rank's layout, model, module, optimizer, lock and strategy
+        host: has the rank, and its layout, model, module, optimizer, lock and strategy
         """
         step, self.step, self.last = self.step, None, None
         rank, layout = host.rank.replicas, host.layout
