@@ -15,6 +15,7 @@ from tests.damaged_checkpoint import AT, DamagedCheckpoint
 from tests.kept import simulated
 from tests.ranks import toy
 from workbench import Checkpoint
+from workbench.record import drafts
 from workbench.record.checkpoints import FOLDER, MANIFEST, found, name, prune
 from workbench.record.drafts import Draft
 from workbench.record.folders import make_private_folder
@@ -148,6 +149,27 @@ def test_a_draft_that_does_not_come_leaves_the_checkpoint_of_the_same_step(
     Draft(copied, 6).begin() if end == "crash" else draft.give_up()
     assert Checkpoint.open(copied / name(4)).said == said
     assert [path.name for path in found(copied)] == [name(2), name(4)]
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_stops_no_later_one(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader on NFS may hold its files open."""
+    said = dict(Checkpoint.open(copied / name(4)).said)
+    remove = drafts.remove_folder
+
+    def fail(folder: Path) -> None:
+        if folder.name.endswith(drafts.REPLACED):
+            raise OSError("Directory not empty")
+        remove(folder)
+
+    monkeypatch.setattr(drafts, "remove_folder", fail)
+    draft = Draft(copied, 4)
+    draft.begin()
+    assert draft.commit(said) == copied / name(4)
+    draft.give_up()
+    Draft(copied, 6).begin()
+    assert Checkpoint.open(copied / name(4)).said == said
 
 
 def test_folders_that_are_made_again_are_private(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Each rank writes one file. Rank 0 adds the manifest and renames the folder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -52,12 +53,15 @@ class Draft:
         os.rename(self.path, self._to)
         _synced(self._to.parent)
         if replaces:
-            remove_folder(self._replaced)
+            with contextlib.suppress(OSError):  # a reader may hold its files; the next `begin` tries again
+                remove_folder(self._replaced)
         return self._to
 
     def give_up(self) -> None:
+        """Removes the draft, and shows the checkpoint that it was to replace again. Raises nothing."""
         if self._replaced.exists():
-            _restore(self._replaced)
+            with contextlib.suppress(OSError):
+                _restore(self._replaced)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -92,12 +96,15 @@ class Written:
 
 
 def _restore(kept: Path) -> None:
-    """Puts a replaced checkpoint back if the new one did not come, else removes it. Raises OSError."""
+    """Puts a replaced checkpoint back if the new one did not come, else removes it.
+
+    Raises OSError if the checkpoint stays hidden.
+    """
     to = kept.with_name(kept.name[1:].removesuffix(REPLACED))
-    if to.exists():
+    if not to.exists():
+        return os.rename(kept, to)
+    with contextlib.suppress(OSError):  # the checkpoint is complete, so the old one does no harm
         remove_folder(kept)
-    else:
-        os.rename(kept, to)
 
 
 def _synced(folder: Path) -> None:
