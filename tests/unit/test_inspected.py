@@ -184,6 +184,7 @@ def test_a_profile_that_no_step_began_is_reported_at_the_end(tmp_path: Path) -> 
     marks: list[dict[str, Any]] = []
     profiler = Profiler(0, tmp_path, "cpu", lambda name, detail: marks.append(detail))
     profiler.ask(2)
+    until(lambda: profiler._due)
     profiler.stop()
     profiler.close()
     assert [mark["text"] for mark in marks] == ["rank 0 could not be profiled: the run ended before the next step"]

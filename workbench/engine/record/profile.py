@@ -15,7 +15,7 @@ from workbench.record.folders import make_private_folder
 from workbench.settings.said import said
 
 FOLDER = "profiles"  # in the run directory
-PATIENCE = 10.0  # seconds that the end of a run waits for a trace
+PATIENCE = 2.0  # seconds that the end of a run waits for a trace; after 3 s the lab would end the engine
 
 
 class Profiler:
