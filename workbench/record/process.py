@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
 TOLERANCE = 5.0  # seconds that 2 readings of a create time may differ if the system clock is set between them
 _known: dict[tuple[int, float], psutil.Process] = {}
+_timeouts = threading.Lock()
 
 
 def this_process() -> list[float]:
@@ -32,3 +37,22 @@ def alive(process: list[float] | None) -> bool:
         return _known[key].is_running() and _known[key].status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+@contextmanager
+def borrow_socket(fd: int) -> Iterator[socket.socket]:
+    """Yields a socket object for a descriptor of this process, and leaves the descriptor as it is. Raises OSError.
+
+    Python makes the descriptor non-blocking if `socket.setdefaulttimeout` was called. Its owner expects it to block.
+    """
+    with _timeouts:
+        default = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(None)
+        try:
+            borrowed = socket.socket(fileno=fd)
+        finally:
+            socket.setdefaulttimeout(default)
+    try:
+        yield borrowed
+    finally:
+        borrowed.detach()

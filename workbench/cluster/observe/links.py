@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.cluster.observe.silence import Verdict
+from workbench.record.process import borrow_socket
 
 # the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv
 INFO = struct.Struct("=5B3x13I")
@@ -31,16 +32,11 @@ def wires() -> list[list[Any]]:
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            s = socket.socket(fileno=fd)
-        except OSError:  # closed by now
-            continue
-        try:
-            if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), unheard(s)])
+            with borrow_socket(fd) as s:
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                    found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), unheard(s)])
         except OSError:  # closed by now, or only listening
             continue
-        finally:
-            s.detach()
     return found
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.device.chip import Chip
+from workbench.record.process import borrow_socket
 
 LOOPBACK = "127.0.0.1"
 SLICE = timedelta(milliseconds=100)
@@ -165,16 +166,11 @@ def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
             about = os.fstat(fd)
             if not stat.S_ISSOCK(about.st_mode):
                 continue
-            s = socket.socket(fileno=fd)  # no copy of the descriptor, which another thread would find here
-        except OSError:
-            continue
-        try:
-            if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                found[fd, about.st_ino] = _text(s.getsockname()), _peer(s)
+            with borrow_socket(fd) as s:  # no copy of the descriptor, which another thread would find here
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                    found[fd, about.st_ino] = _text(s.getsockname()), _peer(s)
         except OSError:  # closed by another thread
             continue
-        finally:
-            s.detach()
     return found
 
 
