@@ -68,7 +68,8 @@ class FullySharded:
         self._whole: list[str] = []  # names; see [Note: Parameters that stay whole]
         found = [*units(self.module, run.experiment.bucket_mb), self.module]
         labels = {id(module): name or "the rest of the model" for name, module in self.module.named_modules()}
-        self._rounds = Rounds(run, [labels[id(unit)] for unit in found], self._serve)
+        self._rounds = Rounds(run, [labels[id(unit)] for unit in found], self._serve,
+                              lambda unit: run.rank.size * sum(self._pad(unit)))  # fmt: skip
         self._shard(found, names)
         copied = dict(same_groups(self.module, model).named_parameters())
         self._shards = {n: p for n, p in copied.items() if n in names}
@@ -307,11 +308,14 @@ class FullySharded:
         """Performs a gather or sum that torch asks for, and takes part in those of ranks that are at another unit."""
         self._rounds.take(unit, is_sum, numel, perform)
 
+    def _pad(self, unit: int) -> list[int]:
+        """Returns the elements of each shard of a unit, with torch's padding."""
+        return [padded(self._shards[name].shape, self._run.rank.size) for name in self._units[unit]]
+
     def _serve(self, unit: int, is_sum: bool, numel: int) -> None:
         """Takes part in a gather or sum of a unit that other ranks compute now. numel: elements of this rank's input"""
-        size, names = self._run.rank.size, self._units[unit]
+        size, names, n = self._run.rank.size, self._units[unit], self._pad(unit)
         shards = [_local(self._shards[name]) for name in names]
-        n = [padded(self._shards[name].shape, size) for name in names]
         if not is_sum:
             x = torch.cat([pad(x.reshape(-1), (0, most - x.numel())) for x, most in zip(shards, n, strict=True)])
             return self.all_gather(x.new_empty(size * x.numel()), x)

@@ -91,10 +91,12 @@ class Rounds:
 
     names: of the units, for errors
     serve: gets (unit, whether it is a sum, elements of this rank's input), and takes part without a pass of its own
+    count: returns the elements of a rank's input to the sum of a whole unit
     """
 
-    def __init__(self, run: Turnable, names: list[str], serve: Callable[[int, bool, int], None]) -> None:
-        self._control, self._names, self._serve = run.control, names, serve
+    def __init__(self, run: Turnable, names: list[str], serve: Callable[[int, bool, int], None],
+                 count: Callable[[int], int]) -> None:  # fmt: skip
+        self._control, self._names, self._serve, self._count = run.control, names, serve, count
         self.needed = any(all_equal(run.control, int(run.foreseen(cheaply=True) is None)))
 
     def take(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
@@ -114,8 +116,11 @@ class Rounds:
     def _announced(self, code: int, numel: int) -> dict[int, int]:
         """Returns what ranks ask for in this round, in one order: the input's elements, by unit and kind."""
         asked: dict[int, int] = {}
-        for other, n in sorted(gathered(self._control, [code, numel])):
-            if asked.setdefault(other, n) != n:
+        every = gathered(self._control, [code, numel])
+        for other, n in sorted(every):
+            # a rank that only takes part sends the whole unit
+            is_served = other != OVER and other % 2 == 1 and any(one != other for one, _ in every)
+            if asked.setdefault(other, n) != n or (is_served and n != self._count(other // 2)):
                 raise StrategyError(
                     f"TorchFSDP: ranks have gradients of different parameters of {self._names[other // 2]}, which this "
                     f"version of torch does not sum; take ZeRO3, or torch 2.13"
