@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,16 @@ from workbench.cluster.transport.line import Silence
 
 
 class Engines:
-    """Stands in for a cluster. answers: by rank the experiment, an error that it raises, or None if it died."""
+    """Stands in for a cluster. answers: by rank the experiment, an error that it raises, or None if it died.
+
+    generation: of the run that each engine has
+    """
+
+    generation = "g"
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.asked, self.line = answers, list[int](), self
+        self.engines = [SimpleNamespace(rank=rank) for rank in range(len(answers))]
 
     def death(self, rank: int) -> str | None:
         return None if self.answers[rank] is not None else "ended"
@@ -24,7 +31,7 @@ class Engines:
         self.asked.append(rank)
         if isinstance(answer := self.answers[rank], Exception):
             raise answer
-        return {"of": rank}, answer
+        return {"of": rank, "generation": self.generation}, answer
 
 
 @pytest.mark.parametrize(
@@ -41,18 +48,24 @@ def test_a_kernel_attaches_to_the_first_engine_that_has_the_run(
     answers: tuple[Any, ...], found: int, asked: list[int]
 ) -> None:
     engines: Any = Engines(*answers)
-    assert launch._asked_of_any(engines, 2) == ({"of": found}, b"run") and engines.asked == asked
+    job = {"of": found, "generation": "g"}
+    assert launch._asked_of_any(engines, "g") == (job, b"run") and engines.asked == asked
+
+
+def test_a_kernel_attaches_to_no_engine_that_still_has_the_run_before() -> None:
+    engines: Any = Engines(b"run", b"run")
+    assert launch._asked_of_any(engines, "another") == ({}, b"")
 
 
 def test_engines_without_a_run_are_told_from_engines_that_do_not_answer() -> None:
     idle: Any = Engines(None, b"")
-    assert launch._asked_of_any(idle, 2) == ({}, b"")
+    assert launch._asked_of_any(idle, "g") == ({}, b"")
     silent: Any = Engines(None, Silence("rank 1 does not answer"))
     with pytest.raises(Silence, match="rank 1 does not answer"):
-        launch._asked_of_any(silent, 2)
+        launch._asked_of_any(silent, "g")
     dead: Any = Engines(None, None)
     with pytest.raises(ClusterError, match="all engines of the run have ended"):
-        launch._asked_of_any(dead, 2)
+        launch._asked_of_any(dead, "g")
 
 
 def test_a_new_cluster_keeps_what_was_set_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:

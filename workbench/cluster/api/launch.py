@@ -200,18 +200,18 @@ def _local(state: dict[str, Any]) -> list[list[float]]:
     return [[e["pid"], e["created"]] for e in state["engines"] if e["host"] == host()]
 
 
-def _asked_of_any(cluster: Cluster, ranks: int) -> tuple[dict[str, Any], bytes]:
-    """Returns the job and the pickled experiment of the first engine that has a run; all engines have the same.
+def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], bytes]:
+    """Returns the job and the pickled experiment of the first engine that has this run; all engines have the same.
 
     ({}, b"") if no engine that answers has one. Raises ClusterError if no engine answers.
     """
     error, answered = ClusterError("all engines of the run have ended"), False
-    for rank in range(ranks):
-        if cluster.death(rank):
-            continue
+    for rank in [engine.rank for engine in cluster.engines if not cluster.death(engine.rank)]:
         try:
             if blob := cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]:
-                return cluster.line.ask(rank, "job", timeout=ATTACH)[0], blob
+                job = cluster.line.ask(rank, "job", timeout=ATTACH)[0]
+                if job.get("generation") == generation:  # else the engine did not begin this run
+                    return job, blob
             answered = True
         except ClusterError as failed:
             error = failed
@@ -236,7 +236,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
     about = cluster.place.read().get("run")
     if not about:
         return None
-    job, blob = _asked_of_any(cluster, about["ranks"])
+    job, blob = _asked_of_any(cluster, about["generation"])
     if not blob:
         return None
     experiment, _, _ = cloudpickle.loads(blob)
