@@ -63,7 +63,8 @@ def test_no_rank_is_blamed_without_an_injected_fault(strategy: str, noise: float
 
 def test_a_run_without_a_fault_gets_no_advice() -> None:
     advised = run().advice()
-    assert advised == [] and repr(advised).startswith("No single cause exceeds 5 %") and "No single cause" in advised._repr_html_()
+    assert advised == [] and repr(advised) == "No single cause exceeds 5 % of the step."
+    assert "No single cause" in advised._repr_html_()
     assert causes(Timeline()) == [] and run(ranks=1).advice() == []
 
 
