@@ -180,8 +180,8 @@ def test_the_laws_find_a_member_by_its_file_and_check_its_claims(tmp_path: Path)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("claim", "wrong", "law"), [
     ("periodic: ClassVar[bool] = True", "periodic: ClassVar[bool] = False", "test_ranks_that_are_never_apart"),
-    ("periodic: ClassVar[bool] = True", "exact: ClassVar[bool] = True", "test_an_exact_one"),
-    ("await rank.backward()", "await rank.backward(2.0)", "test_a_plain_one"),
+    ("periodic: ClassVar[bool] = True", "exact: ClassVar[bool] = True", "test_an_exact_strategy"),
+    ("await rank.backward()", "await rank.backward(2.0)", "test_a_plain_strategy"),
 ], ids=["never apart", "exact", "plain"])  # fmt: skip
 def test_a_false_claim_fails_the_matching_law(
     claim: str, wrong: str, law: str, tmp_path: Path

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from tests.bench.ddp import tasks
 from tests.ranks import Rows
+from workbench.engine.compute import model
 from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import host_store
 from workbench.experiment import Experiment
@@ -64,6 +66,8 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
         training.batches.next = lambda: batch  # type: ignore[method-assign]
         parts.learner = replace(parts.learner, loss=lambda model, x: note("forward", loss_of(model, x)))
         rollback.updates = begin_update  # type: ignore[method-assign]
+        # MemTracker has hooks on gradients, and a rank makes each hook of a model a copy of the gradient
+        model.own_loss = lambda params, share: nullcontext()  # type: ignore[assignment]
         external = [training.model, training.optimizer, *(batch if isinstance(batch, tuple) else [batch])]
         tracker.track_external(*external, *rooms(training.layout))  # gradients, as soon as they exist
         with tracker:
