@@ -190,6 +190,26 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
     assert gaps.next["spans", 0] == 35
 
 
+def test_a_gap_between_rows_that_wait_is_filled_too() -> None:
+    def disk(kind: str, rank: int, start: int) -> list[Any]:
+        return [(start, spans(start, on_disk - start))] if on_disk > start else []
+
+    passed: list[tuple[int, int]] = []
+    gaps = Gaps({}, disk, lambda kind, rank, seq, columns: passed.append((seq, seq + len(columns["rank"]))))
+    on_disk = 0
+    gaps.put(wire.Batch("g", "spans", 0, 10, spans(10, 10)))  # rows 0 to 9 and 20 to 29 are lost
+    on_disk = 20
+    gaps.put(wire.Batch("g", "spans", 0, 30, spans(30, 10)))
+    assert max(end for _, end in passed) == 20, "rows 30 to 39 wait for rows 20 to 29"
+    on_disk = 40
+    gaps.put(wire.Batch("g", "spans", 0, 40, spans(40, 10)))
+    reached = 0
+    for first, end in passed:
+        assert first <= reached, f"rows {reached} to {first - 1} were skipped"
+        reached = max(reached, end)
+    assert reached == 50
+
+
 class Slow:
     """A rank that answers only the `at`-th request for rows 0 to 9, on a virtual clock."""
 

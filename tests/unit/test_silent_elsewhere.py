@@ -73,3 +73,13 @@ def test_rows_are_read_from_a_disk_that_is_visible(live: Live) -> None:
 def test_an_answering_rank_is_asked_for_lost_rows(live: Live) -> None:
     live.gaps.put(wire.Batch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
     assert asks(live) == ["rows"]
+
+
+def test_the_last_rows_are_fetched_though_the_last_status_is_older(live: Live) -> None:
+    rows = columns_of("spans", [(0, 7, "step", "step", 0.0, 0.0, 0.1, 0)])
+    about = {"generation": "g", "as": 0, "state": "running", "step": 7, "over": False}
+    live.status[0] = {**about, "sent": {"spans": 0}}
+    live.cluster.line.ask_all = lambda what, **rest: {0: {**about, "sent": {"spans": 1}}}
+    live.gaps._missed = lambda kind, rank, start: [(0, rows)] if (kind, rank, start) == ("spans", 0, 0) else []
+    last_rows.gather(live, {1})
+    assert len(live.run.spans) == 1

@@ -24,6 +24,7 @@ Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 def gather(live: Live, silent: set[int]) -> None:
     """Fetches the missing rows. For `silent` ranks it reads only disks that this kernel sees."""
+    _ask_what_was_sent(live, silent)
     time.sleep(0.1)  # for the messages that are on their way
     wait_for(lambda: _come(live, silent), ON_THE_WAY)  # these need not be on a disk
     for rank in live.ranks:
@@ -35,6 +36,14 @@ def gather(live: Live, silent: set[int]) -> None:
                 live.gaps.mend(kind, rank, sent.get(kind, ALL))
         if rank not in silent and live.elsewhere(rank):
             _fetch(live, rank)
+
+
+def _ask_what_was_sent(live: Live, silent: set[int]) -> None:
+    """Asks the ranks how many rows they have sent: their last status may be older than their last rows."""
+    asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
+    for rank, answer in live.cluster.line.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
+        if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
+            live.status[rank] = answer
 
 
 def _come(live: Live, silent: set[int]) -> bool:

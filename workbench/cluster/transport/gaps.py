@@ -34,21 +34,17 @@ class Gaps:
         self._since: dict[tuple[str, int], float] = {}
 
     def put(self, batch: Batch) -> None:
-        """Takes in `batch`. It passes, with the rows that waited for it, unless an earlier row is missing."""
+        """Takes in `batch`. Rows pass up to the first gap; those after a gap wait until the disk fills it."""
+        key = batch.kind, batch.rank
         with self._lock:
-            self._put((batch.kind, batch.rank), batch)
-
-    def _put(self, key: tuple[str, int], batch: Batch) -> None:
-        held = self._held.setdefault(key, [])
-        held.append((batch.seq, batch.columns))
-        if held[0][0] <= self.next[key]:
-            return self._pass(key)
-        began = self._since.setdefault(key, time.monotonic())
-        found = self._from_disk(key)
-        reached = max((seq + len(c["rank"]) for seq, c in found or ()), default=self.next[key])
-        if reached >= held[0][0] or time.monotonic() - began > (UNHEARD if found is None else HOLD):
-            held[:0] = found or []
-            self._pass(key)
+            self._hold(key, [(batch.seq, batch.columns)])
+            if self._pass(key):
+                return
+            began = self._since.setdefault(key, time.monotonic())
+            found = self._from_disk(key)
+            self._hold(key, found or [])
+            if not self._pass(key) and time.monotonic() - began > (UNHEARD if found is None else HOLD):
+                self._pass(key, lossy=True)
 
     def remind(self, kind: str, rank: int, sent: int) -> None:
         """Takes in that a rank has sent `sent` rows. Fetches those of the last reminder that have not come."""
@@ -56,24 +52,23 @@ class Gaps:
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:
             if self.next[key] < due and (found := self._from_disk(key)) is not None:
-                self._held[key] = found + self._held.get(key, [])
+                self._hold(key, found)
                 self._pass(key)
 
     def mend(self, kind: str, rank: int, sent: int) -> None:
         """At the end, fetches what is missing of the first `sent` rows. Rows that waited pass even if it fails."""
         key = kind, rank
         with self._lock:
-            found = None
             for _ in range(TRIES if self.next[key] < sent or self._held.get(key) else 0):
                 if (found := self._from_disk(key)) is not None:
+                    self._hold(key, found)
                     break
-            self._held[key] = (found or []) + self._held.get(key, [])
-            self._pass(key)
+            self._pass(key, lossy=True)
 
     def release(self, kind: str, rank: int) -> None:
         """Passes the rows that wait, because the missing ones cannot be read."""
         with self._lock:
-            self._pass((kind, rank))
+            self._pass((kind, rank), lossy=True)
 
     def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
         """Reads the rows from the next one on; None if the disk or the rank does not answer."""
@@ -82,8 +77,17 @@ class Gaps:
         except (OSError, RuntimeError):
             return None
 
-    def _pass(self, key: tuple[str, int]) -> None:
-        self._since.pop(key, None)
-        for seq, columns in self._held.pop(key, []):
+    def _hold(self, key: tuple[str, int], new: list[Piece]) -> None:
+        self._held[key] = sorted((*self._held.get(key, ()), *new), key=lambda piece: piece[0])
+
+    def _pass(self, key: tuple[str, int], lossy: bool = False) -> bool:
+        """Passes the rows that wait up to the first gap, or all of them if `lossy`. Returns whether none is left."""
+        held = self._held.pop(key, [])
+        while held and (lossy or held[0][0] <= self.next[key]):
+            self._since.pop(key, None)  # a later gap waits from its own beginning
+            seq, columns = held.pop(0)
             self.next[key] = max(self.next[key], seq + len(columns["rank"]))
             self._append(*key, seq, columns)
+        if held:
+            self._held[key] = held
+        return not held
